@@ -273,8 +273,9 @@ class FederationSettings:
     )
     rounds_behind: int = setting(
         3,
-        "Rounds that a replica may be behind. One further behind continues where half of the others are, whatever "
-        "skip_local_steps says; at its start it takes over a state that is further ahead.",
+        "Rounds that a replica may be behind. One further behind, at its start or because it was asleep, takes "
+        "over the state of the furthest one; one that ends further behind gets the mean at the end, and is not in "
+        "it.",
         ge=1,
     )
     skip_local_steps: bool = setting(

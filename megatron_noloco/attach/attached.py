@@ -19,7 +19,7 @@ from megatron_noloco.attach.checks import (
     statement_of,
     tensor_of,
 )
-from megatron_noloco.attach.inner import OwnPart, Several
+from megatron_noloco.attach.inner import OwnPart, Several, check_modes, check_no_weights
 from megatron_noloco.attach.torch_module import trained_by_torch
 from megatron_noloco.attach.trained import Stateful, Trained, this_rank, topology_of
 from megatron_noloco.job.activity import now
@@ -54,35 +54,44 @@ class Attached:
     Attributes:
         done: local steps of the training so far. Use it for the learning rate, and for the end of the loop. In a
             federation it jumps ahead, without steps of this loop, when the job has fallen
-            `FederationSettings.rounds_behind` rounds behind, or is slow (`FederationSettings.skip_local_steps`).
+            `FederationSettings.rounds_behind` rounds behind and has taken over the state of another one, or is
+            slow (`FederationSettings.skip_local_steps`).
+        taken: the local steps of the state of `inner` that was taken over last, after `attach`; -1: none was. A
+            schedule in it is advanced up to there.
         outer: the outer optimizer of this rank.
+        when_loaded: called before weights are loaded into the model; by default it refuses them with ValueError.
     """
 
     def __init__(
         self,
         trained: Trained,
         outer: OuterOptimizer,
-        first_weights: bytes,
+        first: dict[str, bytes],
         state: dict[str, Tensor] | None,
         membership: "Membership | None" = None,
-        inner: Stateful | None = None,
+        inner: Several | None = None,
     ) -> None:
         self.outer = outer
-        self.done = 0
+        self.when_loaded = _refuse_load
+        self.done, self.taken = 0, -1
+        self._rounds = self._rounds_met = 0
         self._trained = trained
-        self._first_weights = first_weights
+        self._first = first
         self._membership, self._inner = membership, inner
         self._health = None if membership is None else membership.health(outer.weights)
-        self._compared = False
+        self._compared = self._checked = False
         self._until_closed = ExitStack()
-        self._until_closed.enter_context(trained.while_attached())
+        self._until_closed.enter_context(trained.while_attached(lambda: self.when_loaded()))
         _ATTACHED.add(self)
         self._steps = 0 if trained.steps is None else trained.steps()
         if state is not None:
-            self.done = int(state["local_steps_done"])
-            outer.restore(state)
+            self._continue_from(state)
         if membership is not None:
             membership.keeping_up.start(self.done)
+
+    def _continue_from(self, state: dict[str, Tensor]) -> None:
+        self.done = int(state["local_steps_done"])
+        self.outer.restore(state)
 
     def step(self) -> list[RoundReport]:
         """Count a local step, and run the round that is due, if any. Call it after each step of the optimizer.
@@ -105,6 +114,7 @@ class Attached:
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
             self._trained.check_all()
+            self._check_optimizers()
         if self._health is not None:
             self._health.after_step(self.done, ())
         reports = []
@@ -113,18 +123,42 @@ class Attached:
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
         if self._membership is not None:
-            self.done, _ = self._membership.between_steps(self.done, self._copy)
+            self.done = self._membership.between_steps(self.done, self._copy, self._take_over).step
         now.part(f"local step {self.done + 1}")
         return reports
 
     def _copy(self) -> "Callable[[], Snapshot]":
         from megatron_noloco.attach.takeover import copy_state
 
-        return copy_state(self.outer, self.done, self._inner)
+        return copy_state(self.outer, self.done, self._inner, self._trained.modules)
+
+    def _take_over(self, least: int) -> int | None:
+        from megatron_noloco.attach.takeover import StateLoader, take_state
+
+        assert self._membership is not None
+        self.outer.wait()
+        seconds = self.outer.settings.deadline_seconds
+        loader = StateLoader(self.outer, self._inner, self._trained.modules)
+        state = take_state(self._membership.handover, loader, least, seconds)
+        if state is None:
+            return None
+        self._continue_from(state)
+        if loader.state["inner"] is not None:
+            self.taken = self.done
+        return self.done
+
+    def _check_optimizers(self) -> None:
+        """Raise ValueError before the first round as `check_no_weights` does."""
+        if self._inner is not None and not self._checked:
+            self._checked = True
+            for optimizer in self._inner.optimizers():
+                check_no_weights(optimizer)
 
     def _compare(self, reports: list[RoundReport]) -> None:
-        """Warn where the first round with a partner finds equal weights."""
+        """Count rounds, and warn where the first round with a partner finds equal weights."""
         spreads = [report.spread for report in reports if len(report.exchange.group) > 1]
+        self._rounds += len(reports)
+        self._rounds_met += len(spreads)
         if spreads and not self._compared:
             self._compared = True
             if spreads[0] == 0:
@@ -142,7 +176,8 @@ class Attached:
         """
         return self.outer.state() | {
             "local_steps_done": torch.tensor(self.done),
-            "first_weights": tensor_of(self._first_weights),
+            "first_weights": tensor_of(self._first["weights"]),
+            "first_buffers": tensor_of(self._first["buffers"]),
             "weights": tensor_of(digest_of(self.outer.weights)),
         }
 
@@ -151,26 +186,41 @@ class Attached:
 
         In one job all replicas then have the mean to rounding, in a federation the same bits. A job of a
         federation waits for the others that are there, as long as they train; one that does not begin a round for
-        `NolocoSettings.deadline_seconds` is left out. The reports have the replicas averaged, and how far apart
-        they were. With a delay, rounds under way are merged before.
+        `NolocoSettings.deadline_seconds` is left out. So are the weights of one that ended more than
+        `FederationSettings.rounds_behind` rounds before the furthest; it gets the mean of the others. A warning
+        names those that are left out. The reports have the replicas averaged, and how far apart they were. With a
+        delay, rounds under way are merged before. Where this job is asked to stop meanwhile (`stopped` of
+        `attach`), the weights stay its own, and there are no reports.
         """
         self._trained.check_all()
         self.outer.finish()
         if self._membership is not None:
-            return self._membership.average(self.outer)
+            reports = self._membership.average(self.outer, self.done)
+            for report in reports:
+                if report.missed:
+                    warnings.warn(f"the mean is that of {report.group}: {report.missed}", stacklevel=2)
+            return reports
         return self.outer.average_all(self.done)
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.
 
-        With a delay, the rounds under way are merged, except while an exception is handled; a job of a federation
-        then does not wait for them.
+        With a delay, the rounds under way are merged, except `at_once`, or while an exception is handled; a job of
+        a federation then does not wait for them. A second call does nothing.
         """
+        if self not in _ATTACHED:
+            return
         _ATTACHED.discard(self)
-        raising = sys.exception() is not None
+        raising = at_once or sys.exception() is not None
         with self._until_closed:
             if self._membership is not None:
                 self._until_closed.callback(self._membership.leave)
+            if self._membership is not None and self._rounds and not self._rounds_met:
+                warnings.warn(
+                    f"none of the {self._rounds} rounds of this job took place: it met no other replica, and "
+                    "trained alone; lines on stderr say why",
+                    stacklevel=2,
+                )
             if not raising:
                 self.outer.finish()
             elif self._membership is None:  # else all ranks of the replica would have to come here
@@ -199,6 +249,7 @@ def attach(
     transport: Transport | None = None,
     state: dict[str, Tensor] | None = None,
     inner: Stateful | Sequence[Stateful] | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> Attached:
     """Add rounds between replicas to a loop. Call it last before the loop, after a checkpoint is loaded.
 
@@ -220,16 +271,23 @@ def attach(
         inner: the inner optimizer, with DeepSpeed `engine.optimizer`; or several objects with `state_dict` and
             `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
             of the federation that begin later, and taken over with the weights.
+        stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
+            `threading.Event` that a handler of SIGTERM sets. It is called often, also from other threads. Once it
+            returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
+            and `step` skips the round. To save and to end is left to the loop.
 
     Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with
-    which the replicas drift apart, and for a state of other weights. Jobs of a federation whose first weights,
-    settings or sizes differ refuse each other: with a line on stderr where they have a list of addresses. In a
-    shared folder they do not see each other; one that is alone for ten seconds says so on stderr, and that the
-    folder has addresses of another run.
+    which the replicas drift apart, for a state of other weights, and for an optimizer in `inner` that keeps
+    weights of its own (some of these are noticed by `step`, before the first round). Jobs of a federation refuse
+    each other where settings, sizes, names and shapes of weights, first weights, frozen weights or first buffers
+    differ: a line on the stderr of both says which. In a shared folder they do not see each other; a job that is
+    alone for ten seconds says on stderr in what the newest job there differs.
     """
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, seed, transport)
+    if replicas is not None and stopped is not None:
+        raise ValueError("attach: stopped is for a federation; leave it out with replicas")
     seed, slot = int(seed), int(slot or 0)  # JSON takes no numbers of numpy
     trained = _trained_by(engine)
     own_inner = None if inner is None else own_state(inner)
@@ -247,17 +305,18 @@ def attach(
     problem = groups_problem(settings, place.replicas)
     statements = of_all_ranks(statement_of(trained, topology, rank, alike, state, problem))
     check_statements(statements, rank, topology)
-    first_weights = statements[rank].first_weights
+    first = statements[rank].first
     if federation is None:
         transport = TorchTransport() if transport is None else transport
         outer = OuterOptimizer(trained.weights, transport, place, settings, seed)
-        return Attached(trained, outer, first_weights, state)
+        return Attached(trained, outer, first, state, inner=own_inner)
 
-    from megatron_noloco.attach.takeover import take_state
+    from megatron_noloco.attach.takeover import StateLoader, take_state
     from megatron_noloco.federation.join import join_federation
 
-    of_ranks = [[one.lengths, one.first_weights.hex()] for one in statements]
-    membership = join_federation(federation, settings, place, {"seed": seed, "ranks": of_ranks})
+    compared: dict[str, Any] = {name: [one.first[name].hex() for one in statements] for name in first}
+    compared |= {"seed": seed, "ranks": [one.lengths for one in statements]}
+    membership = join_federation(federation, settings, place, compared, stopped=stopped or (lambda: False))
     try:
         commit = membership.commit(seed)
         outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
@@ -268,8 +327,9 @@ def attach(
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
             seconds = settings.deadline_seconds
-            state = take_state(membership.handover, outer, least, seconds, own_inner)
-        return Attached(trained, outer, first_weights, state, membership, own_inner)
+            loader = StateLoader(outer, own_inner, trained.modules)
+            state = take_state(membership.handover, loader, least, seconds)
+        return Attached(trained, outer, first, state, membership, own_inner)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise
@@ -297,8 +357,11 @@ def _trained_by(engine: Any) -> Trained:
     )
 
 
-def own_state(inner: Stateful | Sequence[Stateful]) -> Stateful:
-    """Return what has this rank's state of an optimizer, or of several parts. Raises ValueError for a model."""
+def own_state(inner: Stateful | Sequence[Stateful]) -> Several:
+    """Return what has this rank's state of an optimizer, or of several parts.
+
+    Raises ValueError for a model, and as `check_modes` does.
+    """
     return Several([_own_state(part) for part in (inner if isinstance(inner, Sequence) else [inner])])
 
 
@@ -306,6 +369,7 @@ def _own_state(part: Stateful) -> Stateful:
     """DeepSpeed's ZeRO cannot load what its `state_dict` returns, and that of Megatron-core lacks the moments."""
     if isinstance(part, nn.Module):
         raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")
+    check_modes(part)
     packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
     if "deepspeed" in packages:
         from megatron_noloco.attach.deepspeed_engine import state_of_optimizer
@@ -317,6 +381,12 @@ def _own_state(part: Stateful) -> Stateful:
         optimizers = list(optimizers_in(part))
         return OwnPart(optimizers) if optimizers else part  # a schedule
     return part
+
+
+def _refuse_load() -> None:
+    raise ValueError(
+        "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
+    )
 
 
 def _addresses(weights: Weights) -> set[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_noloco.attach.other_state import digests_of
 from megatron_noloco.attach.trained import Trained, check_reduced_over
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
@@ -68,14 +69,14 @@ class Statement:
         has_state: whether it continues from a state.
         alike: values that must be equal on all ranks, by name.
         lengths: of the parts of its weights.
-        first_weights: a digest of the weights with which its training began.
+        first: digests of what its training began with, by name: of its weights, and those of `digests_of`.
     """
 
     problem: str
     has_state: bool
     alike: dict[str, Any]
     lengths: list[int]
-    first_weights: bytes
+    first: dict[str, bytes]
 
 
 def statement_of(
@@ -92,19 +93,22 @@ def statement_of(
         alike: values that must be equal on all ranks; the local steps done, from `state`, are added.
         problem: with the settings; empty where there is none.
     """
-    digest = digest_of(trained.weights)
+    weights = digest_of(trained.weights)
+    first = {"weights": weights, **digests_of(trained.modules)}
     try:
         if problem:
             raise ValueError(f"attach: {problem}")
         check_reduced_over(trained, topology, rank)
         if state is not None:
-            _check_state(state, trained.weights, digest)
+            _check_state(state, trained.weights, weights)
             alike = alike | {"local_steps_done": int(state["local_steps_done"])}
-            digest = _bytes_of(state["first_weights"])
+            unknown = torch.zeros(32, dtype=torch.uint8)  # 0.2.0 did not save that of the buffers
+            for name in ("weights", "buffers"):  # which change
+                first[name] = _bytes_of(state.get(f"first_{name}", unknown))
     except ValueError as error:
         problem = str(error)
     lengths = [part.numel() for part in trained.weights.parts()]
-    return Statement(problem, state is not None, alike, lengths, digest)
+    return Statement(problem, state is not None, alike, lengths, first)
 
 
 def check_statements(ranks: Sequence[Statement], rank: int, topology: Topology) -> None:
@@ -138,14 +142,15 @@ def _check_equal_replicas(ranks: Sequence[Statement], replica_size: int) -> None
                 f"attach: rank {rank} of replica {replica} has {length} weights, rank {rank % replica_size} of "
                 f"replica 0 has {expected}; all replicas must train the same parameters of the same model"
             )
-        if one.first_weights != first.first_weights:
+        if differs := [name for name, digest in one.first.items() if digest != first.first[name]]:
             remedy = (
                 "their states are of different runs"
                 if one.has_state
                 else "seed all replicas alike, or load the same checkpoint, before the model is wrapped "
                 "(DistributedDataParallel, deepspeed.initialize)"
             )
-            raise ValueError(f"the weights of replica {replica} differ from those of replica 0; {remedy}")
+            what = " and ".join(differs)
+            raise ValueError(f"the {what} of replica {replica} differ from those of replica 0; {remedy}")
 
 
 def _check_state(state: Mapping[str, Tensor], weights: Weights, digest: bytes) -> None:

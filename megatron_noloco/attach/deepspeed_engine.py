@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.attach.inner import OwnPart
-from megatron_noloco.attach.torch_module import ReplicatedWeights, refusing_loads
+from megatron_noloco.attach.inner import OwnPart, check_modes
+from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
 from megatron_noloco.attach.trained import Stateful, Trained
 from megatron_noloco.engine.state import MasterWeights
 from megatron_noloco.outer.weights import Weights
@@ -27,16 +27,18 @@ def trained_by_deepspeed(engine: Any) -> Trained:
     """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
     Warns where Muon optimizes none of the weights. Raises ValueError for weights on NVMe, for an optimizer without
-    fp32 weights, and for experts whose groups leave the replica.
+    fp32 weights, as `check_modes` does, and for experts whose groups leave the replica.
     """
     check_muon(engine)
+    check_modes(engine.optimizer)
     _check_experts(engine)
     return Trained(
         _weights_of(engine),
         dist.get_process_group_ranks(engine.data_parallel_group),
         ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
         lambda: int(engine.global_steps),
-        while_attached=partial(refusing_loads, engine.module),
+        while_attached=partial(noticing_loads, engine.module),
+        modules=[engine.module],
     )
 
 

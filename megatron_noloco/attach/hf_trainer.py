@@ -9,10 +9,14 @@ Each replica is a job of its own, started as usual (python, torchrun, accelerate
 reduces gradients over all ranks of the job, which are the replica. Needs transformers and accelerate.
 """
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import Tensor
 from transformers import (
     DefaultFlowCallback,
     Trainer,
@@ -39,13 +43,20 @@ class NolocoCallback(TrainerCallback):
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
       `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it if the checkpoint is in
       `output_dir`. It is written to `output_dir` and moved, so that there is one whenever the Trainer deletes an
-      older checkpoint. To start a replica again from another one, copy the other's checkpoint folder there.
+      older checkpoint. Just-in-time checkpoints (`enable_jit_checkpoint`) get it when they are there. To start a
+      replica again from another one, copy the other's checkpoint folder there.
     - A job that begins when others have trained takes over the present state of one: its weights, its rounds, and
       its optimizer.
     - A job that has fallen behind continues at the step of the others: `global_step` and the learning rate jump.
       A log, an evaluation or a save that was due at a step in between takes place there.
     - At the end the replicas average (`Attached.average`). So `trainer.save_model()` after `trainer.train()`
       saves the one model of all replicas; every checkpoint, also that of the last step, is of this replica alone.
+    - A training that ends before `max_steps` (`should_training_stop`, early stopping, a just-in-time checkpoint)
+      leaves at once: it waits for no other job, skips a round that is due, and does not average. Add this
+      callback last, so that it sees what others decide.
+    - `train()` may be called again. After an exception it goes on at the step where it failed, unless it resumes
+      from a checkpoint; until then, or until `noloco.close()`, or the end of the process, other jobs see this one
+      as slow.
 
     Args:
         trainer: the Trainer to which the callback is added.
@@ -53,7 +64,7 @@ class NolocoCallback(TrainerCallback):
         average: whether the replicas average at the end.
 
     Raises ValueError at the beginning of the training as `attach` does, for a checkpoint without a state, and
-    with `load_best_model_at_end`, which would replace the average.
+    with `load_best_model_at_end`, which would replace the average; later for a model that is loaded meanwhile.
     """
 
     def __init__(
@@ -73,6 +84,10 @@ class NolocoCallback(TrainerCallback):
         self._average = average
         self._noloco: Attached | None = None
         self._written_at = -1  # the step whose state is written, and waits for the Trainer's checkpoint
+        self._trains = False  # also after an exception
+        self._loaded = False  # weights into the model, since the training began
+        self._failed = False  # the training that is left
+        self._model: ref[Any] | None = None  # that is attached
 
     @property
     def noloco(self) -> Attached:
@@ -87,7 +102,8 @@ class NolocoCallback(TrainerCallback):
             raise ValueError(
                 "load_best_model_at_end: NoLoCo ends with an average of the replicas; set it to False"
             )
-        saved, self._written_at = None, -1
+        saved = self._left_over() if self._trains else None
+        self._written_at, self._loaded = -1, False
         if state.global_step:
             file = _file(args, state)
             if not file.exists() and _waiting(args).exists():
@@ -106,12 +122,32 @@ class NolocoCallback(TrainerCallback):
             seed=self._seed,
             state=saved,
             inner=[_optimizer_of(self._trainer), _schedule_of(self._trainer)],
+            stopped=self._ends_early,
         )
+        self._noloco.when_loaded = self._when_loaded
+        self._trains, self._model = True, ref(self._trainer.model)
+        if saved is not None and not state.global_step:
+            self._catch_up(args, state, control)  # of the failed training; the schedule is new
         state.global_step = self.noloco.done  # that of another job, if its state was taken over
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._complete(args, state)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._complete(args, state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        if self._loaded:
+            raise ValueError(
+                "weights were loaded into the model while it is trained; the next round would undo it"
+            )
+        self._complete(args, state)
         reports = self.noloco.step()
         self._catch_up(args, state, control)
         if reports and args.logging_strategy != "no":
@@ -127,6 +163,7 @@ class NolocoCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        self._complete(args, state)
         if control.should_save:
             self._write(args, state)
 
@@ -135,20 +172,71 @@ class NolocoCallback(TrainerCallback):
     ) -> None:
         self._write(args, state)
         put_in_place(_waiting(args), _file(args, state))
+        os.utime(_file(args, state))  # see `_complete`
         self._written_at = -1
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._average:
+        early = state.global_step < state.max_steps
+        if self._average and not early:
             self.noloco.average()
-        self.noloco.close()
+        self.noloco.close(at_once=early)
+        self._trains = False
+        if self._average and early:
+            warnings.warn(
+                f"the training has ended after {state.global_step} of {state.max_steps} steps: the weights are "
+                "those of this replica, not the average of all",
+                stacklevel=2,
+            )
+
+    def _ends_early(self) -> bool:
+        """Whether the training is to end before its last step, or has failed. Called from any thread."""
+        control, state = self._trainer.control, self._trainer.state
+        managers = (getattr(one, "jit_manager", None) for one in self._trainer.callback_handler.callbacks)
+        due = any(manager.is_checkpoint_requested for manager in managers if manager is not None)
+        return self._failed or due or (control.should_training_stop and state.global_step < state.max_steps)
+
+    def _when_loaded(self) -> None:
+        """Note a load: by a `train` that resumes after one that has failed; else the next step refuses it."""
+        self._loaded = True
+
+    def _left_over(self) -> dict[str, Tensor] | None:
+        """Leave a training that has failed; return its state if the model still has its weights."""
+        self._failed = True
+        before = self.noloco
+        saved = before.state_dict()
+        before.close(at_once=True)
+        self._failed = self._trains = False
+        same = self._model is not None and self._model() is self._trainer.model and not self._loaded
+        if not same or not before.done:
+            return None
+        del saved["weights"]  # an engine may have rounded them
+        return saved
+
+    def _complete(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Write the state into a checkpoint of this step that has none, or an earlier one.
+
+        The Trainer does not call `on_save` for just-in-time checkpoints. So this is called after other callbacks,
+        and before the weights change.
+        """
+        file, suffix = _file(args, state), f"_{args.process_index}" if args.world_size > 1 else ""
+        try:
+            saved_at = file.with_name(f"rng_state{suffix}.pth").stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if not file.exists() or file.stat().st_mtime_ns < saved_at:
+            write_whole(file, lambda path: torch.save(self._state(state), path))
+
+    def _state(self, state: TrainerState) -> dict[str, Tensor]:
+        """Return the state that goes with the weights after `global_step` steps, also before their round."""
+        return self.noloco.state_dict() | {"local_steps_done": torch.tensor(state.global_step)}
 
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         """Write the state, unless that of this step is written."""
         if self._written_at != state.global_step:
             _waiting(args).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(_waiting(args), lambda path: torch.save(self.noloco.state_dict(), path))
+            write_whole(_waiting(args), lambda path: torch.save(self._state(state), path))
             self._written_at = state.global_step
 
     def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
@@ -159,7 +247,8 @@ class NolocoCallback(TrainerCallback):
         schedule = _schedule_of(self._trainer)
         while state.global_step < self.noloco.done:
             state.global_step += 1
-            schedule.step()
+            if state.global_step > self.noloco.taken:  # else the schedule that was taken over has this step
+                schedule.step()
             DefaultFlowCallback().on_step_end(args, state, control)
 
 

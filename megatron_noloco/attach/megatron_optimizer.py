@@ -44,7 +44,8 @@ def trained_by_megatron(optimizer: Any) -> Trained:
                 "attach: leave out --overlap-param-gather-with-optimizer-step and "
                 "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
             )
-    return Trained(DividedWeights(optimizers), None, ("", ""))
+    weights = DividedWeights(optimizers)
+    return Trained(weights, None, ("", ""), modules=weights.chunks)
 
 
 class DividedWeights(Weights):
@@ -52,12 +53,15 @@ class DividedWeights(Weights):
 
     Args:
         optimizers: `DistributedOptimizer`s and `LayerWiseDistributedOptimizer`s with disjoint parameters.
+
+    Attributes:
+        chunks: the parts of the model on this rank.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self._owned = [weight for optimizer in optimizers for weight in _owned(optimizer)]
-        self._chunks = list(dict.fromkeys(chunk for one in optimizers for chunk in one.model_chunks))
+        self.chunks = list(dict.fromkeys(chunk for one in optimizers for chunk in one.model_chunks))
 
     def parts(self) -> list[Tensor]:
         return [weight.detach().view(-1) for weight in self._owned]
@@ -67,7 +71,7 @@ class DividedWeights(Weights):
         groups = (
             (first.pg_collection.tp, first.pg_collection.pp)
             if _by_layers(first)
-            else (self._chunks[0].tp_group, self._chunks[0].pp_group)
+            else (self.chunks[0].tp_group, self.chunks[0].pp_group)
         )
         tp, pp = (group.size() for group in groups)
         ranges, start = [], 0
@@ -87,7 +91,7 @@ class DividedWeights(Weights):
                     one._copy_main_params_to_model_params()
             if _by_layers(optimizer) and not getattr(optimizer, "use_buffer_param_sync", False):
                 optimizer.allgather_params()
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()  # else the next forward pass gathers
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
 from megatron_noloco.attach.trained import Stateful
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.takeover import take_over
@@ -20,13 +21,16 @@ _MOST_BYTES_PER_WEIGHT = 64  # of the replica
 _OTHER_BYTES = 1 << 24
 
 
-def copy_state(outer: OuterOptimizer, done: int, inner: Stateful | None) -> Callable[[], Snapshot]:
+def copy_state(
+    outer: OuterOptimizer, done: int, inner: Stateful | None, modules: Sequence[nn.Module]
+) -> Callable[[], Snapshot]:
     """Copy the state of this rank; return what makes a snapshot of the copy."""
     file = io.BytesIO()
     state = {
         "weights": outer.weights.read(),
         "outer": outer.state(wait=False),
         "inner": None if inner is None else inner.state_dict(),
+        "buffers": buffers_of(modules),
     }
     torch.save(state, file)
     content = file.getvalue()
@@ -40,20 +44,16 @@ def copy_state(outer: OuterOptimizer, done: int, inner: Stateful | None) -> Call
 
 
 def take_state(
-    handover: Handover,
-    outer: OuterOptimizer,
-    least: int,
-    seconds: float,
-    inner: Stateful | None,
+    handover: Handover, loader: "StateLoader", least: int, seconds: float
 ) -> dict[str, Tensor] | None:
     """Take the state of the replica that is furthest, if it has done `least` local steps. A collective of the job.
 
-    Overwrites the weights, and the state of `inner`. Returns a state for `OuterOptimizer.restore`, with
-    "local_steps_done"; None where there is none to take. Warns where the state of one could not be taken.
+    Overwrites what the loader has. Returns a state for `OuterOptimizer.restore`, with "local_steps_done"; None
+    where there is none to take. Warns where the state of one could not be taken.
     """
-    loader, lines = StateLoader(outer, inner), list[str]()
+    lines = list[str]()
     found = take_over(handover, loader, least, seconds, lines.append)
-    if found is not None and inner is not None and loader.state["inner"] is None:
+    if found is not None and loader.inner is not None and loader.state["inner"] is None:
         lines.append(f"replica {found[0].slot} gave no state of its inner optimizer; it begins anew")
     for line in lines:
         warnings.warn(line, stacklevel=3)
@@ -72,11 +72,19 @@ class Offer(NamedTuple):
 
 
 class StateLoader:
-    """Loads the state of another replica into this one; implements `federation.takeover.Taker`."""
+    """Loads weights, buffers and the inner state of another replica; implements `federation.takeover.Taker`.
 
-    def __init__(self, outer: OuterOptimizer, inner: Stateful | None) -> None:
+    Args:
+        modules: that have the buffers.
+
+    Attributes:
+        state: what was loaded last.
+    """
+
+    def __init__(self, outer: OuterOptimizer, inner: Stateful | None, modules: Sequence[nn.Module]) -> None:
         self.state: dict[str, Any] = {}
-        self._outer, self._inner = outer, inner
+        self.inner = inner
+        self._outer, self._modules = outer, modules
 
     def check(self, slot: int, description: bytes) -> Offer:
         try:
@@ -88,7 +96,8 @@ class StateLoader:
         weights = (
             self._outer.weights.length * self._outer.place.ranks_per_replica
         )  # `inner` may be of them all
-        if not 0 < offer.bytes <= _MOST_BYTES_PER_WEIGHT * weights + _OTHER_BYTES:
+        other = _OTHER_BYTES + sum(buffer.nbytes for buffer in buffers_of(self._modules).values())
+        if not 0 < offer.bytes <= _MOST_BYTES_PER_WEIGHT * weights + other:
             raise ValueError(f"its state has {offer.bytes} bytes")
         return offer
 
@@ -104,6 +113,7 @@ class StateLoader:
             vectors = [state["weights"], state["outer"]["slow_weights"]]
             sound = all(vector.shape == (length,) for vector in vectors)
             sound = sound and all(bool(vector.isfinite().all()) for vector in vectors) and "inner" in state
+            check_buffers(self._modules, state["buffers"])
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
         if not sound:
@@ -113,7 +123,8 @@ class StateLoader:
     def settle(self, offer: Offer, whole: bool) -> None:
         if not whole:
             return
-        if self._inner is not None and self.state["inner"] is not None:
-            self._inner.load_state_dict(self.state["inner"])  # before the weights, which some load as well
+        if self.inner is not None and self.state["inner"] is not None:
+            self.inner.load_state_dict(self.state["inner"])  # before the weights, which some load as well
         with self._outer.weights.writing() as write:
             write(0, self.state["weights"])
+        write_buffers(self._modules, self.state["buffers"])

@@ -1,6 +1,6 @@
 """Rounds for a torch module that a loop trains: alone, in DistributedDataParallel, or divided by fully_shard."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -52,7 +52,8 @@ def trained_by_torch(module: nn.Module) -> Trained:
         ranks,
         remedies,
         check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),
-        while_attached=partial(refusing_loads, module),
+        while_attached=partial(noticing_loads, module),
+        modules=[module.module if isinstance(module, DistributedDataParallel) else module],
     )
 
 
@@ -137,10 +138,11 @@ def _check_no_others(module: nn.Module, attached: set[int]) -> None:
 
 
 @contextmanager
-def refusing_loads(module: nn.Module) -> Iterator[None]:
-    """Have `load_state_dict` of the module and of its parts raise ValueError."""
+def noticing_loads(module: nn.Module, notice: Callable[[], None]) -> Iterator[None]:
+    """Have `load_state_dict` of the module and of its parts call `notice` first."""
     hooks = [
-        part.register_load_state_dict_pre_hook(partial(_refuse_load, id(part))) for part in module.modules()
+        part.register_load_state_dict_pre_hook(partial(_notice_load, id(part), notice))
+        for part in module.modules()
     ]
     try:
         yield
@@ -149,9 +151,7 @@ def refusing_loads(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _refuse_load(attached: int, module: nn.Module, *_: object) -> None:
-    """Refuse the load. Copies of the module have the hook as well, and may load."""
+def _notice_load(attached: int, notice: Callable[[], None], module: nn.Module, *_: object) -> None:
+    """Call `notice`. Copies of the module have the hook as well, and may load."""
     if id(module) == attached:
-        raise ValueError(
-            "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
-        )
+        notice()

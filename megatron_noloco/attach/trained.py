@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import nn
 
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
@@ -31,7 +32,8 @@ class Trained:
             where it is one replica.
         steps: returns how many steps the optimizer has taken; None where each call of `Attached.step` follows one.
         check_all: raises ValueError where the loop trains more than `weights`.
-        while_attached: a context that refuses what would change the weights between rounds.
+        while_attached: a context in which its argument is called where weights are about to be loaded.
+        modules: that have the weights, as the loop made them: without DistributedDataParallel and the like.
     """
 
     weights: Weights
@@ -39,7 +41,8 @@ class Trained:
     remedy: tuple[str, str]
     steps: Callable[[], int] | None = None
     check_all: Callable[[], None] = lambda: None
-    while_attached: Callable[[], AbstractContextManager[None]] = nullcontext
+    while_attached: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext()
+    modules: Sequence[nn.Module] = ()
 
 
 def check_reduced_over(trained: Trained, topology: Topology, rank: int) -> None:

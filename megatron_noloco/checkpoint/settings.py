@@ -28,6 +28,7 @@ _FIXED = (
     "fp16",
     "data_types",
 )
+_PEAK = "scheduler.params.warmup_max_lr"
 # Exceptions, which another layout may need: padding of the vocabulary, and memory for activations.
 _EXCEPTED = (
     "model.make_vocab_size_divisible_by",
@@ -112,6 +113,8 @@ class CheckpointSettings:
                     allowed.append(line)
                 else:
                     refused.append(f"{line}, with other contents")
+            elif name == _PEAK and after is None and self._takes_another_peak(saved):
+                refused.append(f"{line}, which is the optimizer's rate")
             elif _is_in(name, _FIXED) and name not in _EXCEPTED:
                 refused.append(line)
             elif not _is_in(name, _NOT_REPORTED):
@@ -125,6 +128,11 @@ class CheckpointSettings:
                 )
             raise ValueError("\n".join(f"{line}; {remedy}" for line in refused))
         return allowed
+
+    def _takes_another_peak(self, saved: dict[str, Any]) -> bool:
+        """Whether neither config gives the peak, which up to version 0.2.0 was not the optimizer's rate."""
+        was, now = (run.get("scheduler", {}).get("params", {}) for run in (saved, self.run))
+        return "warmup_max_lr" not in was and "warmup_max_lr" in now
 
 
 def tokenizer_folder(job_folder: Path) -> Path:

@@ -31,6 +31,8 @@ def add_commands(commands: Commands) -> None:
 def _config(args: argparse.Namespace) -> int:
     from megatron_noloco.config import explain
 
+    if args.world_size is not None and not args.check:
+        raise ValueError("config: --world-size goes together with --check FILE")
     if args.explain is not None:
         sys.stdout.write(explain(args.explain))
     elif args.check:
@@ -46,7 +48,7 @@ def _check(path: str, world_size: int | None) -> None:
 
     When only the start would fail the banner is written all the same: on another machine it may succeed.
     """
-    from megatron_noloco.config import describe, describe_data, load_config
+    from megatron_noloco.config import describe, describe_data, describe_rates, load_config
 
     config = load_config(path)
     world_size = config.world_size if world_size is None else world_size
@@ -65,7 +67,9 @@ def _check(path: str, world_size: int | None) -> None:
         say(f"{path}: ok")
     except ValueError as error:
         problem = error
-    if topology is not None:
+    if topology is None:
+        say(*describe_rates(config), 'parallel.replicas is "auto": --world-size N shows the rest of the run')
+    else:
         say(*describe(config, topology, architecture), *describe_data(config, topology))
         short = None if architecture is None else shortage_of_all(config, architecture, topology)
         if short is not None:

@@ -5,6 +5,7 @@ import difflib
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
         exit_code = report(error)
     abandon_job()
     return exit_code
+
+
+def help_pages() -> Iterator[tuple[str, str]]:
+    """Yield the program and each of its commands as they are called, with their `--help`."""
+    waiting = [_parser()]
+    for parser in waiting:
+        yield parser.prog, parser.format_help()
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                waiting += action.choices.values()
 
 
 class _Parser(argparse.ArgumentParser):

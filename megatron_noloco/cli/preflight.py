@@ -33,6 +33,7 @@ _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has a
 "note" or "problem"), what, advice, and figures; those of the exchange are hosts,
 library, thread_level, over, latency_seconds, gb_per_second, hidden and
 clock_skew_seconds. A machine with any problem is not ready."""
+_MFU = 0.4
 _RANKS_OF_GPU_NODE = 8
 _USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
 
@@ -48,7 +49,7 @@ def add_commands(commands: Commands) -> None:
     add("config", help="a config file")
     add("--gpus", type=at_least_one, metavar="N", help="number of ranks (default: that of the file)")
     add("--gpu", metavar="NAME", help="such as H100: say whether it fits and how long a step takes")
-    add("--mfu", type=share, default=0.4, help="part of the GPU's peak that is reached (default: 0.4)")
+    add("--mfu", type=share, help=f"with --gpu: part of its peak that is reached (default: {_MFU})")
     add("--step", type=duration, metavar="TIME", help="measured time of a local step, such as 0.3s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="rate of a node's link, such as 1Gbit")
     add("--latency", type=latency, default=0.0, metavar="TIME", help="delay from node to node, such as 25ms")
@@ -79,6 +80,8 @@ def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.preflight.accelerators import peak_tflops
     from megatron_noloco.preflight.plan import Network, computing_seconds, plan_of
 
+    if args.mfu is not None and (args.gpu is None or args.step is not None):
+        raise ValueError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
     config = load_config(args.config)
     ranks = config.world_size if args.gpus is None else args.gpus
     if ranks is None:
@@ -93,7 +96,7 @@ def _plan(args: argparse.Namespace) -> int:
     step = args.step
     peak = None if args.gpu is None else peak_tflops(args.gpu, config.precision)
     if step is None and peak is not None:
-        step = computing_seconds(config, architecture, peak, args.mfu)
+        step = computing_seconds(config, architecture, peak, args.mfu or _MFU)
     network = None
     if args.bandwidth is None:
         for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
@@ -104,7 +107,7 @@ def _plan(args: argparse.Namespace) -> int:
         network = Network(args.bandwidth, args.latency, per_node)
     plan = plan_of(config, architecture, topology, network, step)
     if args.json:
-        say(json.dumps(plan.as_json()))
+        say(json.dumps(plan.as_json() | ({} if accelerator is None else {"fits": _fits(plan, accelerator)})))
     else:
         _show_memory(plan)
         if accelerator is not None:
@@ -157,7 +160,7 @@ def _show_fit(
     from megatron_noloco.preflight.fit import changes_that_save
 
     name, size = accelerator.words, accelerator.gigabytes
-    if plan.memory.device_bytes / 1e9 <= _USABLE * size:
+    if _fits(plan, accelerator):
         say("", f"fits {name} of {size:g} GB; libraries and the allocator take some GB beside it")
         return
     say("", f"too much for {name} of {size:g} GB, of which libraries and the allocator take a tenth")
@@ -168,6 +171,10 @@ def _show_fit(
     if rows:
         say("Changes that help:")
         _table(("change", "ranks of a replica", "GB"), rows)
+
+
+def _fits(plan: "Plan", accelerator: "Accelerator") -> bool:
+    return plan.memory.device_bytes / 1e9 <= _USABLE * accelerator.gigabytes
 
 
 def _show_time(plan: "Plan", network: "Network | None") -> None:
@@ -220,6 +227,8 @@ def _doctor(args: argparse.Namespace) -> int:
     """Return 1 where there is a problem."""
     if args.hostfile is not None and not args.hostfile.is_file():
         raise ValueError(f"--hostfile {args.hostfile}: there is no such file")
+    if args.hostfile is not None and not args.seconds:
+        raise ValueError("--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out")
     findings = _findings(args.hostfile, args.seconds)
     problems = [finding for finding in findings if finding.state == "problem"]
     if args.json:

@@ -6,8 +6,9 @@ import signal
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
-from megatron_noloco.cli.options import Commands, add_command
+from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.job import activity
+from megatron_noloco.job.launcher import may_be_first
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.job.start_up import importing
 
@@ -79,10 +80,15 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _run(prepared: "Prepared", progress: str) -> int:
-    from megatron_noloco.training.join import join_job
+    from megatron_noloco.training.join import StoppedAtStartError, join_job
 
-    with activity.now.doing("joining the other ranks"):
-        joined = join_job(prepared)
+    try:
+        with activity.now.doing("joining the other ranks"):
+            joined = join_job(prepared)
+    except StoppedAtStartError as by:
+        if may_be_first(os.environ):
+            say(f"stopped before the first local step ({by})")
+        return 0
 
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
         from megatron_noloco.data.samples import VocabularyError

@@ -1,12 +1,21 @@
 """Config: the user's one JSON file, checked whole before anything starts, and the values that it stands for.
 
-Nothing here imports torch or an engine.
+Nothing here imports torch or an engine, but for the rates of a schedule, which DeepSpeed's own schedule gives.
 """
 
 from megatron_noloco.config.explain import explain
 from megatron_noloco.config.load import load_config
+from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.summary import describe, describe_data
 from megatron_noloco.config.wording import ConfigError
 
-__all__ = ["ConfigError", "RunConfig", "describe", "describe_data", "explain", "load_config"]
+__all__ = [
+    "ConfigError",
+    "RunConfig",
+    "describe",
+    "describe_data",
+    "describe_rates",
+    "explain",
+    "load_config",
+]

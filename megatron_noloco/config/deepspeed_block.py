@@ -136,6 +136,8 @@ def prepared(raw: dict[str, Any]) -> dict[str, Any]:
         if values[key] in (AUTO, None):
             del values[key]
         elif isinstance(values[key], dict):
+            if values[key].get("enabled") == AUTO:
+                values[key]["enabled"] = False
             values[key] = {name: value for name, value in values[key].items() if value not in (AUTO, None)}
     return values
 
@@ -143,13 +145,16 @@ def prepared(raw: dict[str, Any]) -> dict[str, Any]:
 def accepted(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration saved by an earlier version without the unknown keys of DeepSpeed's blocks.
 
-    The optimizer is replaced: also a checkpoint of one that is no longer supported can be exported.
+    The optimizer is replaced, and the loss scale left out: also a checkpoint of settings that are no longer
+    accepted can be exported.
     """
     kept = {key: value for key, value in saved.items() if key != "scheduler"}
     for name, definition in DeepSpeedConfig.model_fields.items():
         if name in kept and isinstance(definition.default, Block):
             known = type(definition.default).model_fields
             kept[name] = {key: value for key, value in kept[name].items() if key in known}
+    if "fp16" in kept:
+        kept["fp16"] = {"enabled": kept["fp16"].get("enabled", False)}
     return kept | {"optimizer": {"type": "AdamW"}}
 
 
@@ -182,18 +187,29 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
         dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world.
         train_iters: local steps of the run.
     """
+    problems = [*optimizer_block.check_optimizer(values["optimizer"]), *_check_precision(values)]
     optimizer_block.complete(values, train_iters)
-    problems: list[Problem] = []
     optimizer, scheduler = values["optimizer"], values.get("scheduler")
-    problems += optimizer_block.check_kernel(optimizer["params"])
     if scheduler is not None:
-        problems += optimizer_block.check_one_rate(optimizer, scheduler["type"])
-        problems += optimizer_block.check_warm_up(scheduler["type"], scheduler["params"])
+        problems += optimizer_block.check_schedule(optimizer, scheduler)
     zero = values.setdefault("zero_optimization", {})
     zero["stage"] = zero.get("stage") or 1  # why not 0: `deepspeed_settings` in engine/
-    if values.get("bf16", {}).get("enabled") and values.get("fp16", {}).get("enabled"):
-        problems.append(Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them"))
     return values, [*problems, *_batch(values, dp_size)]
+
+
+def _check_precision(values: dict[str, Any]) -> Iterator[Problem]:
+    """Refuse two precisions, and settings of a precision or of a loss scale that the run does not have."""
+    bf16, fp16 = values.get("bf16", {}), values.get("fp16", {})
+    if bf16.get("enabled") and fp16.get("enabled"):
+        yield Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them")
+    if fp16 and "enabled" not in fp16:
+        yield Problem(
+            ("fp16",), "fp16.enabled is missing: without it the run is not fp16; set it to true or false"
+        )
+    if scale := fp16.get("loss_scale"):
+        for name in fp16.keys() - {"enabled", "loss_scale"}:
+            text = f"fp16.{name} has no effect beside the static fp16.loss_scale {scale:g}; leave one of them out"
+            yield Problem(("fp16", name), text)
 
 
 def _batch(values: dict[str, Any], dp_size: int) -> Iterator[Problem]:

@@ -38,13 +38,13 @@ class AdamParams(OptimizerParams):
     torch_adam: bool | None = field(
         None, "Whether torch's kernel is used; null: only where DeepSpeed's cannot be had."
     )
-    fused: bool | None = field(None, "With torch_adam: torch's fused kernel.")
+    fused: bool | None = field(None, "With torch_adam true: whether torch's kernel is its fused one.")
 
 
 class MuonParams(OptimizerParams):
     """Muon for the linear maps of the layers, AdamW for all other weights."""
 
-    lr: Size | None = field(None, "Stands for both rates.")
+    lr: Size | None = field(None, "Stands for each of both rates that is not given.")
     muon_lr: Size = field(0.02, "Peak learning rate of Muon.")
     adam_lr: Size = field(3e-4, "Peak learning rate of AdamW, which all other weights have.")
     momentum: Momentum = field(0.95, "Nesterov momentum of Muon.")
@@ -78,25 +78,25 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "SGD": SgdParams,
 }
 _WARM_UP = "The first local steps, in which the rate rises."
+_WARM_UP_OF_TWO = "The first local steps, in which the rate rises; DeepSpeed takes 1 as 2."
 _WARM_UP_TYPE = "How it rises."
 
 
 class WarmupParams(Block):
-    """A warm-up, then the peak; one rate for all weights."""
+    """A warm-up, then the peak."""
 
-    warmup_min_lr: Size = field(0.0, "Lowest rate.")
-    warmup_max_lr: Size | None = field(None, "Peak; null: that of the optimizer.")
-    warmup_num_steps: Positive = field(1000, _WARM_UP)
+    warmup_min_lr: Size = field(0.0, "Lowest rate, of all weights.")
+    warmup_max_lr: Size | None = field(None, "Peak of all weights; null: each rate of the optimizer.")
+    warmup_num_steps: Positive = field(1000, _WARM_UP_OF_TWO)
     warmup_type: Literal["log", "linear"] = field("log", _WARM_UP_TYPE)
 
 
 class WarmupDecayParams(WarmupParams):
-    """A warm-up, then a linear decay; one rate for all weights."""
+    """A warm-up, then a linear decay."""
 
     total_num_steps: TotalSteps = field(
         ..., 'Local steps until the rate is lowest; "auto": training.train_iters.'
     )
-    warmup_max_lr: Size = field(1e-3, "Peak.")
 
 
 class WarmupCosineParams(Block):
@@ -108,7 +108,7 @@ class WarmupCosineParams(Block):
     warmup_min_ratio: Share = field(
         0.0, "Where the rise begins, to the peak; in the first local step the rate is 0."
     )
-    warmup_num_steps: Positive = field(1000, _WARM_UP)
+    warmup_num_steps: Positive = field(1000, _WARM_UP_OF_TWO)
     warmup_type: Literal["log", "linear"] = field("log", _WARM_UP_TYPE)
     cos_min_ratio: Share = field(1e-4, "Lowest rate, to the peak.")
 
@@ -123,6 +123,7 @@ class WsdParams(Block):
     min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, to the peak.")
 
 
+PEAK_UP_TO_0_2 = 1e-3  # of WarmupDecayLR without warmup_max_lr: DeepSpeed's default
 # Torch's schedules are no choice: they do not accept the optimizer that ZeRO wraps.
 SCHEDULES: dict[str, type[Block]] = {
     "WSD": WsdParams,
@@ -151,6 +152,9 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
             values[block]["params"] = {key: value for key, value in given.items() if value is not None}
             if given.get("total_num_steps") == "auto":
                 values[block]["params"]["total_num_steps"] = train_iters
+    if "scheduler" in values and values["scheduler"]["type"] == "WarmupDecayLR":
+        # DeepSpeed takes null for the optimizer's rates, and a missing key for 1e-3.
+        values["scheduler"]["params"].setdefault("warmup_max_lr", None)
     optimizer = values["optimizer"]
     params = optimizer["params"]
     if "betas" in params:  # torch refuses an integer beside a float: [0, 0.95]
@@ -164,45 +168,87 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
         values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
 
 
-def check_kernel(params: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuse what torch's SGD refuses, and torch's fused kernel where DeepSpeed's is asked for."""
+def check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
+    """Refuse what torch's SGD refuses, and what has no effect beside the rest of the block as it was given."""
+    params = {name: value for name, value in optimizer.get("params", {}).items() if value is not None}
     if params.get("nesterov") and not params.get("momentum"):
-        yield Problem(("optimizer",), "optimizer.params.nesterov needs a momentum > 0")
-    if params.get("fused") and params.get("torch_adam") is False:
-        yield Problem(
-            ("optimizer",),
-            "optimizer.params.fused is of torch's kernel, and torch_adam false asks for DeepSpeed's; "
-            "leave one of them out",
-        )
+        yield _of_params("nesterov needs a momentum > 0")
+    if "fused" in params and not params.get("torch_adam"):
+        yield _of_params("fused is of torch's kernel; give torch_adam true, too, or leave it out")
+    if str(optimizer["type"]).lower() == "adamw" and params.get("adam_w_mode") is False:
+        yield _of_params("adam_w_mode false has no effect on AdamW; use type Adam, or leave it out")
 
 
-def check_one_rate(optimizer: Mapping[str, Any], schedule: str) -> Iterator[Problem]:
-    """Refuse Muon's two learning rates where the schedule sets one; the others scale those of the optimizer."""
-    if schedule not in ("WarmupLR", "WarmupDecayLR") or not is_muon(optimizer):
-        return
-    muon, adam = (optimizer["params"][name] for name in ("muon_lr", "adam_lr"))
-    if muon != adam:
-        yield Problem(
-            ("scheduler",),
-            f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.muon_lr "
-            f"{muon} is not adam_lr {adam}; use WarmupCosineLR or WSD, which keep their ratio",
-        )
+def _of_params(text: str) -> Problem:
+    return Problem(("optimizer",), f"optimizer.params.{text}")
 
 
-def check_warm_up(schedule: str, params: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuse phases of a schedule that are longer than the whole."""
+def rates_of(optimizer: Mapping[str, Any]) -> dict[str, float]:
+    """Return the learning rates of a completed block `optimizer` by name: two of Muon, else one."""
+    params = optimizer["params"]
+    if is_muon(optimizer):
+        return {name: params[name] for name in ("muon_lr", "adam_lr")}
+    return {"lr": params.get("lr", AdamParams.model_fields["lr"].default)}  # of all types
+
+
+def with_peak(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block `scheduler` of a saved run where it has no peak, which up to version 0.2.0 was 1e-3."""
+    scheduler = saved.get("scheduler") or {}
+    params = scheduler.get("params", {})
+    if scheduler.get("type") != "WarmupDecayLR" or "warmup_max_lr" in params:
+        return {}
+    of_optimizer = set(rates_of(saved["optimizer"]).values()) == {PEAK_UP_TO_0_2}
+    peak = None if of_optimizer else PEAK_UP_TO_0_2
+    return {"scheduler": {**scheduler, "params": {**params, "warmup_max_lr": peak}}}
+
+
+def check_schedule(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what a schedule contradicts: itself, or the optimizer."""
+    schedule, params = scheduler["type"], scheduler["params"]
+    if schedule in ("WarmupLR", "WarmupDecayLR"):
+        yield from _check_one_rate(rates_of(optimizer), schedule, params)
     if schedule == "WSD":
         try:
             WSD(**params)
         except ValueError as error:
             yield Problem(("scheduler",), f"scheduler.params: {error}")
         return
-    default = SCHEDULES[schedule].model_fields["warmup_num_steps"].default
-    total, warm_up = params.get("total_num_steps"), params.get("warmup_num_steps", default)
+    total, (warm_up, by_default) = params.get("total_num_steps"), warm_up_of(schedule, params)
     if total is not None and warm_up > total:
-        by_default = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
         yield Problem(
             ("scheduler",),
             f"scheduler.params.warmup_num_steps {warm_up}{by_default} is more than "
             f"scheduler.params.total_num_steps {total}",
         )
+
+
+def warm_up_of(schedule: str, params: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the local steps of the warm-up, and a note where the file does not give them."""
+    default = SCHEDULES[schedule].model_fields["warmup_num_steps"].default
+    by_default = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
+    return params.get("warmup_num_steps", default), by_default
+
+
+def _check_one_rate(
+    rates: Mapping[str, float], schedule: str, params: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Refuse one peak for an optimizer that has two, and a lowest rate above the peak."""
+    peak, lowest = params.get("warmup_max_lr"), params.get("warmup_min_lr", 0)
+    (name, rate), (other, other_rate) = min(rates.items(), key=_rate), max(rates.items(), key=_rate)
+    if peak is not None and rate != other_rate:
+        yield Problem(
+            ("scheduler",),
+            f"scheduler.params.warmup_max_lr {peak:g} would be the peak of all weights, but "
+            f"optimizer.params.{other} {other_rate:g} is not {name} {rate:g}; leave it out: {schedule} then takes "
+            "both from the optimizer",
+        )
+    elif lowest > (rate if peak is None else peak):
+        source = f"optimizer.params.{name} {rate:g}" if peak is None else f"warmup_max_lr {peak:g}"
+        yield Problem(
+            ("scheduler",),
+            f"scheduler.params.warmup_min_lr {lowest:g} is more than the peak, {source}; lower it",
+        )
+
+
+def _rate(entry: tuple[str, float]) -> float:
+    return entry[1]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from megatron_noloco.config import data_block, deepspeed_block, model_block, parallel_block
+from megatron_noloco.config import data_block, deepspeed_block, model_block, optimizer_block, parallel_block
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
@@ -92,6 +92,7 @@ class RunConfig:
         yield from parallel_block.check_parallel(self.model, self.parallel, self.microbatches)
         yield from _check_zero(self.zero_stage, self.parallel)
         yield from data_block.check_data(self.data, self.evaluation)
+        yield from _check_without_effect(self.evaluation, self.wandb)
         yield from data_block.check_documents(self.data, self.model)
         yield from data_block.check_tokenizer(self.data, self.model.vocab_size)
         # As many replicas as there will be ranks for: more than one.
@@ -141,7 +142,8 @@ class RunConfig:
         try:
             return cls.from_dict(saved)
         except ConfigError:
-            known = {name: value for name, value in saved.items() if name in File.model_fields}
+            without = {"evaluation", "tensorboard", "wandb", "federation"}
+            known = {name: saved[name] for name in saved.keys() & File.model_fields.keys() - without}
             method = {
                 name: saved["noloco"][name] for name in ("enabled", "method") if name in saved["noloco"]
             }
@@ -268,7 +270,7 @@ def _check_federation(
     federation: FederationSettings, noloco: TrainerSettings, parallel: ParallelConfig
 ) -> Iterator[str]:
     """Yield what separate jobs lack, and what the trainer cannot do with them."""
-    if federation.slots is None and federation.rendezvous is None:
+    if federation == FederationSettings():
         return
     yield from federation_problems(federation, noloco)
     if federation.slots is None:
@@ -295,6 +297,17 @@ def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: i
         )
 
 
+def _check_without_effect(evaluation: EvaluationConfig, wandb: WandbConfig) -> Iterator[str]:
+    """Yield settings that have no effect, and read as if they had."""
+    if evaluation.full and not evaluation.iters:
+        yield (
+            "evaluation.full true has no effect with evaluation.iters 0, which switches evaluation off; leave one "
+            "of them out"
+        )
+    if (given := sorted(wandb.model_fields_set)) and "enabled" not in given:
+        yield f"wandb.{given[0]} has no effect without wandb.enabled, which is missing; set it to true or false"
+
+
 def in_words_of_today(saved: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a saved run with the names of today, without settings that had the only value left.
 
@@ -305,12 +318,14 @@ def in_words_of_today(saved: dict[str, Any]) -> dict[str, Any]:
         for block, removed in _REMOVED.items()
     }
     federation = dict(saved.get("federation") or {})
+    if not federation.get("slots"):
+        federation = {}  # the other settings had no effect, and other defaults
     if "local_steps" in federation:  # up to version 0.2.0
         federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
     data = dict(saved.get("data") or {})
     # Up to version 0.2.0 they were tokens; bytes spell out none.
     data.setdefault("split_special_tokens", data.get("tokenizer_type", "byte") == "byte")
-    return saved | blocks | {"federation": federation, "data": data}
+    return saved | blocks | {"federation": federation, "data": data} | optimizer_block.with_peak(saved)
 
 
 def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
+from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.engine.schedules import WSD
@@ -47,6 +48,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"routing: {_routing(config.routing(topology))}",
         f"optimizer: {_optimizer(config, architecture)}",
         f"schedule: {_schedule(config.deepspeed.get('scheduler'))}",
+        *describe_rates(config),
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
     if topology.slots:
@@ -144,7 +146,8 @@ def _schedule(block: dict[str, Any] | None) -> str:
     name, params = block["type"], block.get("params", {})
     if name == "WSD":
         return f"{name}, {WSD(**params)}"
-    return ", ".join([name, *(f"{key} {_setting(value)}" for key, value in params.items())])
+    given = ((key, value) for key, value in params.items() if value is not None)
+    return ", ".join([name, *(f"{key} {_setting(value)}" for key, value in given)])
 
 
 def _setting(value: Any) -> str:

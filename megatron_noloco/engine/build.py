@@ -1,9 +1,6 @@
 """Builds a DeepSpeed engine whose world is one replica."""
 
-import contextlib
-import logging
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +13,12 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
-from deepspeed.utils import logger
 
 from megatron_noloco.engine.gradients import read_norm_once
 from megatron_noloco.engine.layout import EXPERTS, parameter_groups
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.schedules import build_schedule
+from megatron_noloco.job.start_up import quiet
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
@@ -125,13 +122,10 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     settings["zero_optimization"] = {"stage": 1, **settings.get("zero_optimization", {})}
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
-    if optimizer["type"].lower() in ("adam", "adamw"):
-        if "torch_adam" not in parameters:
-            parameters["torch_adam"] = not fused_adam_loads()
-            if parameters["torch_adam"] and torch.cuda.is_available():
-                parameters.setdefault("fused", True)
-        if not parameters["torch_adam"]:
-            parameters.pop("fused", None)  # of torch's kernel
+    if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
+        parameters["torch_adam"] = not fused_adam_loads()
+        if parameters["torch_adam"] and torch.cuda.is_available():
+            parameters["fused"] = True
     settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
 
@@ -210,15 +204,3 @@ class ReplicaMpu:
 
     def get_pipeline_model_parallel_rank(self) -> int:
         return self._groups.position.stage
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress what DeepSpeed logs and prints inside the block, but for errors."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-            yield
-    finally:
-        logger.setLevel(level)

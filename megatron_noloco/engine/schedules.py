@@ -4,9 +4,11 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_noloco.job.start_up import before_engines, quiet
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -96,6 +98,27 @@ def build_schedule(block: Mapping[str, Any], optimizer: "Optimizer") -> Any:
     kind, params = block["type"], block.get("params", {})
     if kind == "WSD":
         return RatioLR(optimizer, WSD(**params))
-    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime import lr_schedules  # takes seconds
 
     return getattr(lr_schedules, kind)(optimizer, **params)
+
+
+def rates_in(
+    block: Mapping[str, Any], peaks: Sequence[float], local_steps: Iterable[int]
+) -> dict[int, list[float]]:
+    """Return by local step, from 1, the rates that a schedule gives to parameter groups with the rates `peaks`.
+
+    Runs the schedule that training runs, on an optimizer of its own.
+    """
+    import torch
+
+    before_engines()
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": peak} for peak in peaks])
+    with quiet():
+        schedule = build_schedule(block, optimizer)
+    rates = {}
+    for local_step in sorted(local_steps):
+        if local_step > 1:
+            schedule.step(local_step - 2)  # what is called after the local step before
+        rates[local_step] = list(schedule.get_last_lr())
+    return rates

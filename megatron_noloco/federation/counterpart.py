@@ -11,7 +11,11 @@ from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import Address
 
+FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
+AT_ITS_END = 2**51  # plus 1 and its last exchange: for the others that of a replica that waits at its end
+LEFT = FINAL + 1  # for the others the exchange of a replica that has left
 _SILENCE_SECONDS = 10.0  # after which a rank counts as absent
+_LONGEST_SILENCE = 60  # ticks of half a second
 
 
 class WithdrawnError(ConnectionError):
@@ -57,14 +61,19 @@ class Seen(NamedTuple):
         return self.connected and time.monotonic() - self.heard <= _SILENCE_SECONDS
 
 
+def is_at_end(exchange: int) -> bool:
+    """Whether the exchange that a replica began last says that it waits at its end."""
+    return AT_ITS_END <= exchange < FINAL
+
+
 def is_far_behind(exchange: int, number: int, behind: int) -> bool:
-    """Whether a replica is more than `behind` exchanges behind.
+    """Whether a replica is more than `behind` exchanges behind; one at its end is behind no other.
 
     Args:
         exchange: the one that it began last.
         number: that of the others.
     """
-    return number - exchange > behind
+    return number - exchange > behind and not is_at_end(exchange)
 
 
 @dataclass
@@ -85,6 +94,8 @@ class Counterpart:
         unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
         paths, its_paths: how many paths this rank has taken to it, and it to this rank.
         counted: the latest meeting with it that counts here; -1: none.
+        silent_ticks: for how many ticks of the protocol it has said nothing.
+        longest_silence: of those that ended, in ticks.
     """
 
     rank: int
@@ -102,6 +113,13 @@ class Counterpart:
     paths: int = 0
     its_paths: int = 0
     counted: int = -1
+    silent_ticks: int = 0
+    longest_silence: int = 0
+
+    def note_sign_of_life(self) -> None:
+        """Note that a frame of it has come."""
+        self.longest_silence = min(_LONGEST_SILENCE, max(self.longest_silence, self.silent_ticks))
+        self.silent_ticks = 0
 
     def update(self, **changes: Any) -> None:
         """Replace some of `seen`."""

@@ -78,6 +78,8 @@ class MeanOfThoseThere(TreeMean):
         partners, place, slots = self._transport.partners, self._place, range(self._place.replicas)
         until = time.monotonic() + partners.deadline_seconds
         while not all((there := partners.at_evaluation(self._number)).values()) and time.monotonic() < until:
+            if partners.stopped():
+                break
             time.sleep(LOOK_SECONDS)
         came = [slot == place.replica or there.get(place.rank_of(slot), False) for slot in slots]
         members = torch.zeros(MOST_SLOTS, dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """The frames that two ranks of a federation send each other, and messages cut into frames.
 
-A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES or OFFER frame.
+A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES, OFFER or REFUSAL frame.
 
 | kind | sender | meaning | number | offset | length |
 |---|---|---|---|---|---|
@@ -11,6 +11,11 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES 
 | ADDRESSES | every rank | addresses, see `rendezvous` | 1: asks for ours | its ranks | bytes that follow |
 | ASK | rank that starts | asks for an OFFER under `tag` | 1: with the state itself | 0 | 0 |
 | OFFER | rank that was asked | describes its state, see `handover` | 0 | 0 | bytes that follow |
+| REFUSAL | every rank | its job is another, see `likeness` | 1: asks for ours | 0 | bytes that follow |
+
+The first four bytes of a frame, the version that follows them and the kind REFUSAL are the same in all versions
+from 6 on. A frame of another version, or of another run, is answered with a REFUSAL, so that both sides know why
+they do not exchange. A REFUSAL of another version is not answered.
 
 A frame whose `receiver` is another rank is passed on by a rank that relays. A `relayed` frame is sent that way;
 the bytes that follow its header are then encrypted for its receiver, where the federation has keys.
@@ -31,12 +36,10 @@ the process that gave the ticket, so a frame for a process that has ended never 
 Nothing received is unpickled or evaluated. `read` checks every field before any other code looks at one.
 """
 
-import hashlib
-import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -47,7 +50,8 @@ from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
 
 _HEADER = struct.Struct("!4sBBBBIIQQQQQQQI")
-_MAGIC, _VERSION = b"nlco", 5
+_MAGIC, VERSION = b"nlco", 6
+_PREFIX = struct.Struct("!4sBB")  # magic, version, kind: alike in all versions
 SIZE = _HEADER.size + 4  # the last four bytes are a checksum of those before
 LARGEST = 2**63 - 1
 ANYONE = 2**32 - 1  # the receiver, where its rank is not known
@@ -70,13 +74,14 @@ class Kind(IntEnum):
     ADDRESSES = 4
     ASK = 5
     OFFER = 6
+    REFUSAL = 7
 
 
 class Frame(NamedTuple):
     """A header. All numbers are from 0 to LARGEST."""
 
     kind: Kind
-    run: int  # see `run_number`
+    run: int  # see `likeness`; 0 in REFUSAL
     sender: int  # its rank
     receiver: int
     epoch: int  # of the sender's process
@@ -91,7 +96,7 @@ class Frame(NamedTuple):
 
     def pack(self) -> bytes:
         numbers = self.epoch, self.to_epoch, self.tag, self.number, self.offset, self.length
-        start = _MAGIC, _VERSION, self.kind, self.dtype, self.relayed, self.sender, self.receiver, self.run
+        start = _MAGIC, VERSION, self.kind, self.dtype, self.relayed, self.sender, self.receiver, self.run
         head = _HEADER.pack(*start, *numbers, self.checksum)
         return head + zlib.crc32(head).to_bytes(4, "big")
 
@@ -109,24 +114,20 @@ class Member:
         run: the number of its run; jobs of another run, or of another model, have another number.
         epoch: of the process; a later process of the same rank has a larger one.
         ranks: number of ranks in all slots that its job has; another job may have more.
+        digests: of what all jobs of its run have alike, by name; see `likeness`.
     """
 
     rank: int
     run: int
     epoch: int
     ranks: int
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def frame(self, kind: Kind, receiver: int, data: np.ndarray | None = None, **fields: Any) -> Frame:
         """Return a frame from this process, of the length and checksum of the data that will follow it, if any."""
         if data is not None:
             fields |= {"length": len(data), "checksum": checksum_of(data)}
         return Frame(kind, self.run, self.rank, receiver, self.epoch, **fields)
-
-
-def run_number(alike: Mapping[str, Any]) -> int:
-    """Hash the settings that all jobs of a run must share, as JSON has them."""
-    digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def read(header: bytes) -> Frame | None:
@@ -136,13 +137,21 @@ def read(header: bytes) -> Frame | None:
     magic, version, kind, dtype, relayed, sender, receiver, run, *numbers, checksum = _HEADER.unpack(
         header[:-4]
     )
-    if (magic, version) != (_MAGIC, _VERSION) or kind >= len(Kind) or dtype >= len(_DTYPES) or relayed > 1:
+    if (magic, version) != (_MAGIC, VERSION) or kind >= len(Kind) or dtype >= len(_DTYPES) or relayed > 1:
         return None
     if max(numbers) > LARGEST:
         return None
     epoch, to_epoch, tag, number, offset, length = numbers
     rest = to_epoch, tag, number, offset, length, dtype, checksum, bool(relayed)
     return Frame(Kind(kind), run, sender, receiver, epoch, *rest)
+
+
+def another_version(header: bytes) -> tuple[int, bool] | None:
+    """Return the version of a frame of another one, and whether it is a REFUSAL; None for anything else."""
+    if len(header) < _PREFIX.size:
+        return None
+    magic, version, kind = _PREFIX.unpack(header[: _PREFIX.size])
+    return (version, kind == Kind.REFUSAL) if magic == _MAGIC and version != VERSION else None
 
 
 def checksum_of(data: np.ndarray) -> int:

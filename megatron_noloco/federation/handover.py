@@ -174,7 +174,8 @@ class Handover:
     def steps(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int]:
         """Ask all counterparts that are connected which step they can give; returns it by rank, if it is above 0.
 
-        A counterpart that does not answer in time counts as one that has nothing.
+        A counterpart that does not answer in time counts as one that has nothing; so do all where this job is to
+        stop.
         """
         tag, deadline = next(self._tags), time.monotonic() + seconds
         asked: set[int] = set()
@@ -185,6 +186,8 @@ class Handover:
             asked |= present
             if all(self._offered(rank, tag) is not None for rank in present):
                 break
+            if self._transport.partners.stopped():
+                return {}
             time.sleep(_LOOK_SECONDS)
         steps = {rank: _step_in(self._offered(rank, tag) or b"") for rank in asked}
         return {rank: step for rank, step in steps.items() if step > 0}
@@ -199,6 +202,8 @@ class Handover:
         while (description := self._offered(rank, tag)) is None:
             if rank not in self._transport.present():
                 raise ConnectionError(f"rank {rank} has gone")
+            if self._transport.partners.stopped():
+                raise ConnectionError(f"rank {rank} is not waited for: this job was asked to stop")
             if time.monotonic() > deadline:
                 raise ExchangeTimeoutError(rank, tag, seconds)
             time.sleep(_LOOK_SECONDS)
@@ -222,9 +227,11 @@ class Handover:
                 time.sleep(_LOOK_SECONDS)
 
     def wait_for(self, rank: int) -> None:
-        """Wait until a counterpart is connected, ten seconds at most."""
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while rank not in self._transport.present() and time.monotonic() < deadline:
+        """Wait until a counterpart is connected, ten seconds at most, or this job is to stop."""
+        deadline, transport = time.monotonic() + _ANSWER_SECONDS, self._transport
+        while rank not in transport.present() and time.monotonic() < deadline:
+            if transport.partners.stopped():
+                return
             time.sleep(_LOOK_SECONDS)
 
     def _offered(self, rank: int, tag: int) -> bytes | None:

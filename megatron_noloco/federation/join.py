@@ -4,17 +4,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_noloco.federation.commit import CommittedExchange, committing
+from megatron_noloco.federation.counterpart import FINAL
 from megatron_noloco.federation.evaluation import MeanOfThoseThere
-from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.handover import Handover, Snapshot
-from megatron_noloco.federation.keeping_up import FINAL, Health, KeepingUp
+from megatron_noloco.federation.keeping_up import Health, KeepingUp
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.likeness import digests_of, run_number
 from megatron_noloco.federation.mean import TreeMean
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.service import ServiceFailedError
@@ -43,6 +45,20 @@ TOGETHER_SECONDS = 30.0  # for others that are started again with this job
 _FAREWELL_SECONDS = 0.5  # for the others to read it: what arrives with the end of a connection may be lost
 
 
+class Boundary(NamedTuple):
+    """The boundary between two local steps.
+
+    Attributes:
+        step: the next local step, from 0.
+        gave: whether the state was given to another job.
+        took: whether that of another was taken over; else the steps before `step` were left out, if any.
+    """
+
+    step: int
+    gave: bool
+    took: bool = False
+
+
 @dataclass(frozen=True)
 class Membership:
     """One rank's part in a federation.
@@ -68,34 +84,48 @@ class Membership:
         noloco, agree = self.noloco, self.transport.partners.agree
         return Health(weights, noloco.local_steps, noloco.fragments, agree)
 
-    def between_steps(self, done: int, copy: Callable[[], Callable[[], Snapshot]]) -> tuple[int, bool]:
-        """Return the next local step (from 0), and whether the state was given to a job that starts.
+    def between_steps(
+        self, done: int, copy: Callable[[], Callable[[], Snapshot]], take_over: Callable[[int], int | None]
+    ) -> "Boundary":
+        """Return what happened between two local steps, and which one comes next.
 
         Call it between two local steps. A collective of the replica; raises as `KeepingUp.next_step` does.
 
         Args:
             done: local steps so far.
             copy: see `Handover.give`.
+            take_over: is called where this replica was away for long, with the fewest local steps of a state that
+                is worth taking; takes one over, and returns its local steps, or None where there is none to take.
         """
         votes = [not self.handover.wanted(done), self.keeping_up.due(done)]
         nobody_asks, due = self.transport.partners.agree(votes)
         gave = not nobody_asks and self.handover.give(copy)
-        return self.keeping_up.next_step(done, due), gave
+        step = self.keeping_up.next_step(done, due)
+        if step is not None:
+            return Boundary(step, gave)
+        taken = take_over(self.keeping_up.least_to_take(done))
+        if taken is None:  # it is tried again; nobody exchanges with this replica until then
+            return Boundary(done, gave)
+        self.keeping_up.start(taken)
+        return Boundary(taken, gave, took=True)
 
-    def average(
-        self, outer: OuterOptimizer, stopped: Callable[[], bool] = lambda: False
-    ) -> list[ExchangeReport]:
+    def average(self, outer: OuterOptimizer, done: int) -> list[ExchangeReport]:
         """Make all replicas that come to their end equal to their mean; see `TreeMean`. A collective.
 
-        Averages nothing, and returns no reports, where it is `stopped` while it waits for the others.
+        A replica that ended more than `rounds_behind` rounds before the furthest gets the mean, and is not in it.
+        Averages nothing, and returns no reports, where this job is asked to stop meanwhile.
+
+        Args:
+            done: local steps of this replica.
         """
         self.handover.ended()
-        members = self.keeping_up.members_at_end(stopped)
-        if members is None:
+        end = self.keeping_up.members_at_end(done, self.transport.partners.stopped)
+        if end is None:
             return []
-        at_end = self.keeping_up.is_at_its_end
-        mean = TreeMean(self.transport, Channel.FINAL, self.noloco.deadline_seconds, at_end)
-        return outer.settle(mean, [members], FINAL)
+        at_end, seconds = self.keeping_up.is_at_its_end, self.noloco.deadline_seconds
+        mean = TreeMean(self.transport, Channel.FINAL, seconds, at_end, end.left_out)
+        reports = outer.settle(mean, [end.group], FINAL)
+        return [] if mean.stopped else reports
 
     def mean_model(self, outer: Rounds) -> MeanModel:
         """Return what evaluates the mean of those that are there."""
@@ -114,7 +144,8 @@ class Membership:
         self.transport.close()
 
     def wait_for_start(self, continues: bool) -> bool:
-        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came. A collective.
+        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to
+        stop. A collective.
 
         A job that finds others past their first round waits for no more. One that continues from a checkpoint
         waits for half a minute at most, in which others that are started again with it may come.
@@ -133,6 +164,7 @@ def join_federation(
     place: Place,
     alike: Mapping[str, Any],
     steps: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Membership:
     """Connect this rank to its counterparts in the other jobs. A collective of the job, which is one replica.
 
@@ -141,6 +173,7 @@ def join_federation(
         place: of this rank; its replica is the job's slot.
         alike: what all jobs must have alike besides the settings, such as the model; anything that JSON can hold.
         steps: local steps of the whole training, the last of which is never left out; None: not known.
+        stopped: see `FederationTransport`.
 
     Raises ValueError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
     address cannot be announced.
@@ -152,9 +185,9 @@ def join_federation(
         federation.rounds_behind * noloco.fragments,
     )
     if not dist.is_initialized():
-        transport = FederationTransport(place, network, patience)
+        transport = FederationTransport(place, network, patience, stopped=stopped)
     else:
-        transport = FederationTransport(place, network, patience, agreement_of_replica())
+        transport = FederationTransport(place, network, patience, agreement_of_replica(), stopped)
         addresses = of_all_ranks((place.rank, transport.address))
         # Others that find one rank learn from it where all ranks of its replica are.
         transport.service.learn(dict(addresses))
@@ -165,11 +198,21 @@ def join_federation(
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Mapping[str, Any]) -> Network:
     """Return how this job's ranks reach the others; opens nothing. Raises ValueError as `join_federation` does."""
     assert federation.rendezvous is not None
-    run = run_number({"noloco": shared(noloco), **alike})
-    rendezvous = rendezvous_of(federation.rendezvous, run)
+    compared = {"noloco": shared(noloco), **alike}
+    run, digests = run_number(compared), digests_of(compared)
+    rendezvous = rendezvous_of(federation.rendezvous, run, digests)
     keys = None
     if federation.encryption == "curve":
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
     listen = None if federation.listen == "off" else federation.listen or rendezvous.listen
-    return Network(rendezvous, run, listen, keys, reachable_address, federation.advertise, federation.relay)
+    return Network(
+        rendezvous,
+        run,
+        listen,
+        keys,
+        partial(reachable_address, rendezvous.hosts),
+        federation.advertise,
+        federation.relay,
+        digests=digests,
+    )

@@ -5,11 +5,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.counterpart import Seen, is_far_behind
+from megatron_noloco.federation.counterpart import AT_ITS_END, FINAL, LEFT, Seen, is_at_end, is_far_behind
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.activity import now
 from megatron_noloco.outer import Weights
@@ -17,9 +18,6 @@ from megatron_noloco.plans.fragments import due_after, fragment_after, next_afte
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
-FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
-AT_ITS_END = FINAL - 1  # for the others the exchange of a replica that waits for them at its end
-LEFT = FINAL + 1  # for the others the exchange of a replica that has left
 NOT_NOW = 2**62  # later than any local step
 AT_END = -1  # the vote that another waits at its end, at a local step that only its caller's loop knows
 _LOOK_SECONDS = 0.05
@@ -50,6 +48,22 @@ class _Awaited:
     since: float
     spared: bool = False
 
+    @property
+    def at_end(self) -> bool:
+        """Whether it is there, and waits at its end."""
+        return self.seen.present and is_at_end(self.seen.exchange)
+
+    @property
+    def last(self) -> int:
+        """The last exchange before its end, if it is `at_end`."""
+        return self.seen.exchange - AT_ITS_END - 1
+
+    def why_away(self, seconds: float) -> str:
+        """Say why it was not waited for any longer."""
+        if self.seen.exchange == LEFT:
+            return "has left"
+        return f"began no round for {seconds:g} s" if self.seen.present else "is not there"
+
     def look(self, seen: Seen, at: float) -> None:
         before, self.seen = self.seen, seen
         if seen.exchange > self.furthest:
@@ -58,18 +72,32 @@ class _Awaited:
             self.since, self.spared = at, True  # once: one that comes and goes must not hold others up
 
 
+class AtEnd(NamedTuple):
+    """Who forms the mean at the end.
+
+    Attributes:
+        group: the slots that have come to their end, this one included; all get the mean.
+        left_out: why slots are not in it, by slot. One of the group ended too far behind; others have not come.
+    """
+
+    group: Group
+    left_out: dict[int, str]
+
+
 class KeepingUp:
     """Decides which local step comes next, so that a replica exchanges with the others when they do.
 
     A replica that was away would find no partner, since the others are at later rounds, and a replica that is
     slower than the others would make its partners wait. So it compares itself with the others at regular steps. If
-    at least half of them have begun an exchange that is far ahead, it leaves out all local steps before that
-    exchange but the last. Without `skip_local_steps` this is where it is more than `rounds_behind` rounds
-    behind (`is_far_behind`); with it, so that a slow replica leaves out steps as well, where it would leave out
-    more than a quarter of the steps between two exchanges.
+    at least half of them have begun an exchange that is far ahead, it goes on there:
 
-    Local steps, learning rate and samples go by the number of the step. The samples of steps left out are not
-    read. The weights stay the replica's own, and rounds pull them towards the others.
+    - More than `rounds_behind` rounds behind (`is_far_behind`), it takes over a state, as at its start: its own
+      weights would pull the others back. Until it has one it takes part in no round.
+    - Else, with `skip_local_steps`, a slow replica that would leave out more than a quarter of the steps between
+      two exchanges leaves out all local steps before that exchange but the last. The weights stay its own, and
+      rounds pull them towards the others.
+
+    Local steps, learning rate and samples go by the number of the step. Samples of steps left out are not read.
 
     Attributes:
         local_steps: k.
@@ -88,6 +116,7 @@ class KeepingUp:
         self.local_steps, self._fragments = noloco.local_steps, noloco.fragments
         self._longest_seconds = noloco.deadline_seconds
         self._steps = steps
+        self._rounds_behind = federation.rounds_behind
         self._behind = federation.rounds_behind * noloco.fragments
         self._few = noloco.local_steps // (4 * noloco.fragments)
         self._takes_all = not federation.skip_local_steps
@@ -95,9 +124,13 @@ class KeepingUp:
         self._untrained = self._ended = False
 
     def start(self, done: int) -> None:
-        """Announce, before the first local step, at which step this replica begins."""
+        """Announce after how many local steps this replica begins, or goes on with the state of another."""
         self._untrained = done == 0
         self._announce(done)
+
+    def least_to_take(self, done: int) -> int:
+        """Return the local steps that a state must have to be taken over after `done` of one's own."""
+        return done + self._rounds_behind * self.local_steps + 1
 
     def due(self, step: int) -> int:
         """Return the local steps before the exchange that half of the others have begun, as this rank sees it.
@@ -108,7 +141,7 @@ class KeepingUp:
         if step % self._look_interval:
             return NOT_NOW
         numbers = self._transport.begun().values()
-        if self._steps is None and self._untrained and AT_ITS_END in numbers:
+        if self._steps is None and self._untrained and any(map(is_at_end, numbers)):
             return AT_END
         # Where the end is may be known to the caller's loop only.
         end = AT_ITS_END if self._steps is None else LEFT
@@ -119,8 +152,8 @@ class KeepingUp:
         due = due_after(*at, self.local_steps, self._fragments)
         return due if self._steps is None else min(due, self._steps)
 
-    def next_step(self, step: int, due: int) -> int:
-        """Return the local step (from 0) to take in place of `step`.
+    def next_step(self, step: int, due: int) -> int | None:
+        """Return the local step (from 0) to take in place of `step`; None: take over a state before the next one.
 
         Args:
             due: the smallest of all ranks of the replica.
@@ -143,35 +176,62 @@ class KeepingUp:
                 "state of one of them"
             )
         self._untrained = False  # the others are as little trained
-        if self._takes_all:
-            far = is_far_behind(self._last_exchange(step), self._last_exchange(due), self._behind)
-        else:
-            far = left_out > self._few
-        if not far:
+        if is_far_behind(self._last_exchange(step), self._last_exchange(due), self._behind):
+            return None
+        if self._takes_all or left_out <= self._few:
             return step
         self._announce(step + left_out)
         return step + left_out
 
-    def members_at_end(self, stopped: Callable[[], bool] = lambda: False) -> Group | None:
+    def members_at_end(self, done: int, stopped: Callable[[], bool] = lambda: False) -> AtEnd | None:
         """Announce the end of this replica, and wait for that of the others. A collective of the replica.
 
         One that trains is waited for until `deadline_seconds` after the last exchange that it began, and one whose
         connection is lost meanwhile until `deadline_seconds` after that, however often it comes and goes.
 
-        Returns the slots that have come to their end, this one included; None where it was `stopped`.
-        """
-        self.partners.leave_out(AT_ITS_END)
-        self._ended = True
-        ended, place = self._wait_at_end(stopped), self._transport.place
-        others = [slot for slot in range(place.replicas) if slot != place.replica]
-        goes_on, *votes = self.partners.agree(
-            [ended is not None, *(place.rank_of(slot) in (ended or ()) for slot in others)]
-        )
-        members = {slot for slot, vote in zip(others, votes, strict=True) if vote}
-        return tuple(sorted({place.replica, *members})) if goes_on else None
+        Returns None where it was `stopped`.
 
-    def _wait_at_end(self, stopped: Callable[[], bool]) -> list[int] | None:
-        """Return the ranks that have come to their end; None where it was stopped."""
+        Args:
+            done: local steps of this replica.
+        """
+        own = self._last_exchange(done)
+        self.partners.leave_out(AT_ITS_END + 1 + own)
+        self._ended = True
+        found, place = self._wait_at_end(stopped), self._transport.place
+        awaited = found or {}
+        left_out = self._left_out({place.rank: own}, awaited)
+        others = [slot for slot in range(place.replicas) if slot != place.replica]
+        came = [rank in awaited and awaited[rank].at_end for rank in map(place.rank_of, others)]
+        goes_on, counts, *votes = self.partners.agree([found is not None, place.rank not in left_out, *came])
+        if not goes_on:
+            return None
+        members = {slot for slot, vote in zip(others, votes, strict=True) if vote}
+        why = {rank // place.ranks_per_replica: text for rank, text in left_out.items()}
+        if not counts:
+            why.setdefault(place.replica, "is far behind for another rank")
+        return AtEnd(tuple(sorted({place.replica, *members})), why)
+
+    def _left_out(self, own: dict[int, int], awaited: dict[int, _Awaited]) -> dict[int, str]:
+        """Return why ranks are not in the mean: those that have not come, or ended far behind the furthest."""
+        came = own | {rank: one.last for rank, one in awaited.items() if one.at_end}
+        why = {rank: one.why_away(self._longest_seconds) for rank, one in awaited.items() if rank not in came}
+        furthest = max(came.values())
+        for rank, last in came.items():
+            if is_far_behind(last, furthest, self._behind):
+                why[rank] = (
+                    f"ended at local step {self._due(last)}, another at {self._due(furthest)}: more than "
+                    f"federation.rounds_behind {self._rounds_behind} behind"
+                )
+        return why
+
+    def _due(self, exchange: int) -> int:
+        """Return the local steps before an exchange; 0 for -1."""
+        if exchange < 0:
+            return 0
+        return due_after(*divmod(exchange, self._fragments), self.local_steps, self._fragments)
+
+    def _wait_at_end(self, stopped: Callable[[], bool]) -> dict[int, _Awaited] | None:
+        """Return what is known of the other ranks when this one goes on; None where it was stopped."""
         awaited = dict[int, _Awaited]()
         now.part("waiting for the other replicas at the end")
         while not stopped():
@@ -180,21 +240,17 @@ class KeepingUp:
                 if rank not in awaited:
                     awaited[rank] = _Awaited(seen, seen.exchange, at if seen.present else -math.inf)
                 awaited[rank].look(seen, at)
-            ended = [
-                rank for rank, one in awaited.items() if one.seen.present and one.seen.exchange == AT_ITS_END
-            ]
             left = at - self._longest_seconds
             if not any(
-                one.since > left and rank not in ended and one.seen.exchange < FINAL
-                for rank, one in awaited.items()
+                one.since > left and not one.at_end and one.seen.exchange < FINAL for one in awaited.values()
             ):
-                return ended
+                return awaited
             time.sleep(_LOOK_SECONDS)
         return None
 
     def is_at_its_end(self, rank: int) -> bool:
         """Whether a rank averages at its end, or will as soon as its connection stands again."""
-        return self._transport.seen()[rank].exchange == AT_ITS_END
+        return is_at_end(self._transport.seen()[rank].exchange)
 
     def leave(self) -> None:
         """Announce that this replica is at its end and waits for none."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -39,6 +40,7 @@ _FAILED = (
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
 _SAME_KEY = "both need the same key file, or encryption none"
+_OPEN: WeakSet["Links"] = WeakSet()  # that listen, in this process
 _CLOSED = "the other side closed the connection before the handshake finished"
 
 
@@ -116,6 +118,11 @@ class Links:
                 self.endpoint = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
             except zmq.ZMQError as error:
                 problem = f"federation.listen: cannot listen at {listen}: {error}"
+                if error.errno == errno.EADDRINUSE and any(other.holds(listen) for other in list(_OPEN)):
+                    self._context.destroy(0)
+                    raise ValueError(
+                        f"{problem}, by this process: close() what attach returned before"
+                    ) from None
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     self._context.destroy(0)
                     raise ValueError(problem + _REMEDIES.get(error.errno, "")) from None
@@ -124,6 +131,11 @@ class Links:
         self._refusals = inbox.get_monitor_socket(_FAILED)
         for readable in (inbox, self._refusals):
             self._poller.register(readable, zmq.POLLIN)
+        _OPEN.add(self)
+
+    def holds(self, listen: str) -> bool:
+        """Whether this is at the port of an endpoint."""
+        return self.endpoint.rpartition(":")[2] == listen.rpartition(":")[2]
 
     def _socket(self, kind: int) -> "zmq.Socket[Any]":
         socket = self._context.socket(kind)
@@ -210,6 +222,7 @@ class Links:
 
     def close(self, linger: bool) -> None:
         """Close all sockets; with `linger`, what ZeroMQ holds is still sent, for two seconds at most."""
+        _OPEN.discard(self)
         if self._inbox is not None:
             self._inbox.disable_monitor()
             self._inbox.close(_LINGER_MILLISECONDS if linger else 0)

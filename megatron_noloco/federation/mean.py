@@ -11,7 +11,7 @@ Slots that no other can connect to are leaves: they are not connected to each ot
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -58,10 +58,12 @@ class TreeMean:
         deadline_seconds: for a child; for the parent as many times more as the tree may have levels.
         may_come: whether a rank that is waited for may still do its part; one that has lost its connection is
             waited for, too, as long as this is so.
+        left_out: why slots are not in the mean, by slot. Members among them get the mean, and add nothing to it.
 
     Attributes:
-        report: `group` has the replicas in the mean, `missed` names the members that are not. The deviation is
+        report: `group` has the replicas in the mean, `missed` names others, and why they are not. The deviation is
             that of this replica from the mean.
+        stopped: whether there is no mean, since this job is to stop.
     """
 
     rounding = None
@@ -72,10 +74,12 @@ class TreeMean:
         channel: Channel,
         deadline_seconds: float,
         may_come: Callable[[int], bool],
+        left_out: Mapping[int, str] | None = None,
     ) -> None:
         self._transport, self._place = transport, transport.place
         self._channel, self._deadline_seconds, self._may_come = channel, deadline_seconds, may_come
-        self._vector, self._what, self._tag = torch.empty(0), "", 0
+        self._left_out = left_out or {}
+        self._vector, self._what, self._tag, self.stopped = torch.empty(0), "", 0, False
         self.report = ExchangeReport(())
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
@@ -87,18 +91,24 @@ class TreeMean:
         return iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
-        """Yield the mean, whole. A collective of the replica. Raises nothing where others are lost."""
+        """Yield the mean, whole; the own vector where this job is to stop. A collective of the replica.
+
+        Raises nothing where others are lost.
+        """
         members, own, partners = self.report.group, self._place.replica, self._transport.partners
         reachable = partners.agree([partners.reachable(self._place.rank_of(slot)) for slot in members])
         hidden = {slot for slot, vote in zip(members, reachable, strict=True) if not vote}
         parents = {slot: parent_of(slot, {*members}, hidden) for slot in members}
         children, parent = [slot for slot in members if parents[slot] == own], parents[own]
         total, included = self._vector.clone(), torch.zeros(MOST_SLOTS, dtype=torch.uint8)
-        included[own] = 1
+        if own in self._left_out:
+            total.zero_()
+        else:
+            included[own] = 1
         memory = torch.empty_like(total), torch.empty_like(included)
         for child in children:
             came = self._move(child, (), memory, self._deadline_seconds)
-            if self._agreed(came and self._is_sound(memory[0] / memory[1].sum())):
+            if self._agreed(came and (not memory[1].any() or self._is_sound(memory[0] / memory[1].sum()))):
                 total += memory[0]
                 included |= memory[1]
             else:  # a late chunk still arrives where the last one was
@@ -107,23 +117,28 @@ class TreeMean:
         if parent is not None:
             levels = 1 + math.log2(self._place.replicas)  # each of which may wait for its own children
             came = self._move(parent, (total, included), memory, levels * self._deadline_seconds)
-            came = self._agreed(came and self._is_sound(memory[0]))
+            came = self._agreed(came and bool(memory[1].any()) and self._is_sound(memory[0]))
         if came:
             total, included = memory
-        else:  # in new memory: the parent may still ask for the sum
+        elif included.any():  # in new memory: the parent may still ask for the sum
             total = total / included.sum()
-        for child in children:
-            self._move(child, (total, included), (), self._deadline_seconds)
+        self.stopped = not self._agreed(came or not partners.stopped())
+        if self.stopped or not included.any():  # a part of the sums may be missing; or this replica is alone
+            total, included = self._vector.clone(), torch.zeros_like(included)
+            included[own] = 1
+        if not self.stopped:
+            for child in children:
+                self._move(child, (total, included), (), self._deadline_seconds)
         self._end(total, included)
         yield MeanPiece(0, len(total), total)
 
     def _end(self, mean: Tensor, included: Tensor) -> None:
         """Complete the report."""
         report = self.report
-        missing = [slot for slot in report.group if not included[slot]]
-        if missing:
-            named = f"replica{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            report.missed = f"without {named}: lost, or not finite"
+        why = {**dict.fromkeys(report.group, "was lost, or is not finite"), **self._left_out}
+        report.missed = "; ".join(
+            f"without replica {slot}: {text}" for slot, text in sorted(why.items()) if not included[slot]
+        )
         report.group = tuple(included.nonzero().flatten().tolist())
         report.seconds = time.perf_counter() - report.started
         report.compared_elements = len(mean)
@@ -156,7 +171,8 @@ class TreeMean:
         awaited = None
         while True:
             # Before the look: a rank that has sent everything goes on at once.
-            may_come = self._may_come(rank) and time.monotonic() < until
+            goes_on = time.monotonic() < until and not self._transport.partners.stopped()
+            may_come = goes_on and self._may_come(rank)
             try:
                 if awaited is None and may_come:
                     awaited = self._transport.post(messages[0], [], tag)

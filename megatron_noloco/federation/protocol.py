@@ -19,21 +19,26 @@ from megatron_noloco.federation.frames import (
     HANDOVER_TAG,
     LARGEST,
     SIZE,
+    VERSION,
     Frame,
     Kind,
     Member,
     Receive,
     Send,
+    another_version,
     read,
 )
 from megatron_noloco.federation.keys import Sealing
+from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.paths import CONNECTION_LOST, Paths
-from megatron_noloco.federation.rendezvous import Directory
+from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of
 from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them
+_SILENT_TICKS = 20  # 10 seconds, after which nothing is waited for any more
+_STOP_TICKS = 2  # a round that is almost over may end before
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 TAKES_OVER = "takes over a state"
 _ALL_TAGS = range(LARGEST + 1)
@@ -53,6 +58,7 @@ class FederationProtocol:
         directory: the addresses of all ranks.
         paths: to the counterparts.
         when_asked: called with rank, tag and `chosen` of each ASK; answers with `offer`, now or later.
+        stopped: whether this job was asked to stop.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class FederationProtocol:
         self.when_asked: Callable[[int, int, bool], None] = lambda rank, tag, _: self.offer(
             rank, tag, b"", []
         )
+        self.stopped: Callable[[], bool] = lambda: False
+        self._stopped_ticks = 0
         self.paths = Paths(
             member.rank, self.counterparts, self.directory, relays, sealing, self.lost, self.send_hello
         )
@@ -116,6 +124,23 @@ class FederationProtocol:
                 f"another process of this rank, at {rival.endpoint}, counts for the others: is --replica that of "
                 "another job? End one of the two; if this one is right, start it again"
             )
+
+    def name_namesakes(self) -> None:
+        """Name the ranks that announce this host's address, where nobody answers, and were never heard of."""
+        own = self.directory.addresses.get(self.member.rank)
+        for counterpart in self.counterparts.values():
+            linked = counterpart.direct is not None and counterpart.direct.up
+            if own and counterpart.address and not linked and not counterpart.seen.epoch:
+                host = host_of(counterpart.address.endpoint)
+                if host and host == host_of(own.endpoint):
+                    self._name_namesake(counterpart.rank, "does not answer there")
+
+    def _name_namesake(self, rank: int, what: str) -> None:
+        address = self.directory.addresses.get(rank)
+        self.warn(
+            f"rank {rank} announces this host's address{f', {address.endpoint}' if address else ''}, and {what}: "
+            f"if it is on another host, {ADVERTISE}"
+        )
 
     # Messages that this rank posts
 
@@ -241,6 +266,24 @@ class FederationProtocol:
             self.cancel(counterpart, _before(self._open_from(counterpart.rank)))
         self.send_hello()
 
+    def tick(self) -> None:
+        """Fail what is under way with those that have fallen silent; with all, where this job is to stop.
+
+        Called after each HELLO that is due. Silence is counted in these calls, not in seconds: a process that was
+        stopped itself has heard from nobody meanwhile. A chunk may take longer than a HELLO over a slow link, so
+        one that has been silent before, and came back, is waited for twice as long.
+        """
+        self._stopped_ticks += self.stopped()
+        for rank, counterpart in self.counterparts.items():
+            counterpart.silent_ticks += counterpart.outbox.link is not None
+            why = ""
+            if self._stopped_ticks >= _STOP_TICKS:
+                why = "is not waited for: this job was asked to stop"
+            elif counterpart.silent_ticks > max(_SILENT_TICKS, 2 * counterpart.longest_silence):
+                why = "has fallen silent"
+            if why:
+                self.cancel(counterpart, failure=ConnectionError(f"rank {rank} {why}"))
+
     # Handovers, see `handover`
 
     def ask(self, rank: int, tag: int, chosen: bool = False) -> None:
@@ -263,8 +306,7 @@ class FederationProtocol:
 
     def take(self, link: Link, parts: Sequence[Any]) -> None:
         """Act on the parts of a message that came over a link."""
-        header = parts[0].bytes if len(parts[0]) == SIZE else b""
-        reason = self._take(link, header, parts[1:])
+        reason = self._take(link, bytes(parts[0].buffer[: SIZE + 1]), parts[1:])
         if reason:
             self.dropped[reason] += 1
 
@@ -272,11 +314,12 @@ class FederationProtocol:
         """Act on a frame; returns why it is dropped, or an empty string."""
         frame = read(header)
         if frame is None:
-            return "no frame"
+            return self._refuse_version(link, header)
+        if frame.kind == Kind.REFUSAL:
+            return self._take_refusal(link, frame, parts)
         if frame.run != self.member.run:
-            other = "its job has another seed, model, layout or method, or other first weights"
-            self.warn(f"rank {frame.sender} is refused: {other}")
-            self._answer(frame, link)
+            if _is_question(frame):
+                self._refuse(link, frame.sender, asks=True)
             return "another run"
         if frame.sender >= self.member.ranks:
             self.warn(
@@ -287,6 +330,8 @@ class FederationProtocol:
         if len(parts) != (frame.kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER)):
             return "wrong parts"
         if frame.receiver not in (self.member.rank, ANYONE):
+            if (frame.sender, frame.epoch) == (self.member.rank, self.member.epoch):
+                self._name_namesake(frame.receiver, "this rank itself answers there")
             return self.paths.pass_on(frame, header, parts)
         data = np.frombuffer(parts[0].buffer if parts else b"", np.uint8)
         if frame.kind == Kind.ADDRESSES:
@@ -311,17 +356,47 @@ class FederationProtocol:
                 return "cannot be decrypted"
             data = opened
         counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
+        counterpart.note_sign_of_life()
         return self._actions[frame.kind](counterpart, frame, data)
 
     def _answer(self, frame: Frame, link: Link, latest: int = 0) -> None:
-        """Tell the sender of a frame that is dropped why: another run, fewer slots, or its `latest` process.
-
-        Nothing is answered to an answer. Of another run it learns nothing but that.
-        """
-        asks = frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number)
-        if asks and not frame.relayed:
+        """Tell the sender of a frame that is dropped why: fewer slots, or its `latest` process."""
+        if _is_question(frame):
             header, data = self.directory.latest(frame.sender, latest)
-            link.send(header._replace(run=header.run if header.run == frame.run else 0).pack(), data)
+            link.send(header.pack(), data)
+
+    def _refuse(self, link: Link, rank: int, asks: bool) -> None:
+        """Send what this job compares; with `asks` the other side answers with what it does."""
+        data = np.frombuffer(pack(self.member.digests), np.uint8)
+        link.send(self.member.frame(Kind.REFUSAL, rank, data, number=asks)._replace(run=0).pack(), data)
+
+    def _take_refusal(self, link: Link, frame: Frame, parts: Sequence[Any]) -> str:
+        """Say what another job has that this one has not."""
+        data = np.frombuffer(parts[0].buffer if len(parts) == 1 else b"", np.uint8)
+        if not frame.announces(data):
+            return "wrong chunk"
+        try:
+            names = differences(self.member.digests, data.tobytes())
+        except (ValueError, RecursionError):
+            return "no digests"
+        self.warn(f"rank {frame.sender} is refused: its job differs from this one in {names or 'its run'}")
+        if frame.number:
+            self._refuse(link, frame.sender, asks=False)
+        return ""
+
+    def _refuse_version(self, link: Link, header: bytes) -> str:
+        """Name the version of a frame that is none in this one, and tell the other side this one."""
+        found = another_version(header)
+        if found is None:
+            return "no frame"
+        version, refuses = found
+        self.warn(
+            f"another job{f' at {link.endpoint}' * bool(link.endpoint)} speaks version {version} of the protocol, "
+            f"this job version {VERSION}: install the same megatron_noloco for both"
+        )
+        if not refuses:
+            self._refuse(link, ANYONE, asks=False)
+        return "another version"
 
     def _admit(self, counterpart: Counterpart, frame: Frame, link: Link) -> bool:
         """Whether a frame is from the counterpart's latest process and, if it answers us, meant for this process.
@@ -339,6 +414,7 @@ class FederationProtocol:
         return frame.epoch == counterpart.seen.epoch
 
     def _take_hello(self, counterpart: Counterpart, hello: Frame, _: np.ndarray) -> str:
+        goes_on = hello.number - 1 > counterpart.seen.begun
         counterpart.update(begun=hello.number - 1, open_from=hello.offset)
         counts = ConnectionError(f"rank {counterpart.rank} has used the mean, and this rank missed its token")
         self.cancel(counterpart, _before(min(hello.tag, hello.offset)), counts)
@@ -347,7 +423,7 @@ class FederationProtocol:
         if counterpart.its_paths < hello.length:  # what was under way is void there, so it is here
             counterpart.its_paths = hello.length
             self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {CONNECTION_LOST}"))
-        if counterpart.seen.begun >= 0:  # it trains, and takes nothing over any more
+        if goes_on:  # it trains, and takes nothing over any more
             counterpart.update(takes_over=False)
             trains = ConnectionError(f"rank {counterpart.rank} trains")
             self._cancel_sends(counterpart, _HANDOVERS, trains)
@@ -407,6 +483,12 @@ class FederationProtocol:
             return "wrong chunk"
         counterpart.offer = frame.tag, data.tobytes()
         return ""
+
+
+def _is_question(frame: Frame) -> bool:
+    """Whether a frame that is dropped is answered; an answer is not."""
+    asks = frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number > 0)
+    return asks and not frame.relayed
 
 
 def _before(meeting: int) -> range:

@@ -11,13 +11,14 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_noloco.federation.frames import ANYONE, LARGEST, Frame, Kind, Member
+from megatron_noloco.federation.frames import ANYONE, LARGEST, VERSION, Frame, Kind, Member
+from megatron_noloco.federation.likeness import differences
 from megatron_noloco.files import write_text
 
 _ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, length of the endpoint that follows
@@ -25,6 +26,7 @@ _LONGEST_ENDPOINT = 255  # bytes
 _LISTENING = re.compile(r"tcp://(?:\*|[A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
 PLACES = "with a HOST that is a name or an IPv4 address (IPv6 is not supported), and a PORT from 1 to 65535"
+ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
 _EPOCHS = 2**30  # nanoseconds: a second
 _FOLDER, _SEEDS = "file://", "tcp://"
 # One look in ten is taken although others are there, so that two halves find each other again; and looks up names
@@ -96,6 +98,11 @@ def look_up(endpoints: Iterable[str], tell: Callable[[str], object]) -> Iterator
             tell(f"{host}: {error.strerror}")
         except UnicodeError as error:  # Python's, for a part of a name that is longer than 63 characters
             tell(f"{host}: {error}")
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of an endpoint; "" for none."""
+    return _split(endpoint)[0]
 
 
 def _split(endpoint: str) -> tuple[str, str]:
@@ -237,16 +244,20 @@ class SharedFolder:
     """A folder with a file for each rank, named after the rank and its run; files of other runs are ignored.
 
     Attributes:
+        digests: of what the jobs of the run have alike; see `likeness`.
         listen: where ranks listen by default; see `Network`.
+        hosts: that all ranks can reach; see `job.join.reachable_address`.
     """
 
     folder: Path
     run: int
+    digests: Mapping[str, str] = field(default_factory=dict)
     listen = "tcp://*:0"
+    hosts = ()
 
     def publish(self, rank: int, address: Address) -> None:
         """Write the file of a rank, over that of an earlier process. Raises OSError."""
-        content = asdict(address) | {"key": address.key.hex()}
+        content = asdict(address) | {"key": address.key.hex(), "version": VERSION, "alike": self.digests}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / f"rank_{rank:05d}{self._ending}", json.dumps(content) + "\n")
@@ -270,14 +281,26 @@ class SharedFolder:
         return Found(found, (), "; ".join(unreadable))
 
     def other_runs(self) -> str:
-        """Return a line on addresses of other runs; "" where there are none."""
-        names = (path.name for path in self.folder.glob("rank_*.json"))
-        if all(name.endswith(self._ending) for name in names):
+        """Return a line on the newest address of other runs; "" where there is none."""
+        others = [path for path in self.folder.glob("rank_*.json") if not path.name.endswith(self._ending)]
+        if not others:
             return ""
+        newest = max(others, key=lambda path: path.stat().st_mtime)
         return (
-            f"no other job of this run is found, and {self.folder} has addresses of another run: its seed, model, "
-            "layout, method or first weights differ, or the files are old"
+            f"no other job of this run is found, and {self.folder} has addresses of another run: "
+            f"{self._difference(newest)}, or {newest.name} is old"
         )
+
+    def _difference(self, path: Path) -> str:
+        """Say what the job that has written a file has otherwise than this one."""
+        try:
+            content = json.loads(path.read_text())
+            version, alike = content["version"], json.dumps(content["alike"]).encode()
+            if version == VERSION and (names := differences(self.digests, alike)):
+                return f"its job differs from this one in {names}"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        return "its job speaks another version of the protocol: install the same megatron_noloco for both"
 
     @property
     def _ending(self) -> str:
@@ -300,6 +323,10 @@ class Seeds:
                 raise ValueError(f'federation.rendezvous: "{entry.strip()}" is not HOST:PORT, {PLACES}')
             places.append((host, int(port)))
         return cls(places)
+
+    @property
+    def hosts(self) -> list[str]:
+        return [host for host, _ in self._places]
 
     @property
     def listen(self) -> str:
@@ -329,7 +356,7 @@ class Seeds:
 Rendezvous = SharedFolder | Seeds
 
 
-def rendezvous_of(text: str, run: int) -> Rendezvous:
+def rendezvous_of(text: str, run: int, digests: Mapping[str, str]) -> Rendezvous:
     """Make a rendezvous from the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
 
     "~" is the home folder. Raises ValueError for any other text.
@@ -337,7 +364,7 @@ def rendezvous_of(text: str, run: int) -> Rendezvous:
     if text.startswith(_FOLDER) and text != _FOLDER:
         folder = Path(text.removeprefix(_FOLDER))
         try:
-            return SharedFolder(folder.expanduser(), run)
+            return SharedFolder(folder.expanduser(), run, digests)
         except RuntimeError:
             home = f'there is no home folder of "{folder.parts[0]}"'
             raise ValueError(f'federation.rendezvous: "{text}": {home}') from None

@@ -198,6 +198,7 @@ class Service:
                     self._follow_directory()
                     self.protocol.paths.check_all()
                     self.protocol.send_hello()
+                    self.protocol.tick()
                     self._end_questions()
                     next_hello = now + _HELLO_SECONDS
                 self._turn(max(0.0, next_hello - now))

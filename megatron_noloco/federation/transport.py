@@ -6,8 +6,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -19,11 +19,13 @@ from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Memb
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.protocol import TAKES_OVER
 from megatron_noloco.federation.rendezvous import (
+    ADVERTISE,
     PLACES,
     SELDOM,
     Address,
     Rendezvous,
     can_listen,
+    host_of,
     is_endpoint,
     listen_at,
     reachable,
@@ -55,7 +57,7 @@ class Network:
     """How a rank reaches the others, and how they reach it.
 
     Attributes:
-        run: the number of the run; see `Member`.
+        run, digests: see `Member`.
         listen: where the first rank of a replica listens, its other ranks at the ports that follow; port 0: any.
             None: no other job can connect to this one.
         keys: None: nothing is authenticated or encrypted.
@@ -76,6 +78,7 @@ class Network:
     advertise: str | None = None
     relays: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.listen is not None and not can_listen(self.listen):
@@ -152,6 +155,10 @@ class FederationPartners:
     def record(self, seconds: float) -> None:
         """Record how many seconds a successful exchange waited for its partner."""
         self._waits.append(seconds)
+
+    def stopped(self) -> bool:
+        """Return whether this job was asked to stop, as far as this rank knows: it then waits for nobody."""
+        return self._protocol.stopped()
 
     def standing(self, number: int, rank: int) -> tuple[Standing, str]:
         """Return how available a counterpart is for an exchange, and why if it is not."""
@@ -243,6 +250,7 @@ class FederationTransport:
     Args:
         place: of this rank; its replica is the slot.
         agree: None for a replica of one rank.
+        stopped: returns whether this job was asked to stop, as far as this rank knows; from several threads.
 
     Attributes:
         address: where the others reach it.
@@ -255,7 +263,12 @@ class FederationTransport:
     connects_lazily = False  # connections are opened as soon as an address is known
 
     def __init__(
-        self, place: Place, network: Network, patience: Patience, agree: Agree | None = None
+        self,
+        place: Place,
+        network: Network,
+        patience: Patience,
+        agree: Agree | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.place = place
         self.rank = place.rank
@@ -263,7 +276,7 @@ class FederationTransport:
         self._network = network
         self.chunk_bytes = network.chunk_bytes
         self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
-        member = Member(self.rank, network.run, time.time_ns(), self.world_size)
+        member = Member(self.rank, network.run, time.time_ns(), self.world_size, network.digests)
         network.check_ports(place.ranks_per_replica)
         at = self.rank % place.ranks_per_replica
         listen = None if network.listen is None else listen_at(network.listen, at)
@@ -272,6 +285,7 @@ class FederationTransport:
         )
         self._protocol = self.service.protocol
         self.partners = FederationPartners(self.service, patience, agree)
+        self._protocol.stopped = stopped
         try:
             self.address = self._announce(network, at, member.epoch)
         except BaseException:
@@ -287,6 +301,11 @@ class FederationTransport:
         endpoint = reachable(self.service.endpoint, network.host)
         if network.advertise is not None:
             endpoint = listen_at(network.advertise, at)
+        elif host_of(endpoint) == (name := socket.gethostname()):
+            self._protocol.warn(
+                f"no address of this host is known, as it has no default route, so others look for {name}: where "
+                f"they do not know that name, {ADVERTISE}"
+            )
         key = self.service.sealing.public if self.service.sealing else bytes(32)
         address = Address(endpoint, epoch, key, network.relays)
         self.service.do(self._protocol.directory.announce, address)
@@ -325,7 +344,7 @@ class FederationTransport:
         return {rank: seen.exchange for rank, seen in self.seen().items() if seen.present}
 
     def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
-        """Wait until this many counterparts are there; returns False when time is up.
+        """Wait until this many counterparts are there, or this job is to stop; returns False when time is up.
 
         Those count that are connected, and those that announced themselves but cannot connect to this one, as
         both only connect to others.
@@ -334,7 +353,7 @@ class FederationTransport:
             trained: whether one that is past its first exchange ends the wait as well.
         """
         deadline = time.monotonic() + seconds
-        while (there := self._there()) < others:
+        while (there := self._there()) < others and not self.partners.stopped():
             if trained and any(begun > 0 for begun in self.begun().values()):
                 return True
             if time.monotonic() > deadline:
@@ -367,8 +386,10 @@ class FederationTransport:
                         self.service.ask(endpoint)
                     if found.missing:
                         raise OSError(found.missing)
-                if alone and look == SELDOM - 1 and (line := rendezvous.other_runs()):
-                    self._protocol.warn(f"federation.rendezvous: {line}")
+                if alone and look == SELDOM - 1:
+                    if line := rendezvous.other_runs():
+                        self._protocol.warn(f"federation.rendezvous: {line}")
+                    self.service.do(self._protocol.name_namesakes)
             except OSError as error:  # known addresses stay in use
                 self._protocol.warn(f"federation.rendezvous: {error}")
             except ServiceFailedError:  # the main thread learns of it, too

@@ -26,11 +26,14 @@ class Activity:
     Attributes:
         who: the rank, its host and its place, as far as they are known.
         state: what the rank is doing; a new object each time that it begins something else.
+        signals: numbers of those that have come, also while the main thread is inside a library, which keeps
+            Python from calling their handlers.
     """
 
     def __init__(self) -> None:
         self.who = "this process"
         self.state = State("starting", "", time.monotonic())
+        self.signals: set[int] = set()
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -176,20 +177,46 @@ def _host_of_rank_0(world: World) -> str:
     return host
 
 
-def reachable_address() -> str:
-    """Return an address of this host that other hosts can use, as far as this host knows; else its name."""
+def reachable_address(seeds: Sequence[str] = ()) -> str:
+    """Return an address of this host that other hosts can use, as far as this host knows; else its name.
+
+    A route to another host that all can reach says most: a default route may lead through another interface, whose
+    address may be the same on each host (virtual machines behind NAT).
+
+    Args:
+        seeds: hosts that all others can reach, names or addresses; this one may be among them.
+    """
+    routes = {host: _address_towards(host) for host in seeds}
+    for address in routes.values():
+        if address is not None and not _is_loopback(address):
+            return address
+    # The own name is often one of the loopback interface. The others know it, since it is a seed.
+    if own := next((host for host, address in routes.items() if address and not _is_loopback(host)), None):
+        return own
     name = socket.gethostname()
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
     except OSError:
         found = []
+    found.append(_address_towards("10.255.255.255") or name)  # without a default route
+    return next((address for address in found if not _is_loopback(address)), name)
+
+
+def _address_towards(host: str) -> str | None:
+    """Return this host's address on the way to another one; None where it has no address, or there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("10.255.255.255", 9))  # sends nothing, but selects the interface to other hosts
-            found.append(probe.getsockname()[0])
-        except OSError:
-            pass  # a host without a default route still has its name
-    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), name)
+            probe.connect((host, 9))  # sends nothing, but selects the interface
+        except (OSError, UnicodeError):
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.partition(".")[0] == "localhost"
 
 
 def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Transport:

@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 
 @contextmanager
@@ -34,8 +34,20 @@ def before_engines() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Every process would report that there are CUDA's tools but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    os.environ.setdefault("DS_LOG_LEVEL", "error")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess
         # Core's fused functions, which are not used here, would load torch's compiler: a second for each rank.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress what DeepSpeed logs and prints inside the block, but for errors."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with open(os.devnull, "w") as null, redirect_stdout(null):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -3,14 +3,19 @@
 A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, or the stop
 file, which rank 0 polls. A request to one rank is enough. The ranks then agree through the job's key-value store:
 
-1. The rank that received the request writes it into the store, which the others poll once a second.
+1. The rank that received the request writes it into the store, which the others poll twice a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more until every rank has
    written its number.
 3. All ranks stop after the largest of these numbers.
 
+An evaluation is cut into parts, whose numbers lie between those of two local steps.
+
 A separate thread polls and writes, because the step in progress may need a rank that already waits: a pipeline
 stage, or a partner whose round is some steps ahead. So every number is written soon, and then all ranks can
 finish every step that one of them has begun. A rank that reaches the end of the run writes its last step.
+
+A rank that does not write its number for half a minute stands still, or its host is lost. Nothing can be saved
+without it, so the job ends then.
 """
 
 import os
@@ -23,13 +28,15 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron_noloco.job import agreement
+from megatron_noloco.job import agreement, leaving
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.launcher import tell_launch_script
 from megatron_noloco.job.run_folder import stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 30.0
+_PARTS = 1 << 24  # more than an evaluation has; the numbers of two steps are as far apart
 _REQUEST, _BEGUN = "stop/request", "stop/begun"
 
 
@@ -45,10 +52,12 @@ class Stopping:
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
+        self._handled = False  # a signal
+        now.signals.clear()
         self._lock = threading.Lock()  # for the two numbers below
-        self._begun = 0
-        self._announced: int | None = None  # the steps begun that this rank has written
-        self._last_step: int | None = None
+        self._begun = 0  # of the latest step, or part of an evaluation
+        self._announced: int | None = None  # which of them this rank has written
+        self._last: int | None = None
         self._failure: Exception | None = None
         self._agreed = threading.Event()  # set after a failure, too
         self._poll_now = threading.Event()
@@ -58,33 +67,47 @@ class Stopping:
         tell_launch_script(os.environ)
         self._watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
         self._watcher.start()
+        # Where rank 0 stands still, the store blocks the watcher.
+        threading.Thread(target=self._limit, name="stopping in time", daemon=True).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is not None and number == signal.SIGINT:
+        if self._handled and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C
-        self._asked = signal.Signals(number).name
+        self._handled, self._asked = True, self._asked or signal.Signals(number).name
 
     def is_requested(self) -> bool:
-        """Return whether this rank knows of a request to stop; the others do within a second or two."""
+        """Return whether this rank knows of a request to stop; the others do within a second. From any thread."""
+        if self._asked is None:
+            self._asked = next((signal.Signals(n).name for n in _SIGNALS if n in now.signals), None)
         if self._asked is not None:
             self._poll_now.set()
-        return self.reason is not None
+        return self._asked is not None or self.reason is not None
 
     def before_step(self, done: int) -> bool:
         """Return whether the run stops here; every rank calls it before each step, with the steps done so far."""
+        return self._stops_before((done + 1) * _PARTS, done)
+
+    def before_part(self, done: int, part: int) -> bool:
+        """Return whether the evaluation after `done` steps stops before its part of this number, from 0.
+
+        Every rank calls it before each part; the last local step was the `done`-th.
+        """
+        return self._stops_before(done * _PARTS + part + 1, done)
+
+    def _stops_before(self, number: int, done: int) -> bool:
         if self._asked is not None:
             self._poll_now.set()
         with self._lock:
             if self._announced is None:
-                self._begun = done + 1
-            if done < self._begun:
+                self._begun = number
+            if number <= self._begun:
                 return False
         with now.doing(f"stopping after local step {done}"):
             now.part("waiting until all ranks have reported how many steps they have begun")
             self._agreed.wait()
-        if self._last_step is None:
+        if self._last is None:
             raise RuntimeError("the ranks could not agree where to stop") from self._failure
-        return done >= self._last_step
+        return number > self._last
 
     def _watch(self) -> None:
         try:
@@ -97,21 +120,33 @@ class Stopping:
                 sys.stdout.flush()
             with self._lock:
                 self._announce(self._begun)
-            self._last_step = agreement.largest_announced(_BEGUN)
+            self._last = agreement.largest_announced(_BEGUN)
         except RuntimeError as error:  # rank 0, which serves the store, has ended, or a rank did not answer
             self._failure = error
         finally:
             self._agreed.set()
 
+    def _limit(self) -> None:
+        """End this process where the ranks do not agree in time; its main thread may wait for one of them."""
+        while not (self._closing or self.is_requested()):
+            time.sleep(_POLL_SECONDS)
+        if self._agreed.wait(_PATIENCE_SECONDS) or self._closing:
+            return
+        exit_code = leaving.fail(
+            f"asked to stop ({self._asked or self.reason}), but for {_PATIENCE_SECONDS:.0f} s a rank has not said "
+            "how many local steps it has begun: it stands still, or its host is lost, and nothing can be saved "
+            f"without it; the same command continues from the last checkpoint ({now.who} was {now.state})",
+            leaving.FAILURE,
+        )
+        leaving.keep_serving_store()
+        os._exit(exit_code)
+
     def _look(self) -> bool:
-        if self._deadline is not None and time.monotonic() >= self._deadline and self._asked is None:
-            self._asked = "exit_duration_minutes"
-        if (
-            self._asked is None
-            and dist.get_rank() == 0
-            and stop_request(self._output_dir) not in ("", self._old_request)
-        ):
-            self._asked = "the command stop"
+        if not self.is_requested():
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._asked = "exit_duration_minutes"
+            elif dist.get_rank() == 0 and stop_request(self._output_dir) not in ("", self._old_request):
+                self._asked = "the command stop"
         if self._asked is not None:
             # The first request counts, so that all ranks have the same reason.
             self.reason = self._store.compare_set(_REQUEST, "", self._asked).decode()
@@ -132,10 +167,11 @@ class Stopping:
             signal.signal(number, handler)
         with self._lock:
             if self._announced is None:
-                self._announce(done)
+                self._announce((done + 1) * _PARTS - 1)
         self._closing = True
         self._poll_now.set()
         self._watcher.join()
+        self.reason = self.reason or self._asked
         unsaved = self._store.add("stop/unsaved", not saved)
         self._store.add("stop/left", 1)
         deadline = time.monotonic() + agreement.PATIENCE_SECONDS

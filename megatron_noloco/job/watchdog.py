@@ -21,7 +21,7 @@ class Watchdog:
 
     - A rank that has stood still for `patience_seconds` reports in one line on stderr what it is doing and for
       which rank it waits; and again each time that the wait has doubled.
-    - A rank that receives SIGUSR2 reports this at once.
+    - A rank that receives SIGUSR2 reports this at once. Other signals are noted in `activity.now`.
     - When another rank has failed, the process ends with that rank's exit code and without a message.
 
     Args:
@@ -65,6 +65,7 @@ class Watchdog:
                 if not signals:
                     os.close(self._wakeup_read)
                     return
+                activity.now.signals.update(signals)
                 if _REPORT in signals:
                     _report(activity.now.state)
             self._report_long_wait()

@@ -127,6 +127,7 @@ class Monitor:
         self.fragments = fragments
         self.throughput = throughput
         self.console = console
+        self._rounds = self._rounds_met = 0
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -148,11 +149,15 @@ class Monitor:
             for report in reports:
                 self._round(report)
 
-    def averaged(self, reports: Sequence[ExchangeReport]) -> None:
-        """Record the exchanges after the last round that made all replicas equal, or what was missed."""
-        for report in reports:
-            if report.missed:
-                self.say(f" final average incomplete | {report.missed} |")
+    def averaged(self, reports: Sequence[ExchangeReport], federated: bool) -> None:
+        """Record the exchanges after the last round that made all replicas equal.
+
+        Args:
+            federated: whether the replicas are separate jobs, of which some may not be in the mean.
+        """
+        for report in reports if federated else ():
+            replicas = f"replica{'s' * (len(report.group) > 1)} {', '.join(map(str, report.group))}"
+            self.say(f" final average of {replicas} |" + f" {report.missed} |" * bool(report.missed))
         self._exchanged(
             sum(report.bytes_sent for report in reports), sum(report.seconds for report in reports)
         )
@@ -177,6 +182,8 @@ class Monitor:
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
         record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements, LAST_SUM)
+        self._rounds += 1
+        self._rounds_met += len(exchange.group) > 1
         if exchange.missed:
             record("total/missed_rounds", 1, TOTAL_MAX)
             if exchange.in_doubt:
@@ -196,10 +203,8 @@ class Monitor:
             )
 
     def gave(self, done: int, pause_seconds: float) -> None:
-        """Note that the state was copied for a replica that starts."""
-        self.say(
-            f" state after iteration {done} given to a replica that starts | pause: {pause_seconds:.2f} s |"
-        )
+        """Note that the state was copied for a replica that starts, or was away for long."""
+        self.say(f" state after iteration {done} given to another replica | pause: {pause_seconds:.2f} s |")
 
     def say(self, line: str) -> None:
         """Show a line that is no row of numbers."""
@@ -246,8 +251,8 @@ class Monitor:
             self.metrics.write("checkpoint", step, {"time/save_seconds": pause_seconds})
         self._interval_started += pause_seconds
 
-    def summary(self, done: int, stopped_by: str | None, unsaved: int) -> None:
-        """Show the closing table.
+    def summary(self, done: int, stopped_by: str | None, unsaved: int, federated: bool) -> None:
+        """Show the closing table; in a federation also how many rounds took place.
 
         Args:
             stopped_by: why the run ends early; None where it does not.
@@ -256,6 +261,9 @@ class Monitor:
         if self.console is not None:
             failed = f"{unsaved} of {dist.get_world_size()} ranks" if unsaved else None
             self.console.summary(done, stopped_by, failed)
+            if federated and self._rounds:
+                alone = "" if self._rounds_met else ": this job met no other replica, and trained alone"
+                self.say(f"{self._rounds_met} of {self._rounds} rounds took place{alone}")
 
     def close(self) -> None:
         self.metrics.close()

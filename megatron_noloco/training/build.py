@@ -14,7 +14,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.pretrained import PretrainedWeights
-from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.monitor.monitor import DELAY_STEPS
 from megatron_noloco.outer import (
@@ -39,8 +38,6 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     """Return this rank's part of the run, in the state that `joined.start` names."""
     config, topology = prepared.config, prepared.topology
     transport, start, membership = joined.transport, joined.start, joined.membership
-    training = config.training
-    stopping = Stopping(training.exit_duration_minutes, Path(training.output_dir), joined.old_stop_request)
     groups, stage = _model(prepared)
     at, place, routing = groups.position, topology.place(dist.get_rank()), config.routing(topology)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
@@ -62,17 +59,19 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     reader = Reader.at(topology, at, stage.separate_documents)
     losses = Exchange(transport, place, Channel.LOSSES, config.noloco.deadline_seconds)
     mean_model = _mean_model(config, outer, joined, place) if config.evaluation.mean_model else None
+    evaluator = Evaluator(engine, routing, prepared.validation, losses, mean_model)
+    evaluator.stops_before = joined.stopping.before_part
     return Run(
         schedule=_schedule(config),
         start_step=start.step,
         engine=engine,
         outer=outer,
         loader=StepLoader(source, routing, config.noloco.local_steps, reader, record),
-        evaluator=Evaluator(engine, routing, prepared.validation, losses, mean_model),
+        evaluator=evaluator,
         checkpointer=checkpointer,
         monitor=monitor,
-        stopping=stopping,
-        final_average=build_final_average(config, outer, membership, stopping.is_requested),
+        stopping=joined.stopping,
+        final_average=build_final_average(config, outer, membership),
         delay=_delay(config, outer, start),
         membership=membership,
         health=membership.health(engine.weights) if membership else None,

@@ -6,9 +6,13 @@ each evaluates itself, and the mean model of those that are there.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
@@ -16,6 +20,12 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
 from megatron_noloco.outer import Exchange, MeanModel
 from megatron_noloco.plans.routing import Routing
+
+_FILLS = 4  # of the pipeline, between two looks whether to stop
+
+
+class _StoppedError(Exception):
+    """The job was asked to stop."""
 
 
 class Evaluator:
@@ -25,6 +35,9 @@ class Evaluator:
         sources: the validation microbatches of each dataset.
         losses: carries the losses of the replicas of this job.
         mean_model: None: the replicas exchange no weights.
+
+    Attributes:
+        stops_before: see `Stopping.before_part`.
     """
 
     def __init__(
@@ -40,21 +53,32 @@ class Evaluator:
         self.sources = sources
         self.losses = losses
         self.mean_model = mean_model
+        self.stops_before: Callable[[int, int], bool] = lambda done, part: False
+        self._done, self._parts = 0, count()
         topology = engine.groups.topology
         self.replicas = topology.replicas  # of this job: one in a federation
         self.alone = topology.ensemble == 1  # a run of one replica, which is its own mean model
 
     @torch.no_grad()
-    def evaluate(self, done: int) -> Evaluation:
+    def evaluate(self, done: int) -> Evaluation | None:
         """Measure every replica's fast weights, then the mean of all slow weights; no weight is changed.
 
         All ranks of this job call it after the same local step, the `done`-th of the training.
 
-        Raises PartnerLostError when a replica of this job does not answer.
+        Returns None where the job was asked to stop meanwhile. Raises PartnerLostError when a replica of this job
+        does not answer.
         """
+        self._done, self._parts = done, count()
+        try:
+            return self._measure(done)
+        except _StoppedError:
+            return None
+
+    def _measure(self, done: int) -> Evaluation:
         own_losses = self._losses()
         if self.alone:
             return self._evaluation([own_losses], own_losses, 1, math.nan)
+        self._begin_part()
         by_replica = [own_losses] if self.replicas == 1 else self._exchanged(own_losses, done)
         not_measured = [math.nan] * len(own_losses)
         if self.mean_model is None:
@@ -106,14 +130,26 @@ class Evaluator:
         return [self._loss(source) for source in self.sources]
 
     def _loss(self, source: ValidationSource) -> float:
-        losses = self.engine.evaluate(
-            lambda _, microbatch: source.microbatch(microbatch),
-            self.routing.straight(),
-            len(source),
-        )
-        total = torch.zeros(2, dtype=torch.float64)
-        for _, loss, tokens in losses:
-            total += torch.tensor([float(loss) * int(tokens), int(tokens)], dtype=torch.float64)
+        total, stages = torch.zeros(2, dtype=torch.float64), self.engine.groups.topology.pp
+        at_once = 1 if stages == 1 else _FILLS * stages
+        for first in range(0, len(source), at_once):
+            self._begin_part()
+            losses = self.engine.evaluate(
+                partial(_of_part, source, first), self.routing.straight(), min(at_once, len(source) - first)
+            )
+            for _, loss, tokens in losses:
+                total += torch.tensor([float(loss) * int(tokens), int(tokens)], dtype=torch.float64)
         now.part("adding up the losses of the replica's ranks")
         dist.all_reduce(total, group=self.engine.groups.replica)
         return float(total[0] / total[1])
+
+    def _begin_part(self) -> None:
+        """Raise _StoppedError, on all ranks of the job before the same part, where it was asked to stop."""
+        if self.stops_before(self._done, next(self._parts)):
+            raise _StoppedError
+
+
+def _of_part(
+    source: ValidationSource, first: int, _: int, microbatch: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return source.microbatch(first + microbatch)

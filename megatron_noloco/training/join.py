@@ -16,9 +16,9 @@ from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSett
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.run_config import in_words_of_today
 from megatron_noloco.data.auto_tokenizer import folder_problem
-from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.federation.join import Membership, join_federation
+from megatron_noloco.federation.likeness import differences, digests_of, pack
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
@@ -29,9 +29,11 @@ from megatron_noloco.job.join import (
 )
 from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.run_folder import occupy, stop_request
+from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
-from megatron_noloco.training.prepare import Prepared, alike
+from megatron_noloco.settings import shared
+from megatron_noloco.training.prepare import Prepared, first_weights
 from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
 from megatron_noloco.transport.protocol import Transport
 
@@ -43,28 +45,33 @@ class Joined(NamedTuple):
         transport: for exchanges between replicas.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
-        old_stop_request: the last request to stop a job of this run that came before this one began.
+        stopping: whether this job is to stop.
         training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
     transport: Transport
     start: Start
     membership: Membership | None
-    old_stop_request: str
+    stopping: Stopping
     training_data: dict[str, int]
+
+
+class StoppedAtStartError(Exception):
+    """The job was asked to stop before its first local step. The message says by what."""
 
 
 def join_job(prepared: Prepared) -> Joined:
     """Join the job, open the transport, find where to start.
 
+    Raises StoppedAtStartError, on all ranks, where a job of a federation was asked to stop while it waited.
     Raises ValueError when the other ranks or the transport cannot be reached, or the checkpoint to continue from
     does not fit, OSError when it cannot be read. Other ranks may then wait for this one: see
     `job.leaving.abandon_job`.
     """
     config, topology = prepared.config, prepared.topology
     notes = _join_ranks(prepared)
+    check_ranks(prepared)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
-    check_same_data(prepared.datasets)
     # It reads an excerpt of the data: one rank of the job does.
     training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
     settings, membership = checkpoint_settings(config, topology, training_data, prepared.tokenizer), None
@@ -73,9 +80,16 @@ def join_job(prepared: Prepared) -> Joined:
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     start = find_start(settings, topology)
+    # From here on no signal ends this process at once: what follows must look.
+    limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
+    stopping = Stopping(limit_minutes, output_dir, old_stop_request)
     if topology.slots:
         steps, place = config.training.train_iters, topology.place(dist.get_rank())
-        membership = join_federation(config.federation, config.noloco, place, alike(config), steps)
+        digest = of_rank_0(first_weights(config, prepared.architecture) if dist.get_rank() == 0 else None)
+        alike = prepared.alike | {"pretrained weights": digest}
+        membership = join_federation(
+            config.federation, config.noloco, place, alike, steps, stopping.is_requested
+        )
         transport: Transport = membership.transport
         if not membership.wait_for_start(continues=start.folder is not None):
             notes.append("fewer replicas than federation.start_with are there; starting without")
@@ -90,13 +104,36 @@ def join_job(prepared: Prepared) -> Joined:
             margin,
             config.noloco.deadline_seconds,
         )
+        if any(of_all_ranks(stopping.is_requested())):
+            membership.leave()
+            stopping.close(start.step)
+            raise StoppedAtStartError(stopping.reason)
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
     if dist.get_rank() == 0:
         prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
-    return Joined(transport, start, membership, old_stop_request, training_data)
+    return Joined(transport, start, membership, stopping, training_data)
+
+
+def check_ranks(prepared: Prepared) -> None:
+    """Raise ValueError on all ranks of the job unless they have read the same config, tokenizer and data.
+
+    Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
+    another rank has read.
+    """
+    compared = {
+        "noloco": shared(prepared.config.noloco),
+        **prepared.alike,
+        "data": prepared.datasets.fingerprint,
+    }
+    told = of_all_ranks(digests_of(compared))
+    for rank, digests in enumerate(told):
+        if names := differences(told[0], pack(digests)):
+            raise ValueError(
+                f"rank {rank} differs from rank 0 in {names}: all ranks of a job need the same config and files"
+            )
 
 
 def _join_ranks(prepared: Prepared) -> list[str]:
@@ -117,21 +154,6 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     if not cuda and neighbours > cores:
         return [f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn"]
     return []
-
-
-def check_same_data(datasets: Datasets) -> None:
-    """Raise ValueError on all ranks of the job where one reads other data than rank 0.
-
-    Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
-    another rank has read.
-    """
-    found = of_all_ranks(datasets.fingerprint)
-    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
-    if others:
-        raise ValueError(
-            f"rank {others[0]} reads other data than rank 0 ({len(others)} of {len(found)} ranks do): files "
-            "of the data or of the tokenizer differ between hosts; make them the same"
-        )
 
 
 def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:

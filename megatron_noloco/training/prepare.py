@@ -1,13 +1,15 @@
 """Checks and reads what one process can alone, before it joins the others."""
 
+import hashlib
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_noloco.checkpoint.catalog import (
@@ -26,11 +28,13 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.federation.frames import checksum_of
 from megatron_noloco.federation.join import network_of
-from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
+from megatron_noloco.huggingface.pretrained import PretrainedWeights, check_fits, check_tokenizer
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 
@@ -47,6 +51,7 @@ class Prepared:
     datasets: Datasets
     plan: BatchPlan
     validation: list[ValidationSource]  # one per dataset of the blend
+    alike: dict[str, Any]  # what the jobs of a federation must have alike besides the settings of the method
 
     @property
     def who(self) -> str:
@@ -83,7 +88,8 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
         ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
         for part in datasets.validation
     ]
-    return Prepared(config, tokenizer, world, topology, architecture, datasets, plan, validation)
+    alike = _alike(config, tokenizer, architecture)
+    return Prepared(config, tokenizer, world, topology, architecture, datasets, plan, validation, alike)
 
 
 def _topology(config: RunConfig, world: World, slot: int) -> Topology:
@@ -113,10 +119,32 @@ def _slot(config: RunConfig, replica: int | None) -> int:
     return replica
 
 
-def alike(config: RunConfig) -> dict[str, Any]:
-    """Return what the jobs of a federation must have alike besides the settings of the method."""
-    parallel = config.parallel.model_dump(exclude={"replicas"})
-    return {"seed": config.training.seed, "model": config.model.model_dump(), "parallel": parallel}
+def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> dict[str, Any]:
+    """Return what decides what a weight means, by name; the pretrained weights are added by `first_weights`."""
+    return {
+        "training.seed": config.training.seed,
+        "model": config.model.model_dump() | asdict(architecture),
+        "parallel": config.parallel.model_dump(exclude={"replicas"}),
+        "tokenizer": tokenizer.digest,
+        "data.split_special_tokens": tokenizer.splits_special_tokens,
+        "data.prepend_bos": tokenizer.before_document,
+        "chat template": tokenizer.template_digest if isinstance(config.source, RecordSource) else None,
+    }
+
+
+def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
+    """Return a digest of the pretrained weights, whatever their files and precision; None where there are none.
+
+    Reads all of them. Raises ValueError as `PretrainedWeights` does.
+    """
+    if config.training.pretrained is None:
+        return None
+    digest = hashlib.sha256()
+    with PretrainedWeights(Path(config.training.pretrained), architecture) as weights:
+        for parameter in table_of(architecture):
+            content = weights(parameter.name).float().contiguous().view(-1).numpy().view(np.uint8)
+            digest.update(f"{parameter.name} {checksum_of(content)}\n".encode())
+    return digest.hexdigest()
 
 
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
@@ -127,7 +155,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_machine(config)
     _check_writable(Path(config.training.output_dir))
     if config.federation.slots is not None:
-        network_of(config.federation, config.noloco, alike(config))
+        network_of(config.federation, config.noloco, {})
     tokenizer = _tokenizer(config)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:

@@ -52,13 +52,12 @@ def build_final_average(
     config: RunConfig,
     outer: Rounds,
     membership: Membership | None = None,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> FinalAverage | None:
     """Return the average that follows the last local step; None where the config asks for none."""
     if not config.noloco.final_average or isinstance(outer, NoRounds):
         return None
     if membership is not None:
-        return lambda done: membership.average(outer, stopped)
+        return lambda done: membership.average(outer, done)
     return outer.average_all
 
 

@@ -20,6 +20,7 @@ from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, Rounds
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.rounds import DelayChoice, FinalAverage
+from megatron_noloco.training.takeover import take_over_between_steps
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Run:
             self.membership.leave()
         saved = not self.checkpointer.last_save_failed
         unsaved = self.stopping.close(done, saved)
-        self.monitor.summary(done, self.stopping.reason if stopped else None, unsaved)
+        reason, federated = self.stopping.reason if stopped else None, self.membership is not None
+        self.monitor.summary(done, reason, unsaved, federated)
         return saved
 
     def _loop(self) -> tuple[int, bool]:
@@ -102,6 +104,9 @@ class Run:
                     self._leave(done)
                 return done, True
             before, step = done, self._next_step(done)
+            if step >= self.schedule.steps:  # the state of a replica at its end was taken over
+                done = step
+                break
             done = step + 1
             started = time.perf_counter()
             with now.doing(f"computing local step {done}"):
@@ -133,19 +138,22 @@ class Run:
                 if self.membership is not None and not reports:
                     self._leave(done)
                     return False
-                self.monitor.averaged(reports)
+                self.monitor.averaged(reports, federated=self.membership is not None)
         if before < done or any(len(report.group) > 1 for report in reports):
-            self._after_round(before, done)
+            return self._after_round(before, done)
         return True
 
-    def _after_round(self, before: int, done: int) -> None:
+    def _after_round(self, before: int, done: int) -> bool:
+        """Write, evaluate and save, as far as due; return False where it was asked to stop in an evaluation."""
+        evaluated = True
         with now.doing(f"writing, evaluating or saving after local step {done}"):
             if self.schedule.logs(before, done):
                 self.monitor.log(done)
             if self.schedule.evaluates_after(before, done):
-                self._evaluate(done)
+                evaluated = self._evaluate(done)
             if self.schedule.saves(before, done):
                 self._save(done)
+        return evaluated
 
     def _next_step(self, done: int) -> int:
         """Return the index of the next local step, from 0. In a federation some may be left out.
@@ -155,14 +163,24 @@ class Run:
         if self.membership is None:
             return done
         started = time.perf_counter()
-        step, gave = self.membership.between_steps(done, lambda: self._copy(done))
+        step, gave, took = self.membership.between_steps(done, lambda: self._copy(done), self._take_over)
         if gave:
             self.monitor.gave(done, time.perf_counter() - started)
         if step > done:
-            self.engine.skip(step - done)
+            if not took:
+                self.engine.skip(step - done)
             notable = step - done >= self.membership.keeping_up.local_steps
             self.monitor.skipped(done, step, notable)
         return step
+
+    def _take_over(self, least: int) -> int | None:
+        """Go on with the state of another replica; return its local steps, or None where there is none to take."""
+        assert self.membership is not None
+        with now.doing("taking over the state of another replica"):
+            seconds = self.membership.noloco.deadline_seconds
+            return take_over_between_steps(
+                self.membership.handover, self.checkpointer, least, seconds, self.monitor.say
+            )
 
     def _copy(self, done: int) -> Callable[[], Snapshot]:
         made = self.checkpointer.copy(done, self.monitor.metrics.counters)
@@ -184,10 +202,13 @@ class Run:
             for report in reports:
                 self.delay.after_round(report)
 
-    def _evaluate(self, done: int) -> None:
+    def _evaluate(self, done: int) -> bool:
+        """Return False where it was asked to stop meanwhile."""
         started = time.perf_counter()
         evaluation = self.evaluator.evaluate(done)
-        self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
+        if evaluation is not None:
+            self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
+        return evaluation is not None
 
     def _leave(self, done: int) -> None:
         """Log and save what is not saved yet, because the run was asked to stop."""

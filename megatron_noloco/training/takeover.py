@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
+from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.federation.handover import Handover, Snapshot
@@ -60,17 +62,55 @@ def take_over_checkpoint(
         return own
     start, notes = own, list[str]()
     writer = CheckpointWriter(settings, topology, architecture, notes.append)
-    found = take_over(handover, writer, own.step + margin + 1, seconds, notes.append)
-    if found is not None:
-        (slot, took_seconds), manifest = found
-        size = sum(record.bytes for record in manifest.files.values())
+    if line := _taken(handover, writer, own.step + margin + 1, seconds):
         before = f"; the own one was of step {own.step}, and the samples between are not read"
-        notes.append(
-            f"taken over from replica {slot}: its state after local step {manifest.step}, {size / 1e6:.1f} MB for "
-            f"this rank in {took_seconds:.1f} s{before if own.step else ''}"
-        )
+        notes.append(line + before * bool(own.step))
         start = find_start(settings, topology)
     return replace(start, notes=[*dict.fromkeys(own.notes + start.notes), *notes])
+
+
+def take_over_between_steps(
+    handover: Handover,
+    checkpointer: Checkpointer,
+    least: int,
+    seconds: float,
+    tell: Callable[[str], object],
+) -> int | None:
+    """Take a state that has done `least` local steps, and go on with it. A collective of the job.
+
+    It is written as a checkpoint of this job, whatever `checkpoint.load` is. Counters and data stay the job's own.
+
+    Args:
+        seconds: for a rank that trains to come to the next boundary between two local steps.
+        tell: is called with lines for the log.
+
+    Returns its local steps; None where there is none to take.
+    """
+    engine, settings = checkpointer.engine, replace(checkpointer.settings, load="auto")
+    topology, architecture = engine.groups.topology, engine.stage.architecture
+    if problem := checkpointer.wait():  # both write into the same folder
+        tell(f"the last checkpoint failed: {problem}")
+    line = _taken(handover, CheckpointWriter(settings, topology, architecture, tell), least, seconds)
+    start = find_start(settings, topology) if line else Start(None, [])
+    if start.folder is None or start.step < least:
+        return None
+    restore(start.folder, start.manifests, engine, checkpointer.outer, settings)
+    checkpointer.saved_step = start.step
+    tell(f" {line} |")
+    return start.step
+
+
+def _taken(handover: Handover, writer: "CheckpointWriter", least: int, seconds: float) -> str:
+    """Take a state, and return a line about it; "" where there is none to take."""
+    found = take_over(handover, writer, least, seconds, writer.tell)
+    if found is None:
+        return ""
+    (slot, took_seconds), manifest = found
+    size = sum(record.bytes for record in manifest.files.values())
+    return (
+        f"taken over from replica {slot}: its state after local step {manifest.step}, {size / 1e6:.1f} MB for "
+        f"this rank in {took_seconds:.1f} s"
+    )
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,11 @@ def by_way_of_a_handover(
     )
     for number in range(3):
         step(number)
-    snapshots = [copy_state(outer, 3, given)() for given in (own_state([optimizer]), None)]
+    snapshots = [copy_state(outer, 3, given, ())() for given in (own_state([optimizer]), None)]
     found = [step(3)]
     for snapshot in snapshots:
         step(4)
-        loader = StateLoader(outer, own_state([optimizer]))
+        loader = StateLoader(outer, own_state([optimizer]), ())
         offer = loader.check(0, snapshot.description)
         loader.take(offer, lambda buffers, parts=snapshot.parts: buffers[0].copy_(torch.tensor(parts[0])))
         loader.settle(offer, whole=True)

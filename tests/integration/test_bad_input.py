@@ -14,12 +14,8 @@ import pytest
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import datasets
-from megatron_noloco.data.datasets import build_datasets
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.sources import Needs, Split, TextSource
-from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.training.join import check_same_data
-from tests.harness import call, run_mpi, run_ranks, run_torchrun
+from tests.harness import call, run_mpi, run_torchrun
 from tests.integration.tiny import already_joined
 
 USAGE_ERROR = 2
@@ -172,23 +168,6 @@ def test_a_token_that_only_the_run_reads_ends_it_with_one_line(
     assert stderr.splitlines()[-1].startswith("sample ")
     assert "holds token -1, the vocabulary has 257" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
-
-
-@pytest.mark.parametrize("split", ["8,2,0", "2,8,0"], ids=["training", "validation"])
-def test_ranks_that_read_other_data_are_named(split: str, tmp_path: Path) -> None:
-    """As on hosts of which one has another state of the same folder."""
-    for rank, text in enumerate((TEXT, TEXT, TEXT[:-1] + "!" if split[0] == "2" else "!" + TEXT[1:])):
-        (tmp_path / f"{rank}.txt").write_text(text)
-    lines = run_ranks(3, read_own_data, tmp_path, split)
-    assert lines == [lines[0]] * 3
-    assert lines[0].startswith("rank 2 reads other data than rank 0 (1 of 3 ranks do)")
-
-
-def read_own_data(rank: int, world_size: int, folder: Path, split: str) -> str:
-    source, needs = TextSource(str(folder / f"{rank}.txt"), Split.parse(split)), Needs(257, 16)
-    with pytest.raises(ValueError) as refused:
-        check_same_data(build_datasets(source, ByteTokenizer(), needs))
-    return str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -229,18 +229,17 @@ def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_pat
         federation.start(1)
         federation.until_it_has_a_partner(1, after=40)
         assert "taken over from replica 0: its state after local step" in federation.log(1)
-        assert re.search(
-            r"state after iteration \d+ given to a replica that starts \| pause", federation.log(0)
-        )
+        assert re.search(r"state after iteration \d+ given to another replica \| pause", federation.log(0))
         federation.stop()
 
 
-def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path, text: str) -> None:
-    more = {
+def test_a_stopped_replica_costs_one_deadline_and_takes_over_a_state_when_it_goes_on(
+    tmp_path: Path, text: str
+) -> None:
+    more = ENDLESS | {
         "federation": {"start_with": 2, "shortest_deadline_seconds": 0.5},
         "noloco": {"deadline_seconds": 2.0},
-        "training": {"train_iters": 40},
-        "checkpoint": {"save_interval": 0},
+        "checkpoint": {"save_interval": 0, "load": "none"},
     }
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
         federation.start(0)
@@ -252,8 +251,9 @@ def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path
         assert log.count("| replica 1 missed the deadline |") <= 2
         assert "| replica 1 missed its last deadline |" in log or "| replica 1 is not there |" in log
         federation.signal(1, signal.SIGCONT)
-        federation.wait()
-        assert federation.rows(1)[-1]["step"] == 40
+        federation.until_it_has_a_partner(1, after=40)
+        assert "taken over from replica 0: its state after local step" in federation.log(1)
+        federation.stop()
 
 
 def waits_for(path: Path) -> None:
@@ -266,6 +266,18 @@ def waits_for(path: Path) -> None:
         return original(self, *arguments)
 
     ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+
+
+def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
+    tmp_path: Path, text: str
+) -> None:
+    with Federation(tmp_path, changes(text, 2, federation={"start_with": 2})) as federation:
+        federation.start(0)
+        while not list((tmp_path / "rendezvous").rglob("*")):
+            time.sleep(0.05)
+        federation.signal(0, signal.SIGTERM)
+        assert federation.exit_codes(0) == [0]
+        assert "stopped before the first local step (SIGTERM)" in federation.log(0)
 
 
 def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path, text: str) -> None:
@@ -293,7 +305,8 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
         federation.wait()
         rows = [federation.rows(replica) for replica in range(3)]
         assert len({of_replica[-1]["train/loss"] for of_replica in rows}) == 3, "each trained on its own data"
-        assert not any("final average incomplete" in federation.log(replica) for replica in range(3))
+        for replica in range(3):
+            assert " final average of replicas 0, 1, 2 |\n" in federation.log(replica)
         ends = [federation.rows(replica, "evaluation")[-1] for replica in range(3)]
         assert len({end["validation/loss"] for end in ends}) == 1
         assert [end["validation/mean_model_replicas"] for end in ends] == [3] * 3

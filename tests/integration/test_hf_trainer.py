@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import threading
 import time
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
+from megatron_noloco.federation import join
 from tests.harness import REPOSITORY, run_script, run_torchrun
 from tests.integration.jobs import SECONDS, federation, paper, run_jobs, wait_for
 
@@ -55,6 +59,7 @@ class Loop:
         self.args = SimpleNamespace(
             output_dir=str(folder / f"replica_{slot}"),
             process_index=0,
+            world_size=1,
             load_best_model_at_end=False,
             logging_strategy="steps",
             logging_first_step=False,
@@ -69,6 +74,11 @@ class Loop:
             should_log=True, should_evaluate=False, should_save=False, should_training_stop=False
         )
         self.logged: list[dict[str, Any]] = []
+        self.callback_handler = SimpleNamespace(callbacks=list[Any]())
+
+    @property
+    def model(self) -> nn.Module:
+        return self.model_wrapped
 
     def log(self, values: dict[str, Any]) -> None:
         self.logged.append(values)
@@ -198,7 +208,7 @@ def test_the_state_is_written_before_the_trainer_deletes_the_checkpoint_before(t
 def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
     loop = Loop(tmp_path, 0)
     callback: Any = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
-    callback._noloco = SimpleNamespace(step=lambda: [], done=7, state_dict=dict)
+    callback._noloco = SimpleNamespace(step=lambda: [], done=7, taken=-1, state_dict=dict)
     loop.state.global_step, loop.control.should_log = 4, False
     callback.on_step_end(loop.args, loop.state, loop.control)
     assert loop.state.global_step == 7
@@ -207,9 +217,142 @@ def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> 
     assert loop.control.should_save, "due at step 5"
     assert loop.control.should_log, "due at step 6"
     assert not loop.control.should_evaluate, "due at steps 4, which was not left out, and 8"
+    callback._noloco.done, callback._noloco.taken = 9, 8
+    callback.on_step_end(loop.args, loop.state, loop.control)
+    lr = pytest.approx(0.1 * 0.9**4)
+    assert loop.optimizer.param_groups[0]["lr"] == lr, "a schedule that was taken over has step 8 already"
     callback._noloco.done = 12
     callback.on_step_end(loop.args, loop.state, loop.control)
     assert loop.control.should_training_stop
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Loop], Any]:
+    """Return a function that begins training in a federation of which nobody else is there."""
+    monkeypatch.setattr(join, "FIRST_SECONDS", 0.0)
+
+    def begin(folder: Path, loop: Loop) -> Any:
+        here = federation(folder, loop.slot, 2, start_with=1)
+        callback: Any = NolocoCallback(loop, settings=SETTINGS, **here)  # type: ignore[arg-type]
+        callback.on_train_begin(loop.args, loop.state, loop.control)
+        return callback
+
+    return begin
+
+
+def save_as_the_trainer(loop: Loop) -> None:
+    loop.folder.mkdir(parents=True, exist_ok=True)
+    (loop.folder / "rng_state.pth").write_bytes(b"")
+
+
+def saved_in(folder: Path) -> dict[str, Tensor]:
+    saved: dict[str, Tensor] = torch.load(folder / "noloco_00000.pt", weights_only=True)
+    return saved
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_epoch_end"])
+def test_a_checkpoint_that_another_callback_has_saved_gets_the_state(
+    alone: Callable[[Path, Loop], Any], tmp_path: Path, event: str
+) -> None:
+    """As transformers' just-in-time checkpoints, which are saved without `on_save`; and is continued from."""
+    loop = Loop(tmp_path, 0)
+    callback = alone(tmp_path, loop)
+    loop.steps(callback, 3)
+    loop.control.should_save = False
+    save_as_the_trainer(loop)
+    getattr(callback, event)(loop.args, loop.state, loop.control)
+    loop.control.should_training_stop = True
+    with pytest.warns(UserWarning, match="ended after 3 of 12 steps"):
+        callback.on_train_end(loop.args, loop.state, loop.control)
+    assert int(saved_in(loop.folder)["local_steps_done"]) == 3
+    loop.control.should_training_stop = False
+    again = alone(tmp_path, loop)
+    assert again.noloco.done == 3
+    again.noloco.close()
+
+
+def test_a_checkpoint_saved_before_a_round_has_the_state_before_it(
+    alone: Callable[[Path, Loop], Any], tmp_path: Path
+) -> None:
+    """The just-in-time callback comes first at the end of a step. A complete checkpoint is left alone."""
+    loop = Loop(tmp_path, 0)
+    callback = alone(tmp_path, loop)
+    loop.steps(callback, 1)
+    loop.state.global_step = 2
+    save_as_the_trainer(loop)
+    loop.state.global_step = 1
+    slow = callback.noloco.outer.slow_weights.clone()
+    loop.steps(callback, 2)
+    saved = saved_in(loop.folder)
+    assert int(saved["local_steps_done"]) == 2
+    assert torch.equal(saved["slow_weights"], slow)
+    assert not torch.equal(callback.noloco.outer.slow_weights, slow)
+    before = (loop.folder / "noloco_00000.pt").stat()
+    callback.on_step_begin(loop.args, loop.state, loop.control)
+    assert (loop.folder / "noloco_00000.pt").stat() == before
+    callback.noloco.close()
+
+
+def test_a_training_that_ends_early_skips_its_round_and_does_not_average(tmp_path: Path) -> None:
+    """The other job is there and stands still."""
+    assert run_jobs(tmp_path, 2, 1, one_ends_early, tmp_path)[0] == [("was asked to stop", True)]
+
+
+def one_ends_early(slot: int, rank: int, folder: Path) -> tuple[str, bool]:
+    """What a job was told of its round; whether its weights stay its own."""
+    loop = Loop(folder, slot)
+    callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder, slot, 2))  # type: ignore[arg-type]
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    if slot == 1:
+        wait_for(folder / "left")
+        callback.noloco.close()
+        return "", False
+    told: list[Any] = []
+    step = callback.noloco.step
+    callback.noloco.step = lambda: told.extend(step()) or told
+    threading.Timer(0.5, lambda: setattr(loop.control, "should_training_stop", True)).start()
+    loop.steps(callback, 2)
+    before = loop.weights()
+    warnings.simplefilter("ignore")
+    callback.on_train_end(loop.args, loop.state, loop.control)
+    (folder / "left").touch()
+    return told[0].exchange.missed.rpartition("this job ")[2], torch.equal(loop.weights(), before)
+
+
+def test_a_training_after_one_that_has_failed_goes_on_where_it_was(
+    alone: Callable[[Path, Loop], Any], tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, 0)
+    callback = alone(tmp_path, loop)
+    loop.steps(callback, 3)
+    slow = callback.noloco.outer.slow_weights.clone()
+    loop.state.global_step = 0  # an exception; `train()` begins anew
+    loop.lr_scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.9)
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    assert loop.state.global_step == callback.noloco.done == 3
+    assert torch.equal(callback.noloco.outer.slow_weights, slow)
+    loop.steps(callback, 12)
+    callback.on_train_end(loop.args, loop.state, loop.control)
+
+
+def test_a_training_that_resumes_after_one_that_has_failed_loads_its_checkpoint(
+    alone: Callable[[Path, Loop], Any], tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, 0)
+    callback = alone(tmp_path, loop)
+    loop.steps(callback, 2)
+    saved = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    save_as_the_trainer(loop)
+    callback.on_save(loop.args, loop.state, loop.control)
+    loop.steps(callback, 3)
+    loop.model.load_state_dict(saved)
+    loop.state.global_step = 2
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    assert callback.noloco.done == 2
+    loop.model.load_state_dict(saved)
+    with pytest.raises(ValueError, match="weights were loaded into the model while it is trained"):
+        loop.steps(callback, 3)
+    callback.noloco.close()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,14 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation.keeping_up import NotFiniteError
+from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.transport import Network, Patience
 from megatron_noloco.job import leaving
 from megatron_noloco.job.agreement import of_all_ranks
-from megatron_noloco.outer import PartnerLostError
+from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, OverlapSettings
 from tests.harness import run_ranks
 from tests.integration.jobs import SECONDS, by_the_equations, federation, paper, run_jobs, wait_for
+from tests.unit.federated import until
 
 SEED, K, STEPS = 5, 2, 12
 SETTINGS = paper(local_steps=K)
@@ -423,6 +426,97 @@ def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation
     assert len(set(found)) == len(found)
 
 
+class Partly(nn.Module):
+    """A model that is trained in part, with a buffer."""
+
+    def __init__(self, frozen: float = 1.0, buffer: float = 1.0, name: str = "trained") -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.full((2,), frozen), requires_grad=False)
+        self.register_parameter(name, nn.Parameter(torch.zeros(2, 3)))
+        self.register_buffer("scale", torch.full((2,), buffer), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (Partly(frozen=2.0), "frozen weights"),
+        (Partly(buffer=2.0), "buffers"),
+        (Partly(name="other"), "names and shapes"),
+    ],
+)
+def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: nn.Module, named: str
+) -> None:
+    """As attach compares it; wrappers make no difference."""
+
+    def reached(place: Place, network: Network, patience: Patience) -> NoReturn:
+        raise Reached(network)
+
+    def network_of(model: nn.Module) -> Network:
+        with pytest.raises(Reached) as caught:
+            attach(model, SETTINGS, **federation(tmp_path, 0, 2))
+        network: Network = caught.value.args[0]
+        return network
+
+    monkeypatch.setattr("megatron_noloco.federation.join.FederationTransport", reached)
+    first, second = network_of(Partly()), network_of(other)
+    assert differences(first.digests, pack(second.digests)) == named
+    assert first.run == network_of(torch.compile(Partly())).run != second.run  # type: ignore[arg-type]
+
+
+def test_a_job_that_slept_takes_over_a_state_before_it_exchanges(tmp_path: Path) -> None:
+    """While it sleeps, the other one goes on. Its threads answer, as those of a job that hangs do."""
+    loops, at, awake = [of_job(slot, 0) for slot in range(2)], dict[int, Tensor](), threading.Event()
+    settings = paper(local_steps=K, deadline_seconds=0.5)
+    changes = {"rounds_behind": 3, "shortest_deadline_seconds": 0.1}
+
+    def made(slot: int) -> Attached:
+        return attach(
+            loops[slot].model,
+            settings,
+            inner=loops[slot].optimizer,
+            **federation(tmp_path, slot, 2, **changes),
+        )
+
+    def trains(noloco: Attached) -> None:
+        while not awake.is_set():
+            loops[0].step(noloco.done)
+            noloco.step()
+            at[noloco.done] = loops[0].weights()
+
+    with ThreadPoolExecutor(2) as pool:
+        other, own = pool.map(made, range(2))
+        running = pool.submit(trains, other)
+        try:
+            reports: list[RoundReport] = []
+            while own.done < 2 * K:
+                loops[1].step(own.done)
+                reports += own.step()
+            assert [report.exchange.group for report in reports] == [(0, 1)] * 2
+            until(lambda: other.done > 10 * K)
+            reports.clear()
+            while own.taken < 0:
+                loops[1].step(own.done)
+                reports += own.step()
+            assert own.done == own.taken > 10 * K
+            assert torch.equal(loops[1].weights(), at[own.done])
+            assert [report.exchange.group for report in reports] == [(1,)] * len(reports)
+        finally:
+            awake.set()
+        running.result(SECONDS)
+        for noloco in (other, own):
+            noloco.close()
+
+
+def test_a_job_that_met_no_other_says_so_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.join.FIRST_SECONDS", 0.0)
+    loop = of_job(0, 0)
+    noloco = attach(loop.model, SETTINGS, **federation(tmp_path, 0, 2, start_with=1))
+    train(loop, noloco, 3 * K)
+    with pytest.warns(UserWarning, match="^none of the 3 rounds of this job took place: it met no other"):
+        noloco.close()
+
+
 def refusal(call: Callable[[], object]) -> str:
     try:
         call()
@@ -597,6 +691,15 @@ def test_one_replica_has_no_rounds() -> None:
     assert reports == []
 
 
+class TwoModes(torch.optim.SGD):
+    """As schedule-free optimizers."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+TWO_MODES = TwoModes([torch.zeros(2)])
 CONVOLUTION: Any = nn.Conv2d(3, 2, 4)
 SAVED = {name: torch.zeros(2) for name in ("slow_weights", "local_steps_done", "first_weights")}
 ELSEWHERE = FederationSettings(slots=2, rendezvous="file:///nowhere", encryption="none")
@@ -620,6 +723,8 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, SLOT | {"federation": FederationSettings()}, "attach: federation.slots is missing"),
         (None, SLOT | {"transport": "mpi"}, "attach: a federation has a transport of its own"),
         (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap.delay_steps "auto" is the trainer\'s'),
+        (None, {"replicas": 2, "stopped": bool}, "attach: stopped is for a federation; leave it out with"),
+        (None, SLOT | {"inner": TWO_MODES}, "attach: TwoModes has other weights to train than to evaluate"),
         (None, SLOT | {"state": {}}, "attach: state has no slow_weights"),
         (None, SLOT | {"state": SAVED}, "attach: the state is of 2 weights, this rank has 6"),
         (torch.optim.SGD([torch.zeros(2)]), SLOT, "attach: a SGD is none of DeepSpeed's engine"),

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.job import agreement, stopping
 from megatron_noloco.job.run_folder import ask_to_stop, stop_request
 from megatron_noloco.job.stopping import Stopping
-from tests.harness import run_ranks
+from megatron_noloco.job.watchdog import Watchdog
+from tests.harness import RankFailedError, run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state
 from tests.integration.tiny import write_text
 
@@ -101,6 +104,50 @@ def asked_before_the_first_step(rank: int, world_size: int) -> int:
 
 def test_asked_before_the_first_step() -> None:
     assert run_ranks(2, asked_before_the_first_step) == [10, 10]
+
+
+def stopped_in_an_evaluation(rank: int, world_size: int) -> tuple[int, int]:
+    """Rank 1 is asked to stop before the 51st part of an evaluation; rank 0 has not begun the first."""
+    stop, store = Stopping(None, NOWHERE, ""), dist.distributed_c10d._get_default_store()
+    assert not stop.before_step(9)
+    for part in range(100):
+        if rank == 0 and part == 0:
+            store.wait(["rank 1 evaluates"])
+        if rank == 1 and part == 50:
+            os.kill(os.getpid(), signal.SIGTERM)
+            store.set("rank 1 evaluates", "")
+            stop._agreed.wait()
+        if stop.before_part(10, part):
+            break
+    assert stop.before_step(10)
+    stop.close(10)
+    return part
+
+
+def test_all_ranks_leave_an_evaluation_before_the_same_part() -> None:
+    first, second = run_ranks(2, stopped_in_an_evaluation)
+    assert first == second
+    assert 50 <= first <= 51
+
+
+def asked_beside_a_rank_that_stands_still(rank: int, world_size: int, said: Path) -> None:
+    """Rank 0 waits inside gloo, where Python calls no handler."""
+    if rank == 1:
+        time.sleep(60)
+    sys.stderr = said.open("w", buffering=1)
+    stopping._PATIENCE_SECONDS = 0.5
+    with Watchdog(0):
+        Stopping(None, NOWHERE, "")
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        dist.recv(torch.zeros(1), 1)
+
+
+def test_a_job_of_which_one_rank_stands_still_ends_with_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="rank 0 of 2 died with exit code 1"):
+        run_ranks(2, asked_beside_a_rank_that_stands_still, tmp_path / "said")
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("asked to stop (SIGTERM), but for 0 s a rank has not said how many local steps")
+    assert "nothing can be saved without it" in said
 
 
 def asked_by_a_file(rank: int, world_size: int, folder: Path) -> tuple[int, str | None]:

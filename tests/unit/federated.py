@@ -65,6 +65,10 @@ def members(
         ]
 
 
+def ask_to_stop(rank: FederationTransport) -> None:
+    rank.service.protocol.stopped = lambda: True
+
+
 class Wire:
     """A port of the loopback interface that leads to another one; its connections can be cut."""
 

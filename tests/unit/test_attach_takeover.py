@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_noloco.attach import attach, takeover
 from megatron_noloco.attach.attached import own_state
-from megatron_noloco.attach.takeover import copy_state, take_state
+from megatron_noloco.attach.takeover import StateLoader, copy_state, take_state
 from megatron_noloco.federation import takeover as taking
 from megatron_noloco.federation.handover import Snapshot
 from megatron_noloco.outer.weights import TorchWeights
@@ -92,8 +92,9 @@ def taken(
 ) -> tuple[dict[str, Tensor] | None, Any, Inner]:
     """Take the state of `step` from one that told another step before."""
     outer, inner = rank(0.0)
-    gives: Any = Gives(copy_state(*rank(2.0)[:1], step, rank(2.0)[1])(), told, losses)
-    return take_state(gives, outer, least, 1.0, inner), outer, inner
+    giver, its_inner = rank(2.0)
+    gives: Any = Gives(copy_state(giver, step, its_inner, ())(), told, losses)
+    return take_state(gives, StateLoader(outer, inner, ()), least, 1.0), outer, inner
 
 
 def test_the_inner_state_may_be_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +106,37 @@ def test_the_inner_state_may_be_that_of_all_ranks(monkeypatch: pytest.MonkeyPatc
     assert (state["slow_weights"] == 3.0).all()
     assert (inner.moments == 2.0).all()
     assert (outer.weights.read() == 2.0).all(), "not what the inner optimizer loads"
+
+
+def normalised(value: float, wrap: bool = False) -> nn.Module:
+    """A module with running statistics, and with a buffer that no checkpoint has."""
+    made = nn.Sequential(nn.BatchNorm1d(3))
+    made.register_buffer("scratch", torch.full((2,), value), persistent=False)
+    for buffer in (made[0].running_mean, made[0].running_var, made[0].num_batches_tracked):
+        buffer.fill_(value)  # type: ignore[union-attr, operator]
+    return torch.compile(made) if wrap else made  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
+    (giver, _), (outer, _), own = rank(2.0), rank(0.0), normalised(0.0)
+    gives: Any = Gives(copy_state(giver, 20, None, [normalised(2.0, wrap)])(), 20, 0)
+    assert take_state(gives, StateLoader(outer, None, [own]), 1, 1.0) is not None
+    assert {name: buffer.unique().tolist() for name, buffer in own.named_buffers()} == {
+        "scratch": [0.0],
+        "0.running_mean": [2.0],
+        "0.running_var": [2.0],
+        "0.num_batches_tracked": [2],
+    }
+
+
+def test_a_state_with_other_buffers_is_not_taken(recwarn: pytest.WarningsRecorder) -> None:
+    (giver, _), (outer, _) = rank(2.0), rank(0.0)
+    gives: Any = Gives(copy_state(giver, 20, None, [nn.BatchNorm1d(3)])(), 20, 0)
+    assert take_state(gives, StateLoader(outer, None, [normalised(0.0)]), 1, 1.0) is None
+    (line,) = (str(one.message) for one in recwarn)
+    assert line.endswith("its buffers are not those of this model")
+    assert not outer.weights.read().any()
 
 
 def test_a_state_that_is_not_far_enough_is_not_taken() -> None:

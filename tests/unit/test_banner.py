@@ -11,6 +11,13 @@ from tests.unit.configs import FEDERATION, edited
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
 WSD = {"total_num_steps": "auto", "decay_num_steps": 4, "warmup_num_steps": 1, "decay_type": "1-sqrt"}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
+TWO_RATES = {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}}
+
+
+def schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": {"warmup_num_steps": 2, **params}}}
+
+
 # Of each layer 64 x 64 for q, k, v and the projection, 128 x 64 for gate, up and down; embedding, output, norms.
 LINEAR, OTHERS = 4 * (4 * 64 * 64 + 3 * 128 * 64), 2 * 256 * 64 + 9 * 64
 # Of 30 replicas: groups of 2, 3, 5; then of 3, 5, 2; then of 5, 2, 3.
@@ -55,6 +62,44 @@ BANNER: list[tuple[dict[str, Any], str]] = [
     (
         {"scheduler": {"type": "WSD", "params": WSD}},
         "schedule: WSD, 1 local steps of warm-up, 5 stable, 4 of decay (1-sqrt) to 0 of the peak",
+    ),
+    # the rates, in the first of 10 local steps, at the peak, in the last
+    ({}, "rates: lr 0.001 in every local step\n"),
+    (TWO_RATES, "rates: muon_lr 0.02 and adam_lr 0.0003 in every local step\n"),
+    (
+        schedule("WarmupDecayLR", total_num_steps="auto") | {"optimizer.params.lr": 1e-5},
+        "rates: lr 0 in the first local step, lr 1e-05 at the peak (local step 3), lr 2.5e-06 in the last\n",
+    ),
+    (
+        TWO_RATES | schedule("WarmupDecayLR", total_num_steps=10),
+        "adam_lr 0.0003 at the peak (local step 3), muon_lr 0.005 and adam_lr 7.5e-05 in the last\n",
+    ),
+    (TWO_RATES | schedule("WarmupLR"), "muon_lr 0.02 and adam_lr 0.0003 in the last\n"),
+    (
+        schedule("WSD", total_num_steps=10, decay_num_steps=4),
+        "rates: lr 0.0005 in the first local step, lr 0.001 at the peak (local step 2), lr 0.00025 in the last\n",
+    ),
+    (
+        schedule("WarmupLR", warmup_max_lr=2e-4),
+        "in the last\nrates: scheduler.params.warmup_max_lr 0.0002 holds, not optimizer.params.lr 0.001\n",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR"}},
+        "rates: the run of 10 local steps ends in the warm-up of 1,000 (DeepSpeed's default), below lr 0.001\n",
+    ),
+    (
+        schedule("WarmupCosineLR", total_num_steps=20),
+        "rates: the run ends before the schedule does: training.train_iters 10 is less than "
+        "scheduler.params.total_num_steps 20\n",
+    ),
+    (
+        schedule("WarmupCosineLR", total_num_steps=5, cos_min_ratio=0.1),
+        "rates: lr 0.0001 from local step 6 on: scheduler.params.total_num_steps 5 is less than "
+        "training.train_iters 10\n",
+    ),
+    (
+        schedule("WarmupDecayLR", total_num_steps=1_000_000) | {"training.train_iters": 3_000_000},
+        "training.train_iters 3,000,000; the last 1,999,999 local steps would change no weight\n",
     ),
     ({}, "precision: fp32"),
     ({}, f"parameters: {LINEAR + OTHERS:,} (padded vocabulary 256)"),

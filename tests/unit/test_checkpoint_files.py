@@ -539,12 +539,38 @@ def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
 
 
 def test_a_setting_of_a_federation_that_had_another_name_is_read() -> None:
-    run = RunConfig.from_dict(CONFIG)
+    jobs = {"slots": 4, "rendezvous": "file://there", "encryption": "none"}
+    run = RunConfig.from_dict({**CONFIG, "noloco": {}, "parallel": {}, "federation": jobs})
     now, saved = checkpoint_settings(run, Topology()), run.to_dict()
     federation = {key: value for key, value in saved["federation"].items() if key != "skip_local_steps"}
     assert now.changes(saved | {"federation": federation | {"local_steps": "auto"}}) == []
     assert now.changes(saved | {"federation": federation | {"local_steps": "all"}}) == [
         "federation.skip_local_steps: false in the checkpoint, true now"
+    ]
+
+
+def test_a_peak_that_was_deepspeeds_default_continues_only_if_the_file_gives_it() -> None:
+    """Up to version 0.2.0 WarmupDecayLR without warmup_max_lr had 1e-3, whatever the optimizer's rate."""
+
+    def run(lr: float, **peak: float) -> RunConfig:
+        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4, "warmup_num_steps": 2, **peak}}
+        optimizer = {"type": "AdamW", "params": {"lr": lr}}
+        return RunConfig.from_dict({**CONFIG, "optimizer": optimizer, "scheduler": scheduler})
+
+    def continued(lr: float, **peak: float) -> list[str]:
+        saved = run(lr).to_dict()
+        del saved["scheduler"]["params"]["warmup_max_lr"]  # as those versions wrote it
+        return checkpoint_settings(run(lr, **peak), Topology()).changes(saved)
+
+    with pytest.raises(
+        ValueError, match=r"warmup_max_lr: 0\.001 in the checkpoint, null now, which is the opt"
+    ):
+        continued(1e-5)
+    assert continued(1e-5, warmup_max_lr=1e-3) == []
+    assert continued(1e-3) == []
+    peak = run(1e-5, warmup_max_lr=5e-4).to_dict()
+    assert checkpoint_settings(run(1e-5), Topology()).changes(peak) == [
+        "scheduler.params.warmup_max_lr: 0.0005 in the checkpoint, null now"
     ]
 
 

@@ -75,6 +75,25 @@ def test_everything_else_is_a_traceback(
 
 
 @pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("plan a.json --mfu 0.5", "--mfu: estimates the time of a step on the GPU of --gpu"),
+        (
+            "plan a.json --mfu 0.5 --gpu A100 --step 1s",
+            "--mfu: estimates the time of a step on the GPU of --gpu",
+        ),
+        (f"doctor --hostfile {__file__} --seconds 0", "--hostfile: names hosts to measure exchanges between"),
+        ("config --explain --world-size 4", "config: --world-size goes together with --check"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    command: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(command.split()) == 2
+    assert capsys.readouterr().err.startswith(problem)
+
+
+@pytest.mark.parametrize(
     ("option", "texts", "problem"),
     [
         ("plan a.json --gpus", ("0", "-2", "1.5"), "is not a whole number of at least 1"),

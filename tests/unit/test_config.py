@@ -260,6 +260,8 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
     }
     saved["zero_optimization"]["stage3_max_live_parameters"] = 5
     saved["bf16"]["immediate_grad_update"] = True
+    saved["fp16"] = {"loss_scale": 128, "hysteresis": 4}
+    saved["evaluation"] |= {"iters": 0, "full": True}
     found = RunConfig.of_checkpoint(saved)
     assert (found.model, found.precision) == (now.model, "bf16")
     assert RunConfig.of_checkpoint(now.to_dict()) == now
@@ -385,7 +387,10 @@ def test_command_line(
     assert (code, err) == (2, f"{path}: no data\n{path}: no folder\n")
     assert out.startswith("parallel: 4 replicas"), "what the file says is still worth knowing"
     path.write_text(json.dumps(edited({"parallel.replicas": "auto"})))
-    assert run("--check", str(path)) == (0, f"{path}: ok\n", "")
+    code, out, err = run("--check", str(path))
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{path}: ok\nrates: lr 0.001 in every local step\nparallel.replicas is")
+    assert run("--world-size", "8") == (2, "", "config: --world-size goes together with --check FILE\n")
     path.write_text("{")
     code, out, err = run("--check", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -123,6 +123,17 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization.stage": 2},
         "zero_optimization.stage 2 needs parallel.pipeline_model_parallel_size 1, not",
     ),
+    ({"fp16": {"loss_scale": 128}}, "fp16.enabled is missing: without it the run is not fp16"),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}},
+        "fp16.hysteresis has no effect beside the static fp16.loss_scale 128; leave one of them out",
+    ),
+    (
+        {"evaluation": {"iters": 0, "full": True}},
+        "evaluation.full true has no effect with evaluation.iters 0",
+    ),
+    ({"wandb": {"project": "p"}}, "wandb.project has no effect without wandb.enabled, which is missing"),
+    ({"federation": {"listen": "off"}}, "federation.slots is missing: the most replicas there can be"),
     ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
     (FP16, "fp16 with a dynamic loss scale does not go together with routing"),
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
@@ -130,13 +141,32 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov needs a"),
     (
         {"optimizer": {"type": "AdamW", "params": {"torch_adam": False, "fused": True}}},
-        "optimizer.params.fused is of torch's kernel, and torch_adam false asks for DeepSpeed's",
+        "optimizer.params.fused is of torch's kernel; give torch_adam true, too, or leave it out",
+    ),
+    (
+        {"optimizer": {"type": "Adam", "params": {"fused": True}}},
+        "optimizer.params.fused is of torch's kernel; give torch_adam true",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
+        "optimizer.params.adam_w_mode false has no effect on AdamW; use type Adam",
     ),
     ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
     (
-        {"optimizer": {"type": "Muon", "params": {"adam_lr": 0.001}}, "scheduler": {"type": "WarmupLR"}},
-        "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
-        "adam_lr 0.001; use WarmupCosineLR or WSD",
+        {
+            "optimizer": {"type": "Muon", "params": {"adam_lr": 0.001}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}},
+        },
+        "scheduler.params.warmup_max_lr 0.01 would be the peak of all weights, but optimizer.params.muon_lr 0.02 "
+        "is not adam_lr 0.001; leave it out: WarmupLR then takes both from the optimizer",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002}}},
+        "scheduler.params.warmup_min_lr 0.002 is more than the peak, optimizer.params.lr 0.001; lower it",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002, "warmup_max_lr": 1e-4}}},
+        "scheduler.params.warmup_min_lr 0.002 is more than the peak, warmup_max_lr 0.0001; lower it",
     ),
     (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 11}}},

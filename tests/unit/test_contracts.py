@@ -384,8 +384,9 @@ class TestConfig:
         found = keyword_defaults(getattr(lr_schedules, schedule).__init__)
         block = SCHEDULES[schedule]
         assert found.keys() - {"self", "optimizer", "last_batch_iteration"} == block.model_fields.keys()
+        del found["warmup_max_lr" if "Cosine" not in schedule else "self"]  # ours is the optimizer's rate
         for name, field in block.model_fields.items():
-            assert field.is_required() or field.default == found[name]
+            assert field.is_required() or field.default == found.get(name)
 
     @pytest.mark.parametrize(
         ("name", "kernels"),

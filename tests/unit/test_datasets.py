@@ -100,6 +100,15 @@ class TestIndexed:
         one, other = (build(data_path=str(tmp_path / name), **options).checksums for name in ("one", "other"))
         assert {name for name in one if one[name] == other[name]} == {"training_data"}, "that of 0.2"
 
+    @pytest.mark.parametrize("paths", [("a", "b"), ("b", "a")], ids=["validation", "training"])
+    def test_the_fingerprint_that_ranks_compare_sees_both_splits(self, paths: tuple[str, str]) -> None:
+        same, other = (
+            build(train_data_path=[training], valid_data_path=validation).fingerprint
+            for training, validation in (("a", "a"), paths)
+        )
+        assert same != other
+        assert same == build(train_data_path=["a"], valid_data_path="a").fingerprint
+
     def test_paths_per_split(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
         assert len(built.training[0].dataset.tokens) == len(built.validation[0].dataset.tokens) == 400

@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import Tensor
 
-from megatron_noloco.engine import build, state
+from megatron_noloco.engine import state
 from megatron_noloco.training.prepare import _check_kernel
 
 
@@ -99,15 +99,6 @@ def test_a_schedule_that_the_saved_run_did_not_have_is_at_its_step() -> None:
     engine = engine_of(weights, scheduler=True)
     state.restore(engine, weights, tensors.items(), numbers)  # type: ignore[arg-type]
     assert engine.lr_scheduler.get_last_lr() == other.lr_scheduler.get_last_lr()
-
-
-def test_where_deepspeeds_adam_loads_it_is_not_given_what_is_of_torchs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(build, "fused_adam_loads", lambda: True)
-    block = {"type": "AdamW", "params": {"lr": 1e-3, "fused": True}}
-    settings = build.deepspeed_settings({"optimizer": block})
-    assert settings["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": False}
 
 
 def test_a_kernel_that_cannot_be_compiled_is_one_line(

@@ -198,6 +198,24 @@ def test_no_further_copy_of_the_model_is_made(replicas: int) -> None:
         assert max(threads.map(largest, fleet)) <= CHUNK_BYTES < 4 * sum(PIECES)
 
 
+@pytest.mark.parametrize("stops_at", range(4))
+def test_an_evaluation_ends_before_any_part_at_which_the_job_stops(stops_at: int) -> None:
+    """Parts are the passes over the data, the exchange of losses, and those of the mean model."""
+    fleet, parts = build(2), list[list[int]]()
+    for replica in fleet:
+        begun = list[int]()
+        parts.append(begun)
+        evaluator: Any = replica.evaluator
+        evaluator.stops_before = lambda done, part, begun=begun: begun.append(part) or part == stops_at
+        evaluator._loss = lambda source, own=evaluator, weights=replica.masters: (
+            own._begin_part() or first(weights)
+        )
+    found = evaluate(fleet)
+    assert parts == [list(range(min(stops_at, 2) + 1))] * 2
+    assert [evaluation is None for evaluation in found] == [stops_at < 3] * 2
+    assert [first(replica.masters) for replica in fleet] == [0.0, 1.0], "the fast weights are back"
+
+
 def test_a_replica_that_is_gone_is_named() -> None:
     here, _ = loopback_world(2, CHUNK_BYTES)
     replica = Replica(here, 2, first, deadline_seconds=0.05)

@@ -25,7 +25,7 @@ from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight
 from megatron_noloco.transport.protocol import Message
-from tests.unit.federated import RUN, SECONDS, connected, swap, transport, until
+from tests.unit.federated import RUN, SECONDS, ask_to_stop, connected, swap, transport, until
 from tools import bench_pairing
 
 # Frames, deadlines, keys
@@ -344,6 +344,28 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         assert not mean.any()
         assert committed.report.missed == "replica 1 has no part in this exchange"
         assert not committed.report.in_doubt
+
+
+def test_a_round_of_a_job_that_is_to_stop_is_skipped_on_both_sides(tmp_path: Path) -> None:
+    """Its partner has begun the round, and sends nothing."""
+    with connected(tmp_path) as (first, second):
+        ours = Exchange(first, Place(0, 2), Channel.ROUNDS, SECONDS)
+        committed = CommittedExchange(ours, first.partners, lambda *_: 1, [Guard()])
+        second.partners.begin(4, 0)
+        committed.begin(torch.zeros(100), (0, 1), 4, "a test")
+        waits = second.post([], [Message(0, torch.zeros(7))], tag_of(4, Channel.COMMITS))
+        ask_to_stop(first)
+        list(committed.finish())
+        assert committed.report.missed == "replica 1 is not waited for: this job was asked to stop"
+        with pytest.raises(ConnectionError, match="has no part"):
+            list(waits.arrivals(SECONDS))
+        assert not committed.report.in_doubt
+
+
+def test_a_job_that_is_to_stop_waits_for_nobody_at_its_start(tmp_path: Path) -> None:
+    with transport(tmp_path, 0) as first:
+        ask_to_stop(first)
+        assert first.wait_for(1, SECONDS)
 
 
 def test_empty_slots_cost_no_rounds() -> None:

@@ -29,7 +29,17 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import ExchangeTimeoutError
-from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, swap, transport, until
+from tests.unit.federated import (
+    LOCAL,
+    PATIENCE,
+    RUN,
+    SECONDS,
+    ask_to_stop,
+    connected,
+    swap,
+    transport,
+    until,
+)
 
 NOLOCO = NolocoSettings()
 PARTS = [
@@ -175,7 +185,7 @@ def test_the_ranks_of_a_giver_give_their_states_of_one_step(tmp_path: Path) -> N
 
     def loop(giver: Membership) -> None:
         for done in itertools.count():
-            giver.between_steps(done, live(done))
+            giver.between_steps(done, live(done), lambda _: pytest.fail("took"))
             time.sleep(1e-3)
             if giver.transport.partners.agree([not ends.is_set()]) == [0]:
                 return
@@ -227,6 +237,17 @@ def test_a_giver_waits_for_no_rank_that_waits_for_its_state(tmp_path: Path) -> N
         assert asking.result(SECONDS) == (b"6", EXPECTED)
         taker.partners.begin(1, 0)
         until(lambda: partners.standing(1, 1)[0] == Standing.WAITING)
+
+
+def test_a_job_that_is_to_stop_takes_nothing(tmp_path: Path) -> None:
+    """Also where it waits for the next step of a job that trains."""
+    with connected(tmp_path) as (giver, taker):
+        between_steps(of(giver), 5, live(5))
+        ask_to_stop(taker)
+        taking = of(taker)
+        assert taking.steps(SECONDS) == {}
+        with pytest.raises(ConnectionError, match="this job was asked to stop"):
+            taking.ask(0, SECONDS)
 
 
 def test_without_a_question_nothing_is_copied(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation import keeping_up as module
 from megatron_noloco.federation.counterpart import Seen, Standing
-from megatron_noloco.federation.keeping_up import FINAL, Health, KeepingUp, NotFiniteError, UntrainedError
+from megatron_noloco.federation.keeping_up import (
+    AT_ITS_END,
+    Health,
+    KeepingUp,
+    NotFiniteError,
+    UntrainedError,
+)
 from megatron_noloco.federation.transport import FederationPartners, Patience
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.fragments import fragment_after, next_after
@@ -40,8 +46,8 @@ def keeping_up(
     return KeepingUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
 
 
-def next_step(own: KeepingUp, step: int) -> int:
-    """Of a replica of one rank."""
+def next_step(own: KeepingUp, step: int) -> int | None:
+    """Of a replica of one rank; None: it takes over a state."""
     return own.next_step(step, own.due(step))
 
 
@@ -52,16 +58,17 @@ def next_step(own: KeepingUp, step: int) -> int:
         ([-1, -1], 20, 20),
         ([2, 2], 20, 20),  # they have come to the exchange after step 29, the last of the same phase
         ([2, 2], 10, 10),
-        ([3, 3], 10, 39),
+        ([3, 3], 10, None),
         ([3, 3], 11, 11),  # not within a phase
         ([7, 0, 0], 10, 10),  # one that is ahead does not decide
-        ([7, 7, 0], 10, 79),
-        ([50, 50], 10, 94),  # the last step is not left out
+        ([7, 7, 0], 10, None),
+        ([50, 50], 10, None),
+        ([50, 50], 80, 80),  # the others are at the last step, 95, whatever exchange they have begun
         ([0, 0], 90, 90),
     ],
 )
-def test_a_replica_that_is_rounds_behind_goes_on_where_half_of_the_others_are(
-    begun: list[int], step: int, expected: int
+def test_a_replica_that_is_rounds_behind_half_of_the_others_takes_over_a_state(
+    begun: list[int], step: int, expected: int | None
 ) -> None:
     assert next_step(keeping_up(begun)[0], step) == expected
 
@@ -77,19 +84,25 @@ def test_a_replica_that_is_rounds_behind_goes_on_where_half_of_the_others_are(
         ([2, 2], 28, 28),  # less than a quarter of the 10 steps would be left out
         ([2, 1, 1], 22, 22),
         ([2, 2, 1], 22, 29),
-        ([7, 7, 7], 22, 79),
+        ([3, 3, 3], 22, 39),
+        ([4, 4, 4], 22, None),
+        ([7, 7, 7], 22, None),
+        ([50, 50], 80, 94),  # the last step is not left out
     ],
 )
-def test_a_slow_replica_leaves_out_steps_of_the_phase(begun: list[int], step: int, expected: int) -> None:
+def test_a_slow_replica_leaves_out_steps_of_the_phase(
+    begun: list[int], step: int, expected: int | None
+) -> None:
     assert next_step(keeping_up(begun, adapts=True)[0], step) == expected
 
 
 def test_without_a_known_end_no_step_is_the_last() -> None:
-    assert next_step(keeping_up([50, 50], steps=None)[0], 10) == 509
+    assert next_step(keeping_up([50, 50], adapts=True, steps=None)[0], 492) == 509
 
 
 def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
-    assert next_step(keeping_up([4 * 4 + 1], fragments=4)[0], 10) == 44
+    assert next_step(keeping_up([4 * 3 - 1], fragments=4)[0], 10) == 10
+    assert next_step(keeping_up([4 * 3], fragments=4)[0], 10) is None
     assert next_step(keeping_up([4 * 2 + 1], fragments=4, adapts=True)[0], 20) == 24
     assert next_step(keeping_up([4 * 2], fragments=4, adapts=True)[0], 21) == 21
 
@@ -128,22 +141,25 @@ def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragment
 @pytest.mark.parametrize(("done", "left_out"), [(40, 3), (0, -1)])
 def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: int) -> None:
     """So that no other waits for it in an exchange that it skips."""
-    own, others = keeping_up([])
+    own, others = keeping_up([], adapts=True)
     own.start(done)
     assert others.left_out == [left_out]
     others.numbers = [7]
-    assert next_step(own, 50) == 79
+    assert next_step(own, 60) == 79
     assert others.left_out == [left_out, 6], "it takes part in exchange 7"
+    others.numbers = [90]
+    assert next_step(own, 60) is None
+    assert others.left_out == [left_out, 6], "nobody is to exchange with it before it has a state"
 
 
 def test_replicas_at_their_end_are_at_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is not known, they are not followed. Those that have left are not there."""
-    own, _ = keeping_up([module.FINAL - 1] * 2 + [3])
-    assert next_step(own, 40) == 94
-    own, _ = keeping_up([module.LEFT] * 2 + [7])
-    assert next_step(own, 40) == 79
-    own, _ = keeping_up([module.FINAL - 1] * 2 + [7], steps=None)
-    assert next_step(own, 40) == 79
+    own, _ = keeping_up([module.AT_ITS_END] * 2 + [3], adapts=True)
+    assert next_step(own, 80) == 94
+    own, _ = keeping_up([module.LEFT] * 2 + [7], adapts=True)
+    assert next_step(own, 60) == 79
+    own, _ = keeping_up([module.AT_ITS_END] * 2 + [7], adapts=True, steps=None)
+    assert next_step(own, 60) == 79
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,12 +171,12 @@ def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UntrainedError, match="begins with fresh weights"):
         next_step(own, 20)
     others.numbers = [4]
-    assert next_step(own, 20) == 49, "they have trained little"
+    assert next_step(own, 20) is None, "they have trained little, and it takes over what they have"
 
 
 def test_new_weights_do_not_join_one_that_waits_at_its_end() -> None:
     """Where the last step is known, such a one counts as being there. One that has left is not waiting."""
-    own, others = keeping_up([module.FINAL - 1, 0], steps=None)
+    own, others = keeping_up([module.AT_ITS_END, 0], steps=None)
     own.start(0)
     with pytest.raises(UntrainedError, match="another replica waits at its end"):
         next_step(own, 10)
@@ -168,7 +184,7 @@ def test_new_weights_do_not_join_one_that_waits_at_its_end() -> None:
     assert next_step(own, 10) == 10
     others.numbers = [0]
     assert next_step(own, 20) == 20, "from here on it has trained as long as another"
-    others.numbers = [module.FINAL - 1]
+    others.numbers = [module.AT_ITS_END]
     assert next_step(own, 30) == 30
 
 
@@ -180,7 +196,7 @@ def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pyt
     own.start(start)
     assert next_step(own, 10) == 10
     others.numbers = [7]
-    assert next_step(own, 20) == 79
+    assert next_step(own, 20) is None
 
 
 class AtTheEnd(Others):
@@ -209,9 +225,9 @@ def end_with(looks: list[tuple[int, bool]], deadline_seconds: float) -> tuple[fl
     own = KeepingUp(there, noloco, FederationSettings(slots=2), 95)  # type: ignore[arg-type]
     clock = SimpleNamespace(monotonic=lambda: there.at, sleep=there.sleep)
     with patch.object(module, "time", clock):
-        members = own.members_at_end()
-    assert members is not None
-    return there.at, members
+        end = own.members_at_end(30)
+    assert end is not None
+    return there.at, end.group
 
 
 @given(st.lists(st.tuples(st.integers(-1, 5), st.booleans()), min_size=1, max_size=20), st.integers(1, 20))
@@ -223,7 +239,7 @@ def test_one_that_comes_and_goes_holds_no_other_up(looks: list[tuple[int, bool]]
 
 
 def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
-    at_end, lost = (FINAL - 1, True), (FINAL - 1, False)
+    at_end, lost = (AT_ITS_END, True), (AT_ITS_END, False)
     there = [(3, True)] * 5
     assert end_with([*there, lost, lost, at_end], 6.0) == (7.0, (0, 1))
     assert end_with([*there, *[lost] * 100], 6.0) == (11.0, (0,))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.federation.evaluation import MeanOfThoseThere, lead_of
-from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
+from megatron_noloco.federation.keeping_up import AT_ITS_END, FINAL, AtEnd, KeepingUp
 from megatron_noloco.federation.mean import TreeMean, parent_of
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.transport import FederationTransport, Network, Patience
@@ -26,9 +26,10 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.protocol import Message
 from tests.harness import free_port
-from tests.unit.federated import PATIENCE, RUN, SECONDS, Wire, connected, members, until
+from tests.unit.federated import PATIENCE, RUN, SECONDS, Wire, ask_to_stop, connected, members, until
 
 ELEMENTS = 1000
+ENDED = AT_ITS_END + 5  # after 10 local steps, with a round every 2
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
@@ -55,12 +56,15 @@ def averaged(mean: TreeMean, vector: Tensor, members: Group, number: int) -> tup
 
 
 def final(
-    rank: FederationTransport, vector: Tensor, members: Group | None = None
+    rank: FederationTransport, vector: Tensor, members: Group | None = None, done: int = 10
 ) -> tuple[Tensor, ExchangeReport]:
-    own = keeping_up(rank)
-    members = own.members_at_end() if members is None else members
-    assert members is not None
-    return averaged(TreeMean(rank, Channel.FINAL, SECONDS, own.is_at_its_end), vector, members, FINAL)
+    own, left_out = keeping_up(rank), dict[int, str]()
+    if members is None:
+        end = own.members_at_end(done)
+        assert end is not None
+        members, left_out = end
+    mean = TreeMean(rank, Channel.FINAL, SECONDS, own.is_at_its_end, left_out)
+    return averaged(mean, vector, members, FINAL)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -111,30 +115,59 @@ def test_all_have_the_same_bits_of_the_mean(tmp_path: Path, count: int) -> None:
         assert report.standard_deviation == pytest.approx(float((own - mean).square().mean().sqrt()))
 
 
+@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_one_that_ended_far_behind_gets_the_mean_and_is_not_in_it(
+    tmp_path: Path, slots: tuple[int, int, int]
+) -> None:
+    """Wherever it is in the tree; 3 rounds behind it is in it, 4 rounds behind it is not."""
+    weights, steps = vectors(3), dict(zip(slots, (18, 12, 10), strict=True))
+    with connected(tmp_path, 3) as ranks:
+        found = together(*(lambda at=at: final(ranks[at], weights[at], done=steps[at]) for at in range(3)))
+    all_have(found, [weights[at] for at in sorted(slots[:2])])
+    why = "ended at local step 10, another at 18: more than federation.rounds_behind 3 behind"
+    for _, report in found:
+        assert report.group == tuple(sorted(slots[:2]))
+        assert report.missed == f"without replica {slots[2]}: {why}"
+
+
 def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) -> None:
     with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
-        members = pool.submit(keeping_up(ranks[0], seconds=2.0).members_at_end)
-        ranks[1].partners.leave_out(FINAL - 1)
+        members = pool.submit(keeping_up(ranks[0], seconds=2.0).members_at_end, 10)
+        ranks[1].partners.leave_out(ENDED)
         for number in range(4):  # longer than the deadline
             ranks[2].partners.begin(number, None)
             until(lambda number=number: ranks[0].begun()[2] == number)
             with pytest.raises(TimeoutError):
                 members.exception(timeout=0.6)
-        assert members.result(SECONDS) == (0, 1), "it trains no more, and is left out"
+        assert members.result(SECONDS) == AtEnd((0, 1), {2: "began no round for 2 s"})
 
 
 def test_one_that_was_asked_to_stop_waits_no_longer(tmp_path: Path) -> None:
     with connected(tmp_path, 2) as ranks:
         asked = iter([False, False, True])
-        assert keeping_up(ranks[0]).members_at_end(lambda: next(asked)) is None
+        assert keeping_up(ranks[0]).members_at_end(10, lambda: next(asked)) is None
+
+
+def test_one_that_is_to_stop_while_sums_travel_keeps_its_weights(tmp_path: Path) -> None:
+    """Its children are at their end, too, and send nothing."""
+    weights = vectors(3)
+    with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
+        for rank in ranks:
+            rank.partners.leave_out(FINAL - 1)
+        until(lambda: all([*rank.begun().values()] == [FINAL - 1] * 2 for rank in ranks))
+        ending = pool.submit(final, ranks[0], weights[0], (0, 1, 2))
+        ask_to_stop(ranks[0])
+        found, report = ending.result(SECONDS / 2)
+    assert torch.equal(found, weights[0])
+    assert report.group == (0,)
 
 
 def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
     with connected(tmp_path, 2) as ranks, ThreadPoolExecutor(1) as pool:
-        members = pool.submit(keeping_up(ranks[0]).members_at_end)
-        until(lambda: ranks[1].begun() == {0: FINAL - 1})
+        members = pool.submit(keeping_up(ranks[0]).members_at_end, 10)
+        until(lambda: ranks[1].begun() == {0: ENDED})
         keeping_up(ranks[1]).leave()
-        assert members.result(SECONDS / 2) == (0,)
+        assert members.result(SECONDS / 2) == AtEnd((0,), {1: "has left"})
 
 
 def blink(rank: FederationTransport, other: int) -> None:
@@ -150,21 +183,21 @@ def blink(rank: FederationTransport, other: int) -> None:
 
 def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path) -> None:
     with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
-        ranks[1].partners.leave_out(FINAL - 1)
-        until(lambda: ranks[0].begun() == {1: FINAL - 1, 2: -1})
-        members = pool.submit(keeping_up(ranks[0]).members_at_end)
-        until(lambda: ranks[1].begun()[0] == FINAL - 1)
+        ranks[1].partners.leave_out(ENDED)
+        until(lambda: ranks[0].begun() == {1: ENDED, 2: -1})
+        members = pool.submit(keeping_up(ranks[0]).members_at_end, 10)
+        until(lambda: ranks[1].begun()[0] == ENDED)
         ranks[1]._closing.set()  # it does not look for the address
         ranks[1]._looking.join()
         ranks[1].service.protocol.directory.addresses.pop(0)
         blink(ranks[1], 0)
         until(lambda: ranks[0].present() == [2])
-        ranks[2].partners.leave_out(FINAL - 1)
-        until(lambda: ranks[0].begun() == {2: FINAL - 1})
+        ranks[2].partners.leave_out(ENDED)
+        until(lambda: ranks[0].begun() == {2: ENDED})
         with pytest.raises(TimeoutError):
             members.exception(timeout=0.6)
         ranks[1].service.learn({0: ranks[0].address})
-        assert members.result(SECONDS) == (0, 1, 2)
+        assert members.result(SECONDS) == AtEnd((0, 1, 2), {})
 
 
 def test_a_connection_that_is_lost_while_sums_travel_is_no_loss(tmp_path: Path) -> None:
@@ -192,9 +225,9 @@ def ends_without(folder: Path, lost: int, weights: list[Tensor]) -> list[tuple[T
     slots = tuple(range(len(weights)))
     with connected(folder, len(weights)) as ranks:
         for rank in ranks:
-            rank.partners.leave_out(FINAL - 1)
+            rank.partners.leave_out(ENDED)
         others = [at for at in slots if at != lost]
-        until(lambda: all([*ranks[at].begun().values()].count(FINAL - 1) == len(others) for at in others))
+        until(lambda: all([*ranks[at].begun().values()].count(ENDED) == len(others) for at in others))
         keeping_up(ranks[lost]).leave()
         until(lambda: all(ranks[at].begun()[lost] > FINAL for at in others))
         ranks[lost].close()
@@ -206,7 +239,7 @@ def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
     found = ends_without(tmp_path, 3, weights)
     assert parent_of(3, {0, 1, 2, 3}) == 2
     all_have(found, weights[:3])
-    assert [report.missed for _, report in found] == ["without replica 3: lost, or not finite"] * 3
+    assert [report.missed for _, report in found] == ["without replica 3: was lost, or is not finite"] * 3
 
 
 def test_one_that_loses_its_parent_keeps_what_it_has(tmp_path: Path) -> None:
@@ -215,7 +248,8 @@ def test_one_that_loses_its_parent_keeps_what_it_has(tmp_path: Path) -> None:
     assert torch.equal(found[0][0], weights[1])
     all_have(found[1:], weights[2:])
     assert [report.group for _, report in found] == [(1,), (2, 3), (2, 3)]
-    assert found[0][1].missed == "without replicas 0, 2, 3: lost, or not finite"
+    lost = [f"without replica {slot}: was lost, or is not finite" for slot in (0, 2, 3)]
+    assert found[0][1].missed == "; ".join(lost)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, 1e6])
@@ -232,7 +266,10 @@ class Late:
     """A transport where only one slot is in time; chunks of the others come later, into the memory given them."""
 
     def __init__(self, place: Place, in_time: int) -> None:
-        self.place, self.partners = place, Mock(agree=lambda votes: votes, reachable=lambda rank: True)
+        self.place, self.partners = (
+            place,
+            Mock(agree=lambda votes: votes, reachable=lambda rank: True, stopped=lambda: False),
+        )
         self._in_time, self._given_up = in_time, list[Tensor]()
         self.sent: list[tuple[Tensor, Tensor]] = []  # what was posted, and how it was then
 
@@ -370,7 +407,7 @@ def test_one_that_is_lost_in_an_evaluation_holds_nobody_up(tmp_path: Path) -> No
         found = [running[at].result(SECONDS) for at in range(4) if at != lost]
         running[lost].exception(SECONDS)
     all_have(found, [weights[at] for at in range(4) if at != lost])
-    assert all(report.missed == f"without replica {lost}: lost, or not finite" for _, report in found)
+    assert all(report.missed == f"without replica {lost}: was lost, or is not finite" for _, report in found)
 
 
 def test_an_exchange_under_way_outlasts_an_evaluation(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from tools.netlab.__main__ import chosen_ways, host_numbers, quantity
+from tools.netlab.__main__ import chosen_ways, host_numbers, main, quantity
 from tools.netlab.network import COHERENCE_SECONDS, Link, Network
 from tools.netlab.relay import obey
 
@@ -122,3 +122,14 @@ def test_hosts_and_ways_are_checked() -> None:
             host_numbers(hosts)
     with pytest.raises(ValueError, match="must be some of round; "):
         chosen_ways("square")
+
+
+def test_a_single_repeat_which_would_be_left_out_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["netlab", "rounds", "--repeats", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert (
+        capsys.readouterr().err == "netlab: --repeats 1 leaves nothing: the first is left out; at least 2\n"
+    )

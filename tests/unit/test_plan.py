@@ -86,7 +86,9 @@ def test_experts_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert whole["parameters"] - half["parameters"] == experts / 2
     assert whole["owned"] == half["owned"]
     assert main(["plan", str(tmp_path / "1.json"), "--gpu", "4090"]) == 0
-    assert "parallel.data_parallel_size 2, parallel.expert_model_parallel_size 2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "parallel.data_parallel_size 2, parallel.expert_model_parallel_size 2" in shown
+    assert found[1]["fits"] is ("fits 4090" in shown) is False
 
 
 def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:

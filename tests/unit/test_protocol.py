@@ -18,6 +18,7 @@ from megatron_noloco.federation.frames import (
     checksum_of,
     read,
 )
+from megatron_noloco.federation.likeness import digests_of, run_number
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.protocol import FederationProtocol
 from megatron_noloco.federation.rendezvous import Address
@@ -107,6 +108,33 @@ def test_a_chunk_is_taken_only_if_it_is_the_next_of_what_was_asked_for(wrong: di
     assert rank.buffer.tolist() == [1] * CHUNK + [2] * CHUNK
 
 
+def silence(rank: Rank, ticks: int) -> None:
+    for _ in range(ticks):
+        rank.protocol.tick()
+        assert rank.transfers.completed() == []
+
+
+def test_nothing_is_waited_for_from_a_rank_that_has_fallen_silent() -> None:
+    """It may be stopped, or a wall may have swallowed its connection: no socket says so."""
+    rank = Rank()
+    silence(rank, 20)
+    rank.chunk(0)  # a sign of life
+    assert len(rank.transfers.completed()) == 1
+    silence(rank, 20)
+    rank.take(rank.link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS))
+    silence(rank, 40)  # twice as long as it was silent before: a chunk may take longer than a HELLO
+    rank.protocol.tick()
+    assert rank.failure() == "rank 1 has fallen silent"
+
+
+def test_a_job_that_is_to_stop_waits_for_nobody() -> None:
+    rank = Rank()
+    rank.protocol.stopped = lambda: True
+    silence(rank, 1)  # a round that is almost over may end
+    rank.protocol.tick()
+    assert rank.failure() == "rank 1 is not waited for: this job was asked to stop"
+
+
 def test_a_rank_that_was_started_anew_has_nothing_of_its_earlier_process() -> None:
     """Its new connection is used at once, though the old one seems to stand."""
     rank, link, reports = Rank(), Sent(), list[ConnectionError | None]()
@@ -193,13 +221,72 @@ def test_no_process_is_later_than_the_last_number() -> None:
         (Frame(Kind.HELLO, RUN + 1, 1, 0, THEIRS, relayed=True), 0),
     ],
 )
-def test_a_rank_of_another_run_learns_that_and_nothing_else(frame: Frame, answers: int) -> None:
+def test_a_rank_of_another_run_learns_what_is_compared_and_nothing_else(frame: Frame, answers: int) -> None:
     rank, link = Rank(), Sent()
     rank.take(link, frame)
     assert [(answer.kind, answer.run, answer.number) for answer in link.frames] == (
-        [(Kind.ADDRESSES, 0, 0)] * answers
+        [(Kind.REFUSAL, 0, 1)] * answers
     )
-    assert link.data == [b""] * answers
+    assert link.data == [b"{}"] * answers
+
+
+class Between(Link):
+    """A connection to another protocol, which takes what is sent at once."""
+
+    def __init__(self) -> None:
+        self.endpoint, self.up = "", True
+        self.sent = 0
+        self.back: tuple[FederationProtocol, Link] | None = None
+
+    def send(self, *parts: Any) -> bool:
+        assert self.back is not None
+        self.sent += 1
+        protocol, link = self.back
+        protocol.take(link, [zmq.Frame(bytes(part)) for part in parts])
+        return True
+
+
+def connected(*protocols: FederationProtocol) -> list[Between]:
+    """Return the links of two protocols to each other."""
+    links = [Between(), Between()]
+    for link, back, protocol in zip(links, links[::-1], protocols[::-1], strict=True):
+        link.back = protocol, back
+    return links
+
+
+def test_two_jobs_that_differ_both_say_in_what(capfd: pytest.CaptureFixture[str]) -> None:
+    alike = [{"model": {"num_layers": layers, "hidden_size": 8}, "seed": 1} for layers in (2, 3)]
+    protocols = [
+        FederationProtocol(Member(rank, run_number(values), OWN, 2, digests_of(values)), [1 - rank])
+        for rank, values in enumerate(alike)
+    ]
+    links = connected(*protocols)
+    links[0].send(protocols[0].member.frame(Kind.HELLO, 1).pack())
+    assert capfd.readouterr().err.splitlines() == [
+        f"rank {rank}: rank {1 - rank} is refused: its job differs from this one in model.num_layers"
+        for rank in range(2)
+    ]
+    assert [link.sent for link in links] == [2, 1], "the answer to an answer is not answered"
+
+
+def test_a_job_that_speaks_another_version_is_named_on_both_sides(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its header may have any length. The answer to it is not answered."""
+    rank, link = Rank(), Sent()
+    for header in (
+        b"nlco\x07\x00",
+        Frame(Kind.HELLO, RUN, 1, 0, THEIRS).pack().replace(b"nlco\x06", b"nlco\x05"),
+    ):
+        rank.protocol.take(link, [zmq.Frame(header)])
+    assert [frame.kind for frame in link.frames] == [Kind.REFUSAL] * 2
+    answer = link.frames[0].pack()
+    rank.protocol.take(link, [zmq.Frame(answer.replace(b"nlco\x06", b"nlco\x09")), zmq.Frame(b"{}")])
+    assert len(link.frames) == 2
+    found = capfd.readouterr().err.splitlines()
+    for version in (7, 5, 9):
+        assert (
+            f"rank 0: another job speaks version {version} of the protocol, this job version 6: install the same "
+            "megatron_noloco for both"
+        ) in found
 
 
 def test_a_rank_of_a_job_with_more_slots_is_told(capfd: pytest.CaptureFixture[str]) -> None:

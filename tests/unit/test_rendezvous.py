@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, redirect_stderr
+from dataclasses import replace
 from functools import partial
 from operator import add
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation import links, service
 from megatron_noloco.federation.frames import LARGEST, Member
+from megatron_noloco.federation.join import network_of
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import (
     Address,
@@ -31,7 +33,9 @@ from megatron_noloco.federation.rendezvous import (
     rendezvous_of,
 )
 from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.job.join import reachable_address
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.harness import free_port
 from tests.unit.federated import LOCAL, PATIENCE, RUN, connected, swap, transport, until
 
@@ -92,6 +96,12 @@ def test_a_rank_that_is_not_alone_looks_seldom(tmp_path: Path, monkeypatch: pyte
         assert 5 <= len(looks) - before <= 20
 
 
+@pytest.mark.parametrize("content", ["{}", '{"version": 5, "alike": {}}', '{"version": 6, "alike": [', "3"])
+def test_a_file_of_another_version_in_the_folder_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "rank_00001_0000000000000009.json").write_text(content)
+    assert "its job speaks another version of the protocol" in SharedFolder(tmp_path, RUN).other_runs()
+
+
 def test_a_folder_that_cannot_be_written_is_named() -> None:
     line = "federation.rendezvous: cannot write in /proc/x: No such file or directory"
     with pytest.raises(OSError, match=f"^{line}$"):
@@ -117,21 +127,27 @@ def test_of_two_runs_with_one_seed_both_are_told() -> None:
     seed = f"127.0.0.1:{free_port()}"
     with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
         for slot, run, listen in ((0, RUN, f"tcp://{seed}"), (1, RUN + 1, LOCAL)):
-            network = Network(Seeds.of(seed), run, listen)
+            network = Network(Seeds.of(seed), run, listen, digests={"tokenizer": str(run), "model": "1"})
             stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-        until(lambda: "rank 0: rank 1 is refused: " in output.getvalue())
-        until(lambda: "rank 1: rank 0 is refused: " in output.getvalue())
+        for rank in range(2):
+            line = f"rank {rank}: rank {1 - rank} is refused: its job differs from this one in tokenizer\n"
+            until(lambda line=line: line in output.getvalue())  # type: ignore[misc]
 
 
 def test_of_two_runs_in_one_folder_both_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.01)
     line = f"no other job of this run is found, and {tmp_path} has addresses of another run: "
-    with redirect_stderr(io.StringIO()) as output, transport(tmp_path, 0), ExitStack() as stack:
-        assert SharedFolder(tmp_path, RUN).other_runs() == ""
-        stack.enter_context(transport(tmp_path, 1, run=RUN + 1))
+    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
+        for slot, run in enumerate((RUN, RUN + 1)):
+            assert slot or SharedFolder(tmp_path, RUN).other_runs() == ""
+            digests = {"tokenizer": str(run), "model": "1"}
+            network = Network(SharedFolder(tmp_path, run, digests), run, LOCAL, digests=digests)
+            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
         until(
             lambda: all(
-                f"rank {rank}: federation.rendezvous: {line}" in output.getvalue() for rank in range(2)
+                f"rank {rank}: federation.rendezvous: {line}its job differs from this one in tokenizer, or rank_"
+                in output.getvalue()
+                for rank in range(2)
             )
         )
 
@@ -145,6 +161,75 @@ def test_where_a_rank_listens_and_is_reached() -> None:
     assert [listen_at("tcp://*:0", rank) for rank in range(2)] == ["tcp://*:0", "tcp://*:0"]
     assert reachable("tcp://0.0.0.0:5", lambda: "here") == "tcp://here:5"
     assert reachable("tcp://10.0.0.1:5", lambda: "here") == "tcp://10.0.0.1:5"
+
+
+@pytest.mark.parametrize(
+    ("routes", "expected"),
+    [
+        ({"first": "10.77.0.2"}, "10.77.0.2"),
+        ({"first": "127.0.0.1"}, "first"),  # it is this host, by a name that the others know
+        ({"first": "127.0.0.1", "second": "10.77.0.1"}, "10.77.0.1"),
+        ({"gone": None, "10.77.0.9": "10.77.0.1"}, "10.77.0.1"),
+        ({"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "gone": None}, "10.0.2.15"),
+        ({}, "10.0.2.15"),
+    ],
+)
+def test_the_address_of_a_host_is_that_of_its_way_to_the_seeds(
+    routes: dict[str, str | None], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of its default route, which may be the same on each host."""
+    ways = routes | {"10.255.255.255": "10.0.2.15"}
+    monkeypatch.setattr("megatron_noloco.job.join._address_towards", ways.__getitem__)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [(None, None, None, None, ("127.0.1.1", 0))])
+    assert reachable_address([*routes]) == expected
+
+
+def test_a_job_announces_its_address_on_the_way_to_its_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
+    federation = FederationSettings(slots=2, rendezvous="tcp://first:29600", encryption="none")
+    assert network_of(federation, NolocoSettings(), {}).host() == "10.77.0.2"
+
+
+def test_a_host_without_a_default_route_says_by_which_name_it_is_looked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    network = Network(SharedFolder(tmp_path, RUN), RUN, "tcp://*:0", host=socket.gethostname)
+    FederationTransport(Place(0, 2), network, PATIENCE).close()
+    FederationTransport(Place(0, 2), replace(network, host=lambda: "10.0.0.1"), PATIENCE).close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert (
+        f"so others look for {socket.gethostname()}: where they do not know that name, set federation.adv"
+        in line
+    )
+
+
+def test_a_rank_that_meets_itself_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host announces the same address and the same port."""
+    monkeypatch.setattr(service, "_BACK_SECONDS", 0.0)
+    with redirect_stderr(io.StringIO()) as output, transport(tmp_path, 0) as own:
+        own.service.learn({1: Address(own.address.endpoint, 5)})
+        line = (
+            f"rank 0: rank 1 announces this host's address, {own.address.endpoint}, and this rank itself answers "
+            "there: if it is on another host, set federation.advertise"
+        )
+        until(lambda: line in output.getvalue())
+
+
+def test_a_rank_that_is_alone_names_those_with_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that were there before."""
+    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.02)
+    with redirect_stderr(io.StringIO()) as output, transport(tmp_path, 0, 4) as own:
+        own.service.learn({1: Address("tcp://127.0.0.1:1", 5), 2: Address("tcp://127.0.0.2:1", 5)})
+        with transport(tmp_path, 3, 4):
+            until(lambda: own.present() == [3])
+        until(
+            lambda: (
+                "rank 1 announces this host's address, tcp://127.0.0.1:1, and does not" in output.getvalue()
+            )
+        )
+    assert output.getvalue().count("announces this host's address") == 1
 
 
 @pytest.mark.parametrize(
@@ -165,14 +250,14 @@ def test_where_a_rank_listens_and_is_reached() -> None:
 )
 def test_a_rendezvous_is_refused_in_one_line(text: str, problem: str) -> None:
     with pytest.raises(ValueError) as refused:
-        _ = rendezvous_of(text, RUN).listen
+        _ = rendezvous_of(text, RUN, {}).listen
     assert re.match(re.escape(problem).replace(r"\.\*", ".*"), str(refused.value))
     assert "\n" not in str(refused.value)
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert rendezvous_of("file://~/a", RUN) == SharedFolder(tmp_path / "a", RUN)
+    assert rendezvous_of("file://~/a", RUN, {}) == SharedFolder(tmp_path / "a", RUN)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +312,16 @@ def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path, monkeypatch
         network = Network(SharedFolder(tmp_path, RUN), RUN, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ValueError, match=r"federation.listen: cannot listen at tcp://127.0.0.1:\d+: "):
             FederationTransport(Place(0, 2), network, PATIENCE)
+
+
+def test_a_port_that_this_process_holds_is_refused_at_once_with_the_remedy(tmp_path: Path) -> None:
+    """As in a notebook, where `attach` is called again."""
+    network = Network(SharedFolder(tmp_path, RUN), RUN, f"tcp://127.0.0.1:{free_port()}")
+    for _ in range(2):
+        with closing(FederationTransport(Place(0, 2), network, PATIENCE)):
+            line = r"Address already in use .*, by this process: close\(\) what attach returned before$"
+            with pytest.raises(ValueError, match=line):
+                FederationTransport(Place(0, 2), network, PATIENCE)
 
 
 def test_a_port_that_a_killed_job_holds_for_some_seconds_is_waited_for(tmp_path: Path) -> None:
@@ -457,4 +552,4 @@ def test_a_wrong_key_is_reported_by_the_seed_and_by_the_rank_that_has_it(tmp_pat
         assert not first.wait_for(1, 0.5)
         assert second.present() == []
     lines = output.getvalue().splitlines()
-    assert all(line.endswith("both need the same key file, or encryption none") for line in lines)
+    assert all(line.endswith("both need the same key file, or encryption none") for line in lines), lines

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_noloco.config.blocks import block_of
-from megatron_noloco.federation.frames import run_number
+from megatron_noloco.federation.likeness import run_number
 from megatron_noloco.settings import (
     PAPER,
     FederationSettings,

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training.join import checkpoint_settings
+from megatron_noloco.settings import NolocoSettings
+from megatron_noloco.training import join
+from megatron_noloco.training.join import check_ranks, checkpoint_settings
 from megatron_noloco.training.prepare import _check_load
 from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, flip_a_bit, write_checkpoint
 
@@ -202,3 +205,25 @@ def test_a_folder_that_was_set_aside_is_named_as_such_also_where_its_step_is_the
             with pytest.raises(ValueError, match=f"{aside}: {line}"):
                 check()
         save(tmp_path, 5)
+
+
+@pytest.mark.parametrize("changed", ["tokenizer", "data"])
+def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank(**read: str) -> Any:
+        files = {"tokenizer": "a", "data": "a"} | read
+        return SimpleNamespace(
+            config=SimpleNamespace(noloco=NolocoSettings()),
+            alike={"tokenizer": files["tokenizer"]},
+            datasets=SimpleNamespace(fingerprint=files["data"]),
+        )
+
+    told: list[dict[str, str]] = []
+    monkeypatch.setattr(join, "of_all_ranks", lambda own: told.append(own) or told)
+    check_ranks(rank())
+    check_ranks(rank())
+    with pytest.raises(
+        ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job need"
+    ):
+        check_ranks(rank(**{changed: "b"}))

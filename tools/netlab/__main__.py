@@ -114,6 +114,8 @@ def main() -> None:
             rows: Iterable[dict[str, Any]] = nat.measure(link, tcp)
         elif options.measurement == "check":
             rows = check.measure(hosts, link, tcp)
+        elif options.repeats < 2:
+            raise ValueError(f"--repeats {options.repeats} leaves nothing: the first is left out; at least 2")
         else:
             rows = rounds.measure(
                 hosts, link, chosen_ways(options.ways), int(quantity("bytes", options.bytes)), options.repeats,

@@ -114,7 +114,7 @@ def measure(rank: int, way: str, file: str) -> None:
     """Train as one rank of two; the first leaves in a file the bytes that it holds after a backward pass."""
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(file, RANKS), rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     before = allocated_bytes()
     model: Any = Model(HIDDEN, LAYERS, LENGTH)

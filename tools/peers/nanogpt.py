@@ -132,7 +132,8 @@ def train(file: Path, steps: int, seed: int, lr: float, replica: int = 0, replic
 def replica(rank: int, replicas: int, folder: str, arguments: tuple[Path, int, int, float]) -> None:
     """Train as one process of several; the first leaves the loss in a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas)
+    store = dist.FileStore(f"{folder}/store", replicas)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas)
     loss = train(*arguments, replica=rank, replicas=replicas)
     if rank == 0:
         (Path(folder) / "loss").write_text(str(loss))

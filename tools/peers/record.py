@@ -52,7 +52,8 @@ def main() -> None:
 def record(rank: int, name: str, folder: Path, scratch: Path) -> None:
     """Train as one rank; leaves the rounds in a file."""
     file, class_name, more = OPTIMIZERS[name]
-    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=RANKS)
+    store = dist.FileStore(str(scratch / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     spec = importlib.util.spec_from_file_location(file, folder / "src" / "noloco" / f"{file}.py")
     assert spec
     assert spec.loader

@@ -1,0 +1,78 @@
+"""The learning rates of a run, as its schedule gives them, and where they are not what the file suggests."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
+from typing import Any
+
+from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
+from megatron_noloco.config.run_config import RunConfig
+from megatron_noloco.config.wording import count
+from megatron_noloco.engine.schedules import rates_in
+
+_EVALUATED = 1000  # local steps, besides those around the borders of a schedule's phases
+
+
+def describe_rates(config: RunConfig) -> list[str]:
+    """Return a line with the learning rates of a run, and a line for each contradiction.
+
+    With a schedule it loads DeepSpeed, whose own schedule is evaluated.
+    """
+    optimizer, scheduler = config.deepspeed["optimizer"], config.deepspeed.get("scheduler")
+    peaks, steps = rates_of(optimizer), config.training.train_iters
+    if scheduler is None:
+        return [f"rates: {_each(peaks, peaks.values())} in every local step"]
+    schedule, params = scheduler["type"], scheduler["params"]
+    warm_up, _ = warm_up_of(schedule, params)
+    end = max(steps, params.get("total_num_steps", 0), warm_up + 2)
+    borders = (1, steps, end, *(value for value in params.values() if isinstance(value, int)))
+    evaluated = rates_in(scheduler, list(peaks.values()), _around(borders, end))
+    in_run = {step: rates for step, rates in evaluated.items() if step <= steps}
+    highest = max(in_run, key=lambda step: in_run[step])
+    return [
+        f"rates: {_each(peaks, in_run[1])} in the first local step, {_each(peaks, in_run[highest])} at the peak "
+        f"(local step {highest:,}), {_each(peaks, in_run[steps])} in the last",
+        *(f"rates: {line}" for line in _contradictions(config, peaks, evaluated)),
+    ]
+
+
+def _around(borders: Iterable[int], end: int) -> set[int]:
+    """Return local steps from 1 to `end`: those around the borders, where a schedule bends, and some between."""
+    near = (border + shift for border in borders for shift in range(-3, 4))
+    return {step for step in (*near, *range(1, end, end // _EVALUATED + 1)) if 1 <= step <= end}
+
+
+def _contradictions(
+    config: RunConfig, peaks: Mapping[str, float], evaluated: Mapping[int, list[float]]
+) -> Iterator[str]:
+    scheduler, steps = config.deepspeed["scheduler"], config.training.train_iters
+    params: dict[str, Any] = scheduler["params"]
+    peak = params.get("warmup_max_lr")
+    for name, rate in peaks.items():
+        if peak not in (None, rate) and name in config.deepspeed["optimizer"]["params"]:
+            yield f"scheduler.params.warmup_max_lr {peak:g} holds, not optimizer.params.{name} {rate:g}"
+    highest = max(evaluated.values())
+    if highest > max(rates for step, rates in evaluated.items() if step <= steps):
+        warm_up, by_default = warm_up_of(scheduler["type"], params)
+        yield (
+            f"the run of {count(steps, 'local step')} ends in the warm-up of {warm_up:,}{by_default}, below "
+            f"{_each(peaks, highest)}"
+        )
+    total = params.get("total_num_steps", steps)
+    if total > steps:
+        yield (
+            f"the run ends before the schedule does: training.train_iters {steps:,} is less than "
+            f"scheduler.params.total_num_steps {total:,}"
+        )
+    if total < steps:
+        last = evaluated[steps]
+        at_last = takewhile(lambda step: evaluated[step] == last, sorted(evaluated, reverse=True))
+        first = min(at_last)
+        without_effect = f"; the last {count(steps - first + 1, 'local step')} would change no weight"
+        yield (
+            f"{_each(peaks, last)} from local step {first:,} on: scheduler.params.total_num_steps {total:,} is "
+            f"less than training.train_iters {steps:,}" + without_effect * (not any(last))
+        )
+
+
+def _each(names: Iterable[str], rates: Iterable[float]) -> str:
+    return " and ".join(f"{name} {rate:.4g}" for name, rate in zip(names, rates, strict=True))

@@ -1,0 +1,58 @@
+"""What all jobs of a federation must have alike, and how two jobs that differ learn in what they do.
+
+A job compares the number of its run with that of each frame. Jobs of different runs exchange nothing but the names
+of what they compare, with a short digest of each value.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_DIGEST_CHARACTERS = 8
+_MOST_NAMED = 8
+_NAME = re.compile(r"[A-Za-z0-9_. ]{1,80}")  # it is written to the terminal of another job
+
+
+def run_number(alike: Mapping[str, Any]) -> int:
+    """Hash the values that all jobs of a run must share, as JSON has them."""
+    return int.from_bytes(hashlib.sha256(_json(alike)).digest()[:8], "big") >> 1
+
+
+def digests_of(alike: Mapping[str, Any]) -> dict[str, str]:
+    """Return a short digest of each value by its name; blocks of settings are taken apart ("model.num_layers")."""
+    return {
+        name: hashlib.sha256(_json(value)).hexdigest()[:_DIGEST_CHARACTERS] for name, value in _leaves(alike)
+    }
+
+
+def pack(digests: Mapping[str, str]) -> bytes:
+    """Return digests as bytes, for another job."""
+    return _json(digests)
+
+
+def differences(own: Mapping[str, str], packed: bytes) -> str:
+    """Return the names of what differs between this job and one that has sent its digests; "" where nothing does.
+
+    Raises ValueError for anything but digests.
+    """
+    theirs = json.loads(packed)
+    if not isinstance(theirs, dict):
+        raise ValueError("no digests")
+    names = [name for name in sorted(own.keys() | theirs.keys()) if own.get(name) != theirs.get(name)]
+    names = [name for name in names if _NAME.fullmatch(name)]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _leaves(alike: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in alike.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
