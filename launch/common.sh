@@ -36,7 +36,7 @@ check_config() { # CONFIG RANKS: one line per error on stderr, nothing for a val
 
 # Sets mpirun; mpi (openmpi | other); mpi_options, the options of every launch; mpi_unbuffered, the options that
 # print a rank's output at once instead of line by line, which a progress bar needs; and mpi_progress, the options
-# that let messages between hosts move while the ranks compute, which noloco.overlap needs: Open MPI then has a thread
+# that let messages between hosts move while the ranks compute, which noloco.overlap_steps needs: Open MPI then has a thread
 # for its TCP connections. For other libraries export a variable: MPIR_CVAR_ASYNC_PROGRESS=1 for MPICH (its thread
 # occupies a core), I_MPI_ASYNC_PROGRESS=1 for Intel MPI. Without such a thread messages move at every microbatch only.
 find_mpirun() {

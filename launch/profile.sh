@@ -11,7 +11,7 @@ wan | ethernet)
     export OMPI_MCA_pml=ob1
     # TCP between hosts, shared memory on a host; without the list every network that is found is a candidate.
     export OMPI_MCA_btl=tcp,self,sm
-    # A thread that moves messages while the ranks compute: noloco.overlap needs it.
+    # A thread that moves messages while the ranks compute: noloco.overlap_steps needs it.
     export OMPI_MCA_btl_tcp_progress_thread=1
     # Left as they are, since no other value was faster in tools/netlab (docs/launchers.md): btl_tcp_sndbuf and
     # btl_tcp_rcvbuf 0 (the kernel fits them to rate x delay), btl_tcp_links 1, eager limits of 64 KiB.

@@ -31,7 +31,7 @@ python=${PYTHON:-$root/.venv/bin/python} # change: or `module load` here, and PY
 # shellcheck source=launch/wait.sh
 . "$root/launch/wait.sh"
 
-# Lets messages over TCP move while the ranks compute (noloco.overlap). Intel MPI: I_MPI_ASYNC_PROGRESS=1.
+# Lets messages over TCP move while the ranks compute (noloco.overlap_steps). Intel MPI: I_MPI_ASYNC_PROGRESS=1.
 export OMPI_MCA_btl_tcp_progress_thread=1
 
 "$python" -m megatron_noloco config --check "$config" --world-size "$SLURM_NTASKS"

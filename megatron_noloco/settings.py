@@ -42,26 +42,6 @@ def _said(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-@dataclass(frozen=True)
-class OverlapSettings:
-    """Whether training goes on during an exchange (docs/method.md)."""
-
-    mode: Literal["none", "delayed"] = setting(
-        "none",
-        '"none": training waits for the exchange of a round; "delayed": it goes on, and the round is merged '
-        "delay_steps local steps later.",
-    )
-    delay_steps: int | Literal["auto"] = setting(
-        "auto",
-        'd, at most local_steps (mode "delayed" only); "auto": the smallest d that hides the exchanges of the '
-        "first rounds, in which training waits.",
-        ge=0,
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
 @dataclass(frozen=True, kw_only=True)
 class NolocoSettings:
     """The settings of the method, in `OuterOptimizer`, in `attach` and in the trainer.
@@ -114,13 +94,18 @@ class NolocoSettings:
         "1: all at once.",
         ge=1,
     )
-    overlap: OverlapSettings = setting(
-        OverlapSettings, "Whether training goes on during an exchange.", own=True
+    overlap_steps: int | Literal["auto"] = setting(
+        0,
+        "d, at most local_steps: training goes on during the exchange of a round, which is merged d local steps "
+        'after it began; 0: training waits for the exchange. "auto" (in `train` only): the smallest d that hides '
+        "the exchanges of the first rounds, in which training waits.",
+        ge=0,
+        own=True,
     )
 
     def __post_init__(self) -> None:
         check(self)
-        rules = (fragments_problem, delay_problem, nesterov_problem)
+        rules = (fragments_problem, overlap_problem, nesterov_problem)
         if problems := [problem for rule in rules if (problem := rule(self))]:
             raise ValueError("\n".join(problems))
 
@@ -135,15 +120,14 @@ class NolocoSettings:
         return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
 
     @property
-    def chooses_delay(self) -> bool:
-        """Whether the delay is chosen while training."""
-        return self.overlap == OverlapSettings("delayed", "auto")
+    def first_overlap_steps(self) -> int:
+        """The overlap of the first rounds: 0 while "auto" measures them."""
+        return 0 if self.overlap_steps == "auto" else self.overlap_steps
 
     @property
-    def delay_steps(self) -> int:
-        """d of the first rounds: local steps from the beginning of a round to its merge; 0: no delay."""
-        delays = self.overlap.mode == "delayed" and self.overlap.delay_steps != "auto"
-        return int(self.overlap.delay_steps) if delays else 0
+    def longest_overlap_steps(self) -> int:
+        """The largest overlap that a round can have: local_steps with "auto"."""
+        return self.local_steps if self.overlap_steps == "auto" else self.overlap_steps
 
     def group_size_among(self, replicas: int) -> int:
         """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
@@ -171,18 +155,6 @@ class NolocoSettings:
         return keeps_rounding(self.payload_bits, max(self.group_sizes_among(replicas)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutingSettings:
-    """Random routes of microbatches through the stages of different replicas (docs/routing.md)."""
-
-    interval: Literal["round", "step", "microbatch", "off"] = setting(
-        "off", "How often the pipelines of the replicas are reshuffled among each other."
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
 PAPER: dict[str, Any] = {
     entry.name: entry.metadata["paper"] for entry in fields(NolocoSettings) if "paper" in entry.metadata
 }
@@ -207,8 +179,12 @@ class TrainerSettings(NolocoSettings):
     transport: Literal["auto", "mpi", "torch"] = setting(
         "auto", 'What carries the exchange; "auto" is MPI if the job was started by mpirun.', own=True
     )
-    routing: RoutingSettings = setting(
-        RoutingSettings, "Which replicas a microbatch visits, stage by stage.", own=True
+    routing: Literal["off", "round", "microbatch"] = setting(
+        "off",
+        "Whether microbatches pass through pipeline stages of other replicas, on routes that are drawn anew for "
+        'each "round" or "microbatch".',
+        refused={"step": 'is no longer a value; with local_steps 1 "round" is the same'},
+        own=True,
     )
 
     @property
@@ -304,18 +280,12 @@ def fragments_problem(noloco: NolocoSettings) -> str:
     )
 
 
-def delay_problem(noloco: NolocoSettings) -> str:
-    """Return why the delay is not possible: a round is merged before the next one of its fragment begins."""
-    delay_steps = noloco.overlap.delay_steps
-    if noloco.overlap.mode == "none" and delay_steps not in ("auto", 0):
-        return (
-            f'overlap.delay_steps {delay_steps} has no effect with overlap.mode "none"; set the mode to '
-            '"delayed", or leave delay_steps out'
-        )
-    if noloco.delay_steps <= noloco.local_steps:
+def overlap_problem(noloco: NolocoSettings) -> str:
+    """Return why the overlap is too long: a round is merged before the next one of its fragment begins."""
+    if noloco.longest_overlap_steps <= noloco.local_steps:
         return ""
     return (
-        f"overlap.delay_steps {delay_steps} is more than local_steps {noloco.local_steps}: a round is merged "
+        f"overlap_steps {noloco.overlap_steps} is more than local_steps {noloco.local_steps}: a round is merged "
         "before the next one begins; lower it"
     )
 

@@ -53,13 +53,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 weights / 1e6")
     parser.add_argument("--transport", choices=("auto", "mpi", "torch", "federation"), default="auto")
     parser.add_argument("--local-steps", type=int, default=4, help="k")
-    parser.add_argument("--delay-steps", type=int, default=2, help="d, less than k")
+    parser.add_argument("--overlap-steps", type=int, default=2, help="d, less than k")
     parser.add_argument("--step-over-exchange", type=float, default=1.0)
     parser.add_argument("--microbatches", type=int, default=8, help="of a local step")
     parser.add_argument("--repeats", type=int, default=9, help=f"timed repeats, after {WARM_UPS} to warm up")
     options = parser.parse_args()
-    if not 0 < options.delay_steps < options.local_steps:
-        raise SystemExit(f"--delay-steps {options.delay_steps} must lie between 0 and {options.local_steps}")
+    if not 0 < options.overlap_steps < options.local_steps:
+        raise SystemExit(
+            f"--overlap-steps {options.overlap_steps} must lie between 0 and {options.local_steps}"
+        )
 
     torch.set_num_threads(1)
     world = read_world(os.environ)
@@ -90,10 +92,10 @@ def run(options: argparse.Namespace, transport: Transport) -> None:
             "ranks": transport.world_size,
             "bytes": int(options.megabytes * 1e6) // 4 * 4,
             "local_steps": options.local_steps,
-            "delay_steps": options.delay_steps,
+            "overlap_steps": options.overlap_steps,
             "exchange_seconds": round(exchange_seconds, 5),
             "local_step_seconds": round(
-                statistics.median(measured["alone"]["in_the_air"]) / options.delay_steps, 5
+                statistics.median(measured["alone"]["in_the_air"]) / options.overlap_steps, 5
             ),
             "median_seconds": {name: shown(times, statistics.median) for name, times in measured.items()},
             "fastest_seconds": {name: shown(times, min) for name, times in measured.items()},
@@ -146,29 +148,29 @@ class Bench:
 
     def measure(self) -> dict[str, dict[str, list[float]]]:
         """Return the seconds per variant, part and repeat."""
-        ways = {"alone": -1, "none": 0, "delayed": self.options.delay_steps}
+        ways = {"alone": -1, "none": 0, "delayed": self.options.overlap_steps}
         found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
         for repeat in range(-WARM_UPS, self.options.repeats):
-            for name, delay_steps in ways.items():
+            for name, overlap_steps in ways.items():
                 dist.barrier()
-                for what, seconds in self.phase(delay_steps).items():
+                for what, seconds in self.phase(overlap_steps).items():
                     worst = slowest(seconds)
                     if repeat >= 0:
                         found[name].setdefault(what, []).append(worst)
         return found
 
-    def phase(self, delay_steps: int) -> dict[str, float]:
+    def phase(self, overlap_steps: int) -> dict[str, float]:
         """Run a round from its beginning and k local steps; with -1 the steps alone."""
         started, in_the_air = time.perf_counter(), 0.0
         reports: list[RoundReport] = []
-        if delay_steps >= 0:
-            self.outer.delay_steps = delay_steps
+        if overlap_steps >= 0:
+            self.outer.overlap_steps = overlap_steps
             self.done += self.options.local_steps
             reports += self.outer.after_local_step(self.done)
         for index in range(1, self.options.local_steps + 1):
             seconds = timed(self.step)
-            in_the_air += seconds if index <= self.options.delay_steps else 0.0
-            if delay_steps >= 0 and index < self.options.local_steps:
+            in_the_air += seconds if index <= self.options.overlap_steps else 0.0
+            if overlap_steps >= 0 and index < self.options.local_steps:
                 reports += self.outer.after_local_step(self.done + index)
         times = {"all": time.perf_counter() - started, "in_the_air": in_the_air}
         times["pause"] = sum(report.pause_seconds for report in reports)

@@ -37,7 +37,7 @@ from tools.options import command_line
 VOCABULARY = 256
 WARM_UPS = 3
 BASE, AGAIN, CORE = "off", "off again", "core"
-INTERVALS = ("round", "step", "microbatch")
+INTERVALS = ("round", "microbatch")
 
 
 class CoreCommunicator(P2PCommunicator):

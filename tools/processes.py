@@ -264,7 +264,7 @@ def write_as_one_job(folder: Path, base: Mapping[str, Any], parallel: Mapping[st
         folder: for the config and the output.
     """
     config = {name: block for name, block in base.items() if name != "federation"}
-    config["noloco"] = config["noloco"] | {"routing": {"interval": "off"}}
+    config["noloco"] = config["noloco"] | {"routing": "off"}
     config["parallel"] = dict(parallel)
     config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
     file = folder / "config.json"

@@ -41,8 +41,8 @@ def check_arguments(
         )
     if not _is_integer(seed) or seed < 0:
         raise ValueError(f"attach: seed must be an integer >= 0, not {seed!r}")
-    if settings.chooses_delay:
-        raise ValueError('attach: overlap.delay_steps "auto" is the trainer\'s; give a number of local steps')
+    if settings.overlap_steps == "auto":
+        raise ValueError('attach: overlap_steps "auto" is for `train` only; give a number of local steps')
     if federation is None:
         if slot is not None:
             raise ValueError("attach: slot is for a federation; leave it out with replicas")

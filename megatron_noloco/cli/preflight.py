@@ -188,7 +188,7 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
     if plan.routed_bytes:
         say(f"routing sends {megabytes(plan.routed_bytes)} MB of each replica to others in a local step")
     if plan.routed_seconds is not None:
-        say(f'    which takes {plan.routed_seconds:.3g} s here; noloco.routing.interval "off" saves it')
+        say(f'    which takes {plan.routed_seconds:.3g} s here; noloco.routing "off" saves it')
     if not plan.schemes:
         if network is not None:
             say("", "nothing is exchanged: there is one replica")

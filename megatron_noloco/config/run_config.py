@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from dataclasses import field as dataclass_field
 from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from megatron_noloco.config import data_block, deepspeed_block, model_block, optimizer_block, parallel_block
+from megatron_noloco.config import data_block, deepspeed_block, model_block, parallel_block
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
@@ -20,6 +21,7 @@ from megatron_noloco.config.blocks import (
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.model_block import ModelConfig
+from megatron_noloco.config.old_forms import in_todays_form, of_saved_run
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
 from megatron_noloco.data.sources import DocumentBorders, Source, TokenizerChoice
@@ -40,8 +42,6 @@ BLOCKS: dict[str, type[Block]] = {
     "tensorboard": TensorBoardConfig,
     "wandb": WandbConfig,
 }
-# Settings that runs of earlier releases have saved, by block, each with the only value that is left.
-_REMOVED = {"noloco": {"grouping": "replica"}, "checkpoint": {"fewer_replicas": "drop"}}
 
 
 def _default(block: type[Block]) -> Any:
@@ -63,7 +63,7 @@ class RunConfig:
 
     `topology` and `architecture` make the others. `deepspeed` holds the file's other top-level keys with every
     "auto" resolved and all three batch numbers filled in: it can be handed to DeepSpeed (which must see a world of
-    this replica's data parallelism) as it is.
+    this replica's data parallelism) as it is. `translations` has a line for each old form that the file has.
     """
 
     noloco: TrainerSettings
@@ -77,6 +77,7 @@ class RunConfig:
     tensorboard: TensorBoardConfig
     wandb: WandbConfig
     deepspeed: dict[str, Any]
+    translations: tuple[str, ...] = dataclass_field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -107,6 +108,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
         """Return the configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
+        raw, translations = in_todays_form(raw)
         values = deepspeed_block.prepared(raw)
         file: Any = None
         problems: list[Problem] = []
@@ -130,7 +132,7 @@ class RunConfig:
             )
         if problems:
             raise ConfigError(problem.text for problem in sorted(problems, key=lambda p: _place(p, raw)))
-        return cls(deepspeed=deepspeed, **blocks)
+        return cls(deepspeed=deepspeed, **blocks, translations=translations)
 
     @classmethod
     def of_checkpoint(cls, saved: dict[str, Any]) -> "RunConfig":
@@ -138,7 +140,7 @@ class RunConfig:
 
         Its method, optimizer and schedule have the settings of the checkpoint only where these are still accepted.
         """
-        saved = in_words_of_today(saved)
+        saved = of_saved_run(saved)
         try:
             return cls.from_dict(saved)
         except ConfigError:
@@ -182,7 +184,7 @@ class RunConfig:
 
     def _routing(self, replicas: int) -> Routing:
         stages = self.parallel.pipeline_model_parallel_size
-        return Routing(replicas, self.microbatches, self.training.seed, self.noloco.routing.interval, stages)
+        return Routing(replicas, self.microbatches, self.training.seed, self.noloco.routing, stages)
 
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
         """Return the model for a tokenizer of `tokenizer_vocab` tokens (0: not known, `model.vocab_size` decides).
@@ -281,9 +283,9 @@ def _check_federation(
         yield f"parallel.replicas {parallel.replicas}: a job of a federation is one replica; leave it out"
     if noloco.transport != "auto":
         yield f'noloco.transport "{noloco.transport}": a federation has a transport of its own; leave it out'
-    if noloco.routing.interval != "off" and parallel.pipeline_model_parallel_size > 1:
+    if noloco.routing != "off" and parallel.pipeline_model_parallel_size > 1:
         yield (
-            f'noloco.routing.interval "{noloco.routing.interval}": a local step would wait for replicas that are '
+            f'noloco.routing "{noloco.routing}": a local step would wait for replicas that are '
             'other jobs; set it to "off"'
         )
 
@@ -306,26 +308,6 @@ def _check_without_effect(evaluation: EvaluationConfig, wandb: WandbConfig) -> I
         )
     if (given := sorted(wandb.model_fields_set)) and "enabled" not in given:
         yield f"wandb.{given[0]} has no effect without wandb.enabled, which is missing; set it to true or false"
-
-
-def in_words_of_today(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a saved run with the names of today, without settings that had the only value left.
-
-    A setting whose default is another way than that of the version that saved gets the value of that way.
-    """
-    blocks = {
-        block: {name: value for name, value in saved.get(block, {}).items() if removed.get(name) != value}
-        for block, removed in _REMOVED.items()
-    }
-    federation = dict(saved.get("federation") or {})
-    if not federation.get("slots"):
-        federation = {}  # the other settings had no effect, and other defaults
-    if "local_steps" in federation:  # up to version 0.2.0
-        federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
-    data = dict(saved.get("data") or {})
-    # Up to version 0.2.0 they were tokens; bytes spell out none.
-    data.setdefault("split_special_tokens", data.get("tokenizer_type", "byte") == "byte")
-    return saved | blocks | {"federation": federation, "data": data} | optimizer_block.with_peak(saved)
 
 
 def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:
@@ -355,5 +337,5 @@ def _check_loss_scale(routing: Routing, deepspeed: dict[str, Any]) -> Iterator[s
         yield (
             "fp16 with a dynamic loss scale does not go together with routing: replicas with different "
             "loss scales would exchange gradients; set a static fp16.loss_scale, or use bf16, or set "
-            'noloco.routing.interval to "off" (or parallel.replicas to 1)'
+            'noloco.routing to "off" (or parallel.replicas to 1)'
         )

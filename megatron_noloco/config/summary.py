@@ -62,6 +62,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
             lines.append(f"overlap: {_overlap(config.noloco)}")
         kept_aside = bool(topology.slots)
         lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, kept_aside)}")
+    lines += [f"old form: {line}; version 0.3 is the last that reads it" for line in config.translations]
     if architecture is not None:
         rows = architecture.padded_vocab_size
         lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
@@ -165,14 +166,15 @@ def _fragments(noloco: NolocoSettings) -> str:
 
 
 def _overlap(noloco: NolocoSettings) -> str:
-    if not (noloco.delay_steps or noloco.chooses_delay):
+    if noloco.overlap_steps == 0:
         return "none, training waits for every exchange"
-    when = f"{count(noloco.delay_steps, 'local step')} after it began"
-    if noloco.chooses_delay:
+    if noloco.overlap_steps == "auto":
         when = (
             f"as many local steps after it began as hide the exchanges of the first rounds (auto, at most "
             f"{noloco.local_steps})"
         )
+    else:
+        when = f"{count(noloco.overlap_steps, 'local step')} after it began"
     return f"training goes on during an exchange; a round is merged {when}"
 
 
@@ -226,12 +228,11 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
         of_round["new rounding errors"] = 4
     if kept_aside:
         of_round["mean"] = 4
-    if noloco.delay_steps or noloco.chooses_delay:
+    if noloco.overlap_steps != 0:
         of_round["snapshot"] = 4
     share = _rounds_at_a_time(noloco) / noloco.fragments
     return {vector: size * share for vector, size in of_round.items()}
 
 
 def _rounds_at_a_time(noloco: NolocoSettings) -> int:
-    longest_delay = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
-    return most_under_way(noloco.local_steps, noloco.fragments, longest_delay)
+    return most_under_way(noloco.local_steps, noloco.fragments, noloco.longest_overlap_steps)

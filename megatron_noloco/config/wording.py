@@ -35,6 +35,7 @@ ALIASES = {
     "noloco.beta": "noloco.outer_lr",
     "outer_learning_rate": "noloco.outer_lr",
     "noloco.gamma": "noloco.consensus_weight",
+    "noloco.overlap": "noloco.overlap_steps",
     "moe_ffn_hidden_size": "model.ffn_hidden_size",
     "num_experts": "model.num_moe_experts",
     "num_local_experts": "model.num_moe_experts",
@@ -56,7 +57,6 @@ for _family in FAMILIES.values():
 # Where no field is the same, what to know instead.
 HINTS = {
     "learning_rate": "the learning rate is optimizer.params.lr",
-    "federation.local_steps": 'it is now federation.skip_local_steps: true for "auto", false for "all"',
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",
     "tie_word_embeddings": "model.untie_embeddings_and_output_weights says the opposite",

@@ -27,7 +27,7 @@ from megatron_noloco.monitor.metrics import (
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 
-DELAY_STEPS = "delay_steps"  # counter of the chosen delay, for checkpoints
+DELAY_STEPS = "delay_steps"  # counter of the chosen overlap, as checkpoints name it
 
 _LARGEST_EXPONENT = 700.0  # exp overflows beyond
 
@@ -211,10 +211,10 @@ class Monitor:
         if self.console is not None:
             self.console.say(line)
 
-    def delay_chosen(self, done: int, delay_steps: int) -> None:
-        """Record the chosen delay: from local step `done` on, rounds are merged `delay_steps` after they began."""
-        self.metrics.count(DELAY_STEPS, delay_steps)
-        steps = "1 local step" if delay_steps == 1 else f"{delay_steps} local steps"
+    def overlap_chosen(self, done: int, overlap_steps: int) -> None:
+        """Record the chosen overlap, which is that of rounds which begin after local step `done` or later."""
+        self.metrics.count(DELAY_STEPS, overlap_steps)
+        steps = "1 local step" if overlap_steps == 1 else f"{overlap_steps} local steps"
         self.say(f" overlap from iteration {done} on | a round is merged {steps} after it began |")
 
     def log(self, done: int) -> None:

@@ -42,7 +42,7 @@ class OuterOptimizer:
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         rounding: r, likewise, what codes of the last rounds left out (`payload`); None where nothing is kept.
-        delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
+        overlap_steps: d, of the settings; may be changed between two local steps, on all ranks at the same one.
 
     Besides these vectors it holds, for each round that is under way at a time, the combined vector, the messages,
     what their codes leave out, and with a delay the correction, each as long as the longest fragment.
@@ -63,7 +63,7 @@ class OuterOptimizer:
         self.grouping = grouping_of(settings, place.replicas, seed)
         self.settings = settings
         self._commit = commit
-        self.delay_steps = settings.delay_steps
+        self.overlap_steps = settings.first_overlap_steps
         self._fragments = cut(weights.length, weights.copied(), settings.fragments)
         self._longest = max(fragment.length for fragment in self._fragments)
         self._vectors = OuterVectors(weights, settings, settings.keeps_rounding_among(place.replicas))
@@ -76,13 +76,13 @@ class OuterOptimizer:
         self._next_round = (-1, -1)  # and its fragment: the connections to this group are being opened
 
     def after_local_step(self, done: int) -> list[RoundReport]:
-        """Run the round that is due, if any; with a delay, begin it, and merge the one begun `delay_steps` before.
+        """Run the round that is due, if any; with overlap, begin it, and merge the one begun d local steps before.
 
         Args:
             done: local steps done since the beginning of the training, this one included.
 
         Returns the reports of the rounds that have ended with this step: none after most steps, and more than one
-        only where `delay_steps` was changed. Raises as `run_round` does, and ValueError for a step below 1.
+        only where `overlap_steps` was changed. Raises as `run_round` does, and ValueError for a step below 1.
         """
         if done < 1:
             raise ValueError(f"done counts from 1: it is 1 after the first local step, not {done}")
@@ -92,11 +92,11 @@ class OuterOptimizer:
         begins = fragment_after(done, *schedule)
         if begins is None:
             self._open_connections(*next_after(done, *schedule))
-        elif not self.delay_steps:
+        elif not self.overlap_steps:
             reports.append(self.run_round(*begins))
         else:
             with self._paused():
-                self._under_way.append(self._begin(*begins, due=done + self.delay_steps))
+                self._under_way.append(self._begin(*begins, due=done + self.overlap_steps))
         return reports
 
     def run_round(self, round_index: int, fragment: int = 0) -> RoundReport:

@@ -1,6 +1,6 @@
 """A round of one fragment of the weights, which may be under way while training goes on.
 
-With d = `delay_steps` > 0, the round after local step t = (r + 1) k is taken apart (`step` has the equations):
+With d = `overlap_steps` > 0, the round after local step t = (r + 1) k is taken apart (`step` has the equations):
 
     after step t        theta_s = theta is noted, c formed, and its exchange begins
     after step t + d    the outer step moves phi and delta, and theta <- theta + (phi - theta_s)

@@ -26,13 +26,13 @@ def fragment_after(done: int, local_steps: int, fragments: int) -> tuple[int, in
     return (round_index, fragment) if due == done else None
 
 
-def most_under_way(local_steps: int, fragments: int, delay_steps: int) -> int:
-    """Return how many rounds can be under way at a time, when each is merged `delay_steps` after it began."""
+def most_under_way(local_steps: int, fragments: int, overlap_steps: int) -> int:
+    """Return how many rounds can be under way at a time, when each is merged `overlap_steps` after it began."""
     begun = [
         due_after(round_index, fragment, local_steps, fragments)
         for round_index in range(2)
         for fragment in range(fragments)
     ]
     return max(
-        sum(first <= step < first + max(1, delay_steps) for step in begun) for first in begun[:fragments]
+        sum(first <= step < first + max(1, overlap_steps) for step in begun) for first in begun[:fragments]
     )

@@ -11,7 +11,7 @@ from typing import Literal
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
 
-RoutingInterval = Literal["round", "step", "microbatch", "off"]
+RoutingInterval = Literal["off", "round", "microbatch"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _permutation(
 
 @dataclass(frozen=True)
 class Routing:
-    """Draws routes for each round (the default), step or microbatch, or never ("off")."""
+    """Draws routes for each round or for each microbatch, or never ("off", the default of `noloco.routing`)."""
 
     replicas: int
     microbatches: int
@@ -79,8 +79,6 @@ class Routing:
         match self.interval:
             case "round":
                 counters = (round_index,) * self.microbatches
-            case "step":
-                counters = (step,) * self.microbatches
             case "microbatch":
                 counters = tuple(step * self.microbatches + m for m in range(self.microbatches))
         return Routes(self.replicas, self.seed, counters)

@@ -17,7 +17,7 @@ from megatron_noloco.preflight.memory import (
     fullest_stage,
     parameters_of_stages,
 )
-from megatron_noloco.settings import OverlapSettings, TrainerSettings
+from megatron_noloco.settings import TrainerSettings
 
 _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
@@ -84,7 +84,7 @@ class Scheme:
         seconds_per_exchange: time on the network.
         local_steps: number of local steps from one exchange to the next.
         hidden_steps: number of local steps that go on during an exchange.
-        chooses_delay: whether these are as many as an exchange takes, at most `local_steps`.
+        chooses_overlap: whether these are as many as an exchange takes, at most `local_steps`.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Scheme:
     seconds_per_exchange: float
     local_steps: int
     hidden_steps: int = 0
-    chooses_delay: bool = False
+    chooses_overlap: bool = False
 
     def share_lost(self, step_seconds: float) -> float:
         """Return the share of the time that training waits for exchanges."""
@@ -102,10 +102,10 @@ class Scheme:
     def enough_steps(self, step_seconds: float) -> int:
         """Return the smallest number of local steps per round for which exchanges take less than 1 % of the time.
 
-        Where the delay is chosen, the smallest number that hides an exchange.
+        Where the overlap is chosen, the smallest number that hides an exchange.
         """
         ratio = self.seconds_per_exchange / step_seconds
-        if self.chooses_delay:
+        if self.chooses_overlap:
             return max(1, math.ceil(ratio))
         waits = ratio - self.hidden_steps
         return max(1, self.hidden_steps, math.ceil(waits * (1 - _NEGLIGIBLE) / _NEGLIGIBLE))
@@ -222,15 +222,14 @@ def schemes(
         return scheme_of(name, block, largest, topology, network, step_seconds)
 
     def variant(**fields: Any) -> TrainerSettings:
-        return replace(noloco, **{"enabled": True, "overlap": OverlapSettings(), **fields})
+        return replace(noloco, **{"enabled": True, "overlap_steps": 0, **fields})
 
-    overlap = OverlapSettings(mode="delayed", delay_steps="auto")
     pairs = {"method": "noloco", "group_size": 2}
     found = [scheme("this config", noloco)] if noloco.enabled else []
     found += [
         scheme("NoLoCo in pairs, fp32", variant(**pairs, payload="fp32")),
         scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
-        scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap=overlap)),
+        scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap_steps="auto")),
     ]
     if replicas > 8 and not topology.slots:
         n = 8 if replicas < 32 else 16
@@ -259,7 +258,6 @@ def scheme_of(
     trips += (3 + 3 * coded) * bool(
         topology.slots
     )  # separate jobs ask for messages, and say that they have them
-    hidden = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
     pause = math.inf if step_seconds is None else noloco.local_steps * step_seconds
     bytes_of_rounds, seconds_of_rounds = [], []
     for members in sizes:
@@ -275,8 +273,8 @@ def scheme_of(
         round(mean(bytes_of_rounds)),
         mean(seconds_of_rounds),
         noloco.local_steps,
-        hidden,
-        noloco.chooses_delay,
+        noloco.longest_overlap_steps,
+        noloco.overlap_steps == "auto",
     )
 
 

@@ -30,7 +30,7 @@ from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.join import Joined, checkpoint_settings
 from megatron_noloco.training.monitoring import build_monitor
 from megatron_noloco.training.prepare import Prepared
-from megatron_noloco.training.rounds import DelayChoice, build_final_average, build_outer
+from megatron_noloco.training.rounds import OverlapChoice, build_final_average, build_outer
 from megatron_noloco.training.run import Run, Schedule
 
 
@@ -72,7 +72,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         monitor=monitor,
         stopping=joined.stopping,
         final_average=build_final_average(config, outer, membership),
-        delay=_delay(config, outer, start),
+        overlap=_overlap(config, outer, start),
         membership=membership,
         health=membership.health(engine.weights) if membership else None,
     )
@@ -97,13 +97,13 @@ def _mean_model(config: RunConfig, outer: Rounds, joined: Joined, place: Place) 
     return MeanModel(outer, exchange, place.replicas)
 
 
-def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None:
-    """Return what chooses the delay; None where the config, or the checkpoint that is continued, has one."""
-    if not config.noloco.chooses_delay or isinstance(outer, NoRounds):
+def _overlap(config: RunConfig, outer: Rounds, start: Start) -> OverlapChoice | None:
+    """Return what chooses the overlap; None where the config, or the checkpoint that is continued, has it."""
+    if config.noloco.overlap_steps != "auto" or isinstance(outer, NoRounds):
         return None
     if DELAY_STEPS not in start.counters:
-        return DelayChoice(outer)
-    outer.delay_steps = min(int(start.counters[DELAY_STEPS]), config.noloco.local_steps)
+        return OverlapChoice(outer)
+    outer.overlap_steps = min(int(start.counters[DELAY_STEPS]), config.noloco.local_steps)
     return None
 
 

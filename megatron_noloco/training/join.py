@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.config.run_config import in_words_of_today
+from megatron_noloco.config.old_forms import of_saved_run
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.federation.join import Membership, join_federation
@@ -203,7 +203,8 @@ def checkpoint_settings(
 
 def _with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config with today's defaults; as it is where another version wrote other fields."""
+    saved = of_saved_run(saved)
     try:
-        return RunConfig.from_dict(in_words_of_today(saved)).to_dict()
+        return RunConfig.from_dict(saved).to_dict()
     except ConfigError:
         return saved

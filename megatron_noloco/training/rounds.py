@@ -1,4 +1,4 @@
-"""The rounds of a run: the outer optimizer, the final average, and the choice of the delay."""
+"""The rounds of a run: the outer optimizer, the final average, and the choice of the overlap."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ In a federation it returns no reports where the job was asked to stop while it w
 """
 
 _MEASURED_ROUNDS = 2
-_SUBJECT = "overlap/delay_steps"
+_SUBJECT = "overlap/overlap_steps"
 
 
 def build_outer(
@@ -61,9 +61,9 @@ def build_final_average(
     return outer.average_all
 
 
-class DelayChoice:
-    """Sets `OuterOptimizer.delay_steps` where that is "auto": three rounds block, and the fourth uses the largest
-    delay that a rank has announced.
+class OverlapChoice:
+    """Chooses `OuterOptimizer.overlap_steps` where the setting is "auto": in three rounds training waits, and the
+    fourth has the largest overlap that a rank has announced.
 
     After two rounds every rank announces the number of local steps that its longest exchange took, ceil(its
     seconds / median seconds of a local step), from 1 to `local_steps`; waiting for a late partner is included. The
@@ -85,10 +85,10 @@ class DelayChoice:
         """Return d if it is decided now. Call it after each local step, before the outer optimizer."""
         if self._rounds < _MEASURED_ROUNDS:
             self._step_seconds.append(step_seconds)
-        if self.outer.delay_steps or done % self.local_steps or self._rounds <= _MEASURED_ROUNDS:
+        if self.outer.overlap_steps or done % self.local_steps or self._rounds <= _MEASURED_ROUNDS:
             return None
-        self.outer.delay_steps = agreement.largest_announced(_SUBJECT)
-        return self.outer.delay_steps
+        self.outer.overlap_steps = agreement.largest_announced(_SUBJECT)
+        return self.outer.overlap_steps
 
     def after_round(self, report: RoundReport) -> None:
         """Measure the exchange of a round. Call it after each round of a fragment."""

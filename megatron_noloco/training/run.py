@@ -19,7 +19,7 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, Rounds
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.rounds import DelayChoice, FinalAverage
+from megatron_noloco.training.rounds import FinalAverage, OverlapChoice
 from megatron_noloco.training.takeover import take_over_between_steps
 
 
@@ -66,7 +66,7 @@ class Run:
     monitor: Monitor
     stopping: Stopping
     final_average: FinalAverage | None = None
-    delay: DelayChoice | None = None  # where the run itself chooses delay_steps
+    overlap: OverlapChoice | None = None  # where the run itself chooses overlap_steps
     membership: Membership | None = None  # of a federation
     health: Health | None = None  # in a federation
 
@@ -192,15 +192,15 @@ class Run:
         return snapshot
 
     def _round(self, done: int, step_seconds: float) -> None:
-        """Run or merge the round that is due, if any, and choose the delay where the run does."""
-        chosen = self.delay.before_round(done, step_seconds) if self.delay else None
+        """Run or merge the round that is due, if any, and choose the overlap where the run does."""
+        chosen = self.overlap.before_round(done, step_seconds) if self.overlap else None
         if chosen is not None:
-            self.monitor.delay_chosen(done, chosen)
+            self.monitor.overlap_chosen(done, chosen)
         reports = self.outer.after_local_step(done)
         self.monitor.local_step(reports)
-        if self.delay:
+        if self.overlap:
             for report in reports:
-                self.delay.after_round(report)
+                self.overlap.after_round(report)
 
     def _evaluate(self, done: int) -> bool:
         """Return False where it was asked to stop meanwhile."""

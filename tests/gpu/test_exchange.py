@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import PAPER, NolocoSettings, OverlapSettings
+from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.transport.loopback import loopback_world
 
 pytestmark = pytest.mark.gpu
@@ -17,11 +17,12 @@ pytestmark = pytest.mark.gpu
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 3_000_001, 4, 3
 
 
-def after_rounds(device: str, delay_steps: int, **method: Any) -> list[Tensor]:
+def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]:
     """Return fast and slow weights and momenta of all replicas after the same local steps on any device."""
-    overlap = OverlapSettings("delayed" if delay_steps else "none", delay_steps)
     settings = NolocoSettings(
-        **PAPER | {"local_steps": LOCAL_STEPS, "deadline_seconds": 60.0, "overlap": overlap} | method
+        **PAPER
+        | {"local_steps": LOCAL_STEPS, "deadline_seconds": 60.0, "overlap_steps": overlap_steps}
+        | method
     )
     start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
 
@@ -44,23 +45,23 @@ def after_rounds(device: str, delay_steps: int, **method: Any) -> list[Tensor]:
         return [tensor for found in threads.map(replica, loopback_world(REPLICAS)) for tensor in found]
 
 
-@pytest.mark.parametrize("delay_steps", [0, 2])
+@pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
 def test_with_slow_weights_on_the_host_rounds_are_those_of_a_cpu_bit_for_bit(
-    delay_steps: int, group_size: int, payload: str
+    overlap_steps: int, group_size: int, payload: str
 ) -> None:
     method = {"group_size": group_size, "payload": payload}
-    on_gpu, on_cpu = (after_rounds(device, delay_steps, **method) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (after_rounds(device, overlap_steps, **method) for device in ("cuda", "cpu"))
     assert not torch.equal(on_cpu[0], on_cpu[3]), "replicas differ"
     assert all(map(torch.equal, on_gpu, on_cpu))
 
 
-@pytest.mark.parametrize("delay_steps", [0, 2])
+@pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("group_size", [2, 4])
-def test_with_slow_weights_on_the_device_they_differ_by_rounding(delay_steps: int, group_size: int) -> None:
+def test_with_slow_weights_on_the_device_they_differ_by_rounding(overlap_steps: int, group_size: int) -> None:
     """A GPU rounds a * b + c once where a CPU may round twice."""
     method = {"group_size": group_size, "slow_weights": "device"}
-    on_gpu, on_cpu = (after_rounds(device, delay_steps, **method) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (after_rounds(device, overlap_steps, **method) for device in ("cuda", "cpu"))
     for found, expected in zip(on_gpu, on_cpu, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -17,7 +17,7 @@ def losses(folder: Path, text: str, environ: dict[str, str]) -> list[list[float]
     raw = tiny(
         {
             "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-            "noloco": {"routing": {"interval": "microbatch"}},
+            "noloco": {"routing": "microbatch"},
             "model": {"transformer_impl": "local"},
             "data": {"text": text},
             "training": {"output_dir": str(folder / "run")},

@@ -52,7 +52,7 @@ class Federation:
                 "encryption": "none",
                 "shortest_deadline_seconds": 60.0,
             },
-            "noloco": {"routing": {"interval": "off"}},
+            "noloco": {"routing": "off"},
             "model": {"num_layers": 2},
             "gradient_accumulation_steps": 2,
         }

@@ -103,10 +103,8 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "payload": one_of(["fp32", "int8", "int4"]),
             "slow_weights": one_of(["host", "device"]),
             # not "auto", which is no function of the config: two runs may differ
-            "overlap": one_of(
-                [{}, *[{"mode": "delayed", "delay_steps": random.randint(0, local_steps)}] * 2]
-            ),
-            "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},
+            "overlap_steps": one_of([0, *[random.randint(0, local_steps)] * 2]),
+            "routing": one_of(["round", "microbatch", "microbatch", "off"]),
             "transport": "torch",
         },
         "parallel": {
@@ -290,7 +288,7 @@ def test_trains_as_separate_jobs(seed: int, data: list[dict[str, Any]], tmp_path
     one_job, ranks = drawn_run(seed, tmp_path / "one", data)
     slots = sizes_of(one_job.raw)[0]
     pairs = {"enabled": True, "method": "noloco", "group_size": 2}
-    one_job.change({"noloco": {**pairs, "routing": {"interval": "off"}}})
+    one_job.change({"noloco": {**pairs, "routing": "off"}})
     if slots == 3:
         one_job.change({"noloco": {"pairing": "random"}})
     succeed(one_job, ranks, save_interval=STEPS)

@@ -23,7 +23,7 @@ from tests.integration.tiny import write_text
 STEPS, RANKS = 20, 4
 CHANGES: dict[str, Any] = {
     "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-    "noloco": {"local_steps": 4, "routing": {"interval": "step"}},
+    "noloco": {"local_steps": 4, "routing": "microbatch"},
     "model": {"hidden_dropout": 0.1},
     "training": {"train_iters": STEPS},
     "checkpoint": {"save_interval": 5},

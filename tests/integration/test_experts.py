@@ -150,7 +150,7 @@ def weights(run: Run, replica: int, vector: str) -> dict[str, Tensor]:
 def test_rounds_are_those_without_it(pp: int, interval: str, tmp_path: Path) -> None:
     """Two replicas, two rounds: both runs end with the same weights, read from checkpoints of both layouts."""
     mixture = [
-        {"noloco": {"local_steps": 2, "routing": {"interval": interval}}},
+        {"noloco": {"local_steps": 2, "routing": interval}},
         {"model": {**MODEL, "num_layers": 4}},
     ]
     without = saved_run(tmp_path / "without", [*mixture, layout(pp, dp=2)])

@@ -67,7 +67,7 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
         (
             4,
             1,
-            {"noloco": {"payload": "int8", "fragments": 2, "overlap": {"mode": "delayed", "delay_steps": 1}}},
+            {"noloco": {"payload": "int8", "fragments": 2, "overlap_steps": 1}},
         ),
         (2, 2, {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"hidden_dropout": 0.1}}),
         pytest.param(2, 2, {"parallel": {"data_parallel_size": 2}}, marks=pytest.mark.slow),
@@ -89,7 +89,7 @@ def test_separate_jobs_train_as_one_job_does(
         "federation": None,
         "parallel": {"replicas": slots},
         "training": {"output_dir": str(tmp_path / "one")},
-        "noloco": {"routing": {"interval": "off"}},
+        "noloco": {"routing": "off"},
         "model": {"num_layers": 2},
         "gradient_accumulation_steps": 2,
     }
@@ -138,7 +138,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
 
 def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, text: str) -> None:
     """So does the one that was alone before. The rounds that each leaves out measure nothing."""
-    overlap = {"local_steps": 4, "overlap": {"mode": "delayed", "delay_steps": "auto"}}
+    overlap = {"local_steps": 4, "overlap_steps": "auto"}
     with Federation(tmp_path, changes(text, 2, **ENDLESS, noloco=overlap), apart=True) as federation:
         federation.start(0)
         federation.until(0, 10)

@@ -49,7 +49,7 @@ def fine_tune(llama: Path, folder: Path, records: list[Any], changes: dict[str, 
     common: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
-        "noloco": {"local_steps": 4, "routing": {"interval": "microbatch"}},
+        "noloco": {"local_steps": 4, "routing": "microbatch"},
         "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
         "model": {"seq_length": 128},
         "data": {"text": None, "sft_data_path": str(folder / "chat.jsonl")},

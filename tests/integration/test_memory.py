@@ -11,7 +11,7 @@ from tests.integration.tiny import TINY, tiny, write_config, write_text
 
 STAGED: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
-    "noloco": {"recipe": "paper", "local_steps": 1, "routing": {"interval": "round"}},
+    "noloco": {"recipe": "paper", "local_steps": 1, "routing": "round"},
     "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
     "training": {"log_interval": 10},
     "evaluation": {"iters": 1},

@@ -1,5 +1,6 @@
 """Whole runs that must agree with each other, and those that must not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness import run_ranks
+from tests.harness import REPOSITORY, run_ranks
 from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
 MEASURED = ("speed/", "time/", "memory/")
@@ -97,7 +98,7 @@ def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> 
     shape = {"parallel": {"replicas": 3, "pipeline_model_parallel_size": 2}, "training": {"train_iters": 2}}
     rows = {}
     for interval in ("off", "microbatch"):
-        routing = {"noloco": {"routing": {"interval": interval}}}
+        routing = {"noloco": {"routing": interval}}
         run(tmp_path / interval, text, 6, shape | routing)
         rows[interval] = [replica[0] for replica in metrics(tmp_path / interval)]
     booked: dict[int, list[tuple[float, int]]] = {}
@@ -115,6 +116,24 @@ def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> 
         assert sum(part * count for part, count in booked[replica]) / 4 == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.parametrize(("name", "routed"), [("quickstart", False), ("routing", True)])
+def test_the_quickstart_trains_with_routing_and_without(
+    tmp_path: Path, text: str, name: str, routed: bool
+) -> None:
+    raw = json.loads((REPOSITORY / "configs" / f"{name}.json").read_text())
+    changes = {
+        "parallel": {"replicas": 2},
+        "data": {"text": text},
+        "training": {"train_iters": 2, "log_interval": 1, "output_dir": str(tmp_path)},
+        "scheduler": {"params": {"total_num_steps": 3, "warmup_num_steps": 2}},
+        "evaluation": {"iters": 0},
+    }
+    run_ranks(4, run_whole, write_config(tmp_path, tiny(changes, raw)))
+    rows = [row for replica in metrics(tmp_path) for row in replica]
+    assert [row["round/index"] for row in rows] == [0, 1] * 2
+    assert (sum(row["routing/share"] for row in rows) > 0) == routed
+
+
 @pytest.mark.parametrize(
     ("shape", "ranks"),
     [
@@ -122,7 +141,7 @@ def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> 
         (
             {
                 "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-                "noloco": {"routing": {"interval": "microbatch"}},
+                "noloco": {"routing": "microbatch"},
             },
             4,
         ),

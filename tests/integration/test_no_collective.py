@@ -28,7 +28,7 @@ def config(
     return tiny(
         {
             "gradient_accumulation_steps": MICROBATCHES,
-            "noloco": {"local_steps": LOCAL_STEPS, "routing": {"interval": interval}, **noloco},
+            "noloco": {"local_steps": LOCAL_STEPS, "routing": interval, **noloco},
             "parallel": {
                 "replicas": topology.replicas,
                 "pipeline_model_parallel_size": topology.pp,
@@ -156,29 +156,27 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
 def test_over_mpi_with_overlap(tmp_path: Path) -> None:
     """To ask whether messages have arrived is no collective, nor is what MPI does meanwhile."""
     topology = Topology(replicas=4)
-    ranks = over_mpi(tmp_path, topology, overlap={"mode": "delayed", "delay_steps": 2})
+    ranks = over_mpi(tmp_path, topology, overlap_steps=2)
     assert_no_collective_spans_replicas(ranks, topology)
     assert_exchanges_go_to_partners(ranks, topology)
 
 
 @pytest.mark.parametrize(
-    "delay_steps",
+    "overlap_steps",
     [pytest.param(1, marks=pytest.mark.slow), LOCAL_STEPS, "auto"],  # fewer, and the most
 )
-def test_with_overlap(tmp_path: Path, delay_steps: int | str) -> None:
+def test_with_overlap(tmp_path: Path, overlap_steps: int | str) -> None:
     """Partners only, however late the outcome is merged, and however the delay is chosen."""
-    ranks = over_torch(tmp_path, "round", overlap={"mode": "delayed", "delay_steps": delay_steps})
+    ranks = over_torch(tmp_path, "round", overlap_steps=overlap_steps)
     assert_no_collective_spans_replicas(ranks)
     assert_exchanges_go_to_partners(ranks)
     assert assert_hops_follow_the_routes(ranks, "round")
 
 
-@pytest.mark.parametrize(
-    "overlap", [{}, {"mode": "delayed", "delay_steps": LOCAL_STEPS}], ids=["waits", "overlap"]
-)
-def test_in_fragments(tmp_path: Path, overlap: dict[str, Any]) -> None:
+@pytest.mark.parametrize("overlap_steps", [0, LOCAL_STEPS], ids=["waits", "overlap"])
+def test_in_fragments(tmp_path: Path, overlap_steps: int) -> None:
     """Partners only, of each fragment its own."""
-    ranks = over_torch(tmp_path, "round", fragments=3, overlap=overlap)
+    ranks = over_torch(tmp_path, "round", fragments=3, overlap_steps=overlap_steps)
     assert_no_collective_spans_replicas(ranks)
     assert_exchanges_go_to_partners(ranks, fragments=3)
     assert assert_hops_follow_the_routes(ranks, "round")

@@ -36,7 +36,7 @@ FP32_LOSS, BF16_LOSS = 2e-6, 2e-3  # by which losses of about 5 may differ where
 BF16 = {"bf16": {"enabled": True}}
 EXPERTS = {"model": FAMILY_MODELS["mixtral"]}
 TIED = {"model": {"untie_embeddings_and_output_weights": False}}
-LATE = {"noloco": {"overlap": {"mode": "delayed", "delay_steps": 3}}}  # begun at 3, merged at 6
+LATE = {"noloco": {"overlap_steps": 3}}  # begun at 3, merged at 6
 
 Changes = dict[str, Any]
 
@@ -68,7 +68,7 @@ def ranks(changes: Changes) -> int:
 
 def saved_run(folder: Path, changes: Sequence[Changes], steps: int = SAVED) -> Run:
     """Train, and save after SAVED steps. Routes are straight: random ones depend on the stages."""
-    run = Run(folder, {"noloco": {"local_steps": K, "routing": {"interval": "off"}}})
+    run = Run(folder, {"noloco": {"local_steps": K, "routing": "off"}})
     for change in ({"model": {"num_layers": 4}}, *changes):
         run.change(change)
     run.change({"training": {"train_iters": STEPS}, "checkpoint": {"save_interval": SAVED, "keep_last": 9}})

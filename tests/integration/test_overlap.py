@@ -13,7 +13,7 @@ from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.training.rounds import DelayChoice
+from megatron_noloco.training.rounds import OverlapChoice
 from tests.harness import run_ranks
 from tests.integration.chaos import Run
 from tests.integration.tiny import build, metrics, microbatch, tiny
@@ -27,12 +27,12 @@ def report_of(round_index: int, seconds: float, fragment: int = 0) -> RoundRepor
 
 def chooses(rank: int, world_size: int, exchange_seconds: list[float], rounds_before: int) -> list[Any]:
     """Local steps of one second; the delay in force in each round, and when it was said."""
-    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), delay_steps=0)
-    choice, found = DelayChoice(outer), []
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), overlap_steps=0)
+    choice, found = OverlapChoice(outer), []
     for done in range(rounds_before * K + 1, (rounds_before + 6) * K + 1):
         said = choice.before_round(done, 1.0 if done > 1 else 50.0)  # the first step is slow
         if done % K == 0:
-            found.append((outer.delay_steps, said))
+            found.append((outer.overlap_steps, said))
             choice.after_round(report_of(done // K - 1, exchange_seconds[rank]))
     return found
 
@@ -51,8 +51,8 @@ def test_all_ranks_take_the_largest_delay_from_the_same_round_on(
 
 def chooses_in_fragments(rank: int, world_size: int, start: int) -> list[Any]:
     """Two fragments, of which the first takes 2.5 steps and the last nearly none; when the delay is said."""
-    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K, fragments=2), delay_steps=0)
-    choice, said = DelayChoice(outer), {}
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K, fragments=2), overlap_steps=0)
+    choice, said = OverlapChoice(outer), {}
     for done in range(start + 1, 5 * K + 1):
         if chosen := choice.before_round(done, 1.0):
             said[done] = chosen
@@ -68,8 +68,8 @@ def test_every_fragment_counts_also_after_a_resume_within_a_round(start: int, de
 
 def chooses_in_federation(rank: int, world_size: int, steps: list[int], skipped: set[int]) -> list[Any]:
     """When the delay is said. A round without a partner is skipped, with or without a wait for one."""
-    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), delay_steps=0)
-    choice, said = DelayChoice(outer), {}
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), overlap_steps=0)
+    choice, said = OverlapChoice(outer), {}
     for done in steps:
         if chosen := choice.before_round(done, 1.0):
             said[done] = chosen
@@ -137,7 +137,7 @@ def said(lines: str) -> list[str]:
 def test_a_resume_keeps_the_delay_that_the_run_chose(tmp_path: Path) -> None:
     changes = {
         "parallel": {"replicas": 2},
-        "noloco": {"local_steps": 2, "overlap": {"mode": "delayed"}, "final_average": True},
+        "noloco": {"local_steps": 2, "overlap_steps": "auto", "final_average": True},
         "training": {"train_iters": 20},
         "checkpoint": {"save_interval": 9},
     }
@@ -170,7 +170,7 @@ def test_a_correction_is_merged_with_another_number_of_replicas(replicas: int, t
         tmp_path,
         {
             "parallel": {"replicas": 4},
-            "noloco": {"local_steps": K, "overlap": {"mode": "delayed", "delay_steps": 3}},
+            "noloco": {"local_steps": K, "overlap_steps": 3},
             "checkpoint": {"save_interval": K + 1},
             "training": {"train_iters": K + 1},
         },

@@ -35,7 +35,7 @@ DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
 
 
 def noloco(routing: str = "round", **settings: Any) -> dict[str, Any]:
-    return {"local_steps": K, "routing": {"interval": routing}, **settings}
+    return {"local_steps": K, "routing": routing, **settings}
 
 
 WSD: dict[str, Any] = {
@@ -56,7 +56,6 @@ def config(replicas: int, *changes: dict[str, Any], dp: int = 1, **settings: Any
 STAGES = {"parallel": {"pipeline_model_parallel_size": 2}}
 SEQUENCE = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
 TIED = {"model": {"untie_embeddings_and_output_weights": False}}
-LATE = {"mode": "delayed", "delay_steps": 3}
 OFF = {"noloco": {"enabled": False}}
 
 # name: (changes of the tiny config, ranks)
@@ -66,7 +65,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "2 replicas x dp 2": (config(2, dp=2), 4),
     "2 replicas x tp 2, sequence parallel": (config(2, SEQUENCE), 4),
     "2 replicas x 2 stages, bf16, tied": (
-        config(2, STAGES, TIED, BF16, routing="step", outer_momentum=0.3, consensus_weight=0.4),
+        config(2, STAGES, TIED, BF16, routing="microbatch", outer_momentum=0.3, consensus_weight=0.4),
         4,
     ),
     "2 replicas x dp 2, bf16, DiLoCo": (config(2, BF16, dp=2, method="diloco"), 4),
@@ -74,15 +73,18 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int8"),
         4,
     ),
-    "2 replicas x 2 stages, bf16, Muon, dropout": (config(2, STAGES, MUON, BF16, DROPOUT, routing="step"), 4),
-    "2 replicas, saved while an exchange is under way": (config(2, overlap=LATE), 2),
+    "2 replicas x 2 stages, bf16, Muon, dropout": (
+        config(2, STAGES, MUON, BF16, DROPOUT, routing="microbatch"),
+        4,
+    ),
+    "2 replicas, saved while an exchange is under way": (config(2, overlap_steps=3), 2),
     "3 replicas in one group x 2 stages, bf16, int4, saved while an exchange is under way": (
-        config(3, STAGES, BF16, group_size=3, payload="int4", overlap=LATE),
+        config(3, STAGES, BF16, group_size=3, payload="int4", overlap_steps=3),
         6,
     ),
     **{
         f"2 replicas x {of}2 stages, tied, in fragments, saved while two are under way": (
-            config(2, STAGES, TIED, dp=dp, fragments=3, overlap={**LATE, "delay_steps": 2}),
+            config(2, STAGES, TIED, dp=dp, fragments=3, overlap_steps=2),
             4 * dp,
         )
         for dp, of in ((1, ""), (2, "dp 2 x "))

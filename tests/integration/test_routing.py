@@ -41,7 +41,7 @@ from tests.integration.routing_reference import (
 )
 from tests.integration.tiny import Recorded
 
-INTERVALS = ("round", "step", "microbatch")
+INTERVALS = ("round", "microbatch")
 TOLERANCE = 1e-5
 CASES = [
     Case(2, 4, 6),

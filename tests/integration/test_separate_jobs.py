@@ -29,17 +29,17 @@ from megatron_noloco.job import leaving
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import FederationSettings, NolocoSettings, OverlapSettings
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.harness import run_ranks
 from tests.integration.jobs import SECONDS, by_the_equations, federation, paper, run_jobs, wait_for
 from tests.unit.federated import until
 
 SEED, K, STEPS = 5, 2, 12
 SETTINGS = paper(local_steps=K)
-DELAY_CHOSEN = NolocoSettings(overlap=OverlapSettings("delayed"))
+DELAY_CHOSEN = NolocoSettings(overlap_steps="auto")
 OVERLAPPED = paper(
     local_steps=4,
-    overlap=OverlapSettings("delayed", 2),
+    overlap_steps=2,
     fragments=2,
     payload="int8",
 )
@@ -199,7 +199,7 @@ def test_jobs_that_continue_train_as_one_job_does(tmp_path: Path, settings: Nolo
     found = run_jobs(tmp_path, 2, 2, interrupted, tmp_path, settings)
     expected = run_ranks(4, together, settings)
     *_, last, closed = expected[0]
-    assert torch.equal(last, closed) == (settings.delay_steps == 0)
+    assert torch.equal(last, closed) == (settings.overlap_steps == 0)
     for slot in range(2):
         for rank in range(2):
             assert torch.equal(found[slot][rank], expected[2 * slot + rank][-1])
@@ -256,7 +256,7 @@ def test_in_one_job_a_partner_that_is_gone_is_reported(settings: NolocoSettings)
 def fails(slot: int, rank: int, folder: Path) -> list[tuple[int, ...]]:
     """Rank 1 of job 0 raises while a round is under way, and rank 0 when it misses it. The groups of rounds."""
     loop = of_job(slot, rank)
-    settings = paper(local_steps=4, overlap=OverlapSettings("delayed", 3))
+    settings = paper(local_steps=4, overlap_steps=3)
     noloco = attach(loop.model, settings, **federation(folder, slot, 2), seed=SEED)
     groups = []
     try:
@@ -722,7 +722,7 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, {"replicas": 2, "seed": 1.0}, "attach: seed must be an integer >= 0, not 1.0"),
         (None, SLOT | {"federation": FederationSettings()}, "attach: federation.slots is missing"),
         (None, SLOT | {"transport": "mpi"}, "attach: a federation has a transport of its own"),
-        (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap.delay_steps "auto" is the trainer\'s'),
+        (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap_steps "auto" is for `train` only'),
         (None, {"replicas": 2, "stopped": bool}, "attach: stopped is for a federation; leave it out with"),
         (None, SLOT | {"inner": TWO_MODES}, "attach: TwoModes has other weights to train than to evaluate"),
         (None, SLOT | {"state": {}}, "attach: state has no slow_weights"),

@@ -21,12 +21,11 @@ from tools.simulator.slow import Slow
 from tools.simulator.sparse import Sparsity
 from tools.simulator.trained import train
 
-DELAYED = {"mode": "delayed", "delay_steps": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {"group_size": 2},
     "groups of 3 of 4": {"group_size": 3, "consensus_weight": 0.4},
     "DiLoCo": {"method": "diloco", "outer_momentum": 0.9, "outer_nesterov": True},
-    "final average of a delayed round": {"final_average": True, "overlap": DELAYED},
+    "final average of a delayed round": {"final_average": True, "overlap_steps": 1},
     "fragments": {"fragments": 2, "pairing": "cycle"},
     "no rounds": {"enabled": False, "fragments": 2},
 }
@@ -87,7 +86,7 @@ def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, A
         ({"model": {"rope_scaling_factor": 8.0}}, "model.rope_scaling_factor is not simulated"),
         ({"model": {"z_loss_coeff": 0.1}}, "model.z_loss_coeff is not simulated"),
         ({"model": {"hidden_dropout": 0.1}}, "model.hidden_dropout is not simulated"),
-        ({"noloco": {"overlap": {"mode": "delayed"}}}, 'noloco.overlap.delay_steps "auto" measures time'),
+        ({"noloco": {"overlap_steps": "auto"}}, 'noloco.overlap_steps "auto" measures time'),
         ({"evaluation": {"iters": 0}}, "evaluation.iters 0: a simulation has no other result"),
         ({"bf16": {"enabled": True}}, "optimizer.type must be AdamW or Muon, and the precision fp32"),
         (
@@ -104,7 +103,7 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], reason: str, 
 
 def test_coded_exchanges_under_way_at_an_evaluation_are_finished(tmp_path: Path) -> None:
     """For that partners need each other: whoever waits for one alone would wait for ever."""
-    noloco = {"fragments": 2, "payload": "int8", "overlap": DELAYED, "deadline_seconds": 20.0}
+    noloco = {"fragments": 2, "payload": "int8", "overlap_steps": 1, "deadline_seconds": 20.0}
     raw = small(tmp_path, 4, 4, {"interval": 2, "iters": 1}, noloco=noloco)
     assert [found.step for found in Simulation(RunConfig.from_dict(raw)).run()] == [2, 4]
 
@@ -142,7 +141,7 @@ def test_an_interrupted_run_continues(
 ) -> None:
     """A new simulation continues from the file, to the same bits."""
     monkeypatch.setattr(simulation, "SAVE_SECONDS", 0)
-    noloco = {} if sparse else {"overlap": DELAYED, "payload": "int8", "local_steps": 2}
+    noloco = {} if sparse else {"overlap_steps": 1, "payload": "int8", "local_steps": 2}
     raw = small(tmp_path, 4, 8, {"interval": 2, "iters": 1}, noloco=noloco, **MUON)
     config, saved = RunConfig.from_dict(raw), tmp_path / "run.pt"
     whole = list(Simulation(config, sparse=sparse).run())

@@ -24,12 +24,12 @@ from tests.integration.tiny import write_text
 STEPS = 60
 TWO_BY_TWO: dict[str, Any] = {
     "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-    "noloco": {"local_steps": 8, "routing": {"interval": "step"}},
+    "noloco": {"local_steps": 8, "routing": "microbatch"},
     "model": {"hidden_dropout": 0.1},
 }
 DELAYED: dict[str, Any] = {
     "parallel": {"replicas": 4},
-    "noloco": {"local_steps": 8, "overlap": {"mode": "delayed", "delay_steps": 7}},
+    "noloco": {"local_steps": 8, "overlap_steps": 7},
 }
 NOWHERE = Path("/nowhere")  # nobody asks there
 FOUR: dict[str, Any] = {"parallel": {"replicas": 4}, "noloco": {"local_steps": 8}}

@@ -57,7 +57,7 @@ TINY: dict[str, Any] = {
         "recipe": "paper",
         "local_steps": 2,
         "final_average": False,
-        "routing": {"interval": "round"},
+        "routing": "round",
     },
     "parallel": {},
     "model": {

@@ -8,7 +8,7 @@ from megatron_noloco.config import RunConfig
 MISSING = object()
 FEDERATION = {
     "parallel.replicas": MISSING,
-    "noloco.routing": {"interval": "off"},
+    "noloco.routing": "off",
     "federation": {"slots": 4, "rendezvous": "file://there", "encryption": "none"},
 }
 GOOD: dict[str, Any] = {
@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {
         "recipe": "paper",
         "local_steps": 5,
         "final_average": False,
-        "routing": {"interval": "round"},
+        "routing": "round",
     },
     "model": {
         "num_layers": 4,

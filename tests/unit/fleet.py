@@ -12,7 +12,7 @@ from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import PAPER, NolocoSettings, OverlapSettings
+from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from megatron_noloco.transport.protocol import Flight, Message
 
@@ -50,16 +50,13 @@ class Listening:
 class Fleet:
     """Replicas, each with its weights in two tensors; the updates of their local steps are given from outside."""
 
-    def __init__(
-        self, start: Tensor, group_size: int = 2, *, seed: int = 0, delay_steps: int = 0, **method: Any
-    ) -> None:
+    def __init__(self, start: Tensor, group_size: int = 2, *, seed: int = 0, **method: Any) -> None:
         """Make them from the weights of each, shape [replicas, elements]."""
         self.replicas = len(start)
         self.done = 0  # local steps
         self.settings = NolocoSettings(
             **PAPER
-            | {"local_steps": K, "deadline_seconds": SECONDS, "group_size": max(2, group_size), **method},
-            overlap=OverlapSettings("delayed" if delay_steps else "none", delay_steps),
+            | {"local_steps": K, "deadline_seconds": SECONDS, "group_size": max(2, group_size), **method}
         )
         self.grouping = Grouping(self.replicas, group_size, seed)
         self.transports = [Listening(inner) for inner in loopback_world(self.replicas, CHUNK_BYTES)]

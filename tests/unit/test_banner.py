@@ -109,10 +109,10 @@ BANNER: list[tuple[dict[str, Any], str]] = [
     ),
     ({"noloco.fragments": 2}, "outer state: 12 bytes per parameter ("),
     ({}, WAITS),
-    ({"noloco.overlap": {"mode": "delayed", "delay_steps": 0}}, WAITS),
-    ({"noloco.overlap": {"mode": "delayed", "delay_steps": 1}}, MERGED + "1 local step after it began"),
+    ({"noloco.overlap_steps": 0}, WAITS),
+    ({"noloco.overlap_steps": 1}, MERGED + "1 local step after it began"),
     (
-        {"noloco.overlap": {"mode": "delayed"}},
+        {"noloco.overlap_steps": "auto"},
         MERGED
         + "as many local steps after it began as hide the exchanges of the first rounds (auto, at most 5)",
     ),
@@ -132,9 +132,9 @@ def test_the_banner_says(edits: dict[str, Any], part: str) -> None:
     assert part in banner(edits)
 
 
-@pytest.mark.parametrize(("delay_steps", "state"), [(0, 16), (1, 20), ("auto", 20)])
-def test_the_banner_says_what_overlap_costs(delay_steps: int | str, state: int) -> None:
-    overlap = {"noloco.overlap": {"mode": "delayed", "delay_steps": delay_steps}}
+@pytest.mark.parametrize(("overlap_steps", "state"), [(0, 16), (1, 20), ("auto", 20)])
+def test_the_banner_says_what_overlap_costs(overlap_steps: int | str, state: int) -> None:
+    overlap = {"noloco.overlap_steps": overlap_steps}
     text = banner(overlap)
     assert f"outer state: {state} bytes per parameter (slow weights 4, outer momentum 4, combined" in text
     assert ("snapshot 4" in text) == (state == 20)
@@ -146,7 +146,7 @@ def test_the_banner_says_what_overlap_costs(delay_steps: int | str, state: int) 
 
 def test_the_banner_leaves_out_what_is_not_done() -> None:
     assert "fragments" not in banner({})
-    without_rounds = banner({"noloco.enabled": False, "noloco.overlap": {"mode": "delayed"}})
+    without_rounds = banner({"noloco.enabled": False, "noloco.overlap_steps": "auto"})
     assert "overlap" not in without_rounds
     assert "outer state" not in without_rounds
 

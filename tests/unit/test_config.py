@@ -128,7 +128,7 @@ def test_precision() -> None:
     assert config(bf16__enabled=True).precision == "bf16"
     assert config(bfloat16__enabled=True).precision == "bf16"
     assert config(fp16={"enabled": True, "loss_scale": 128}).precision == "fp16"
-    assert config(fp16__enabled=True, noloco__routing={"interval": "off"}).precision == "fp16"
+    assert config(fp16__enabled=True, noloco__routing="off").precision == "fp16"
     assert config(fp16__enabled=True, parallel__replicas=1).precision == "fp16"
     assert config().precision == "fp32"
 
@@ -168,7 +168,7 @@ def test_routing() -> None:
     assert config().routing(Topology(4, 2)).active
     assert not config().routing(Topology(1, 2)).active
     assert not config(parallel__pipeline_model_parallel_size=1).routing(Topology(4, 1)).active
-    assert not config(noloco__routing={"interval": "off"}).routing(Topology(4, 2)).active
+    assert not config(noloco__routing="off").routing(Topology(4, 2)).active
 
 
 @pytest.mark.parametrize(
@@ -267,14 +267,75 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
     assert RunConfig.of_checkpoint(now.to_dict()) == now
 
 
-def test_a_checkpoint_with_settings_of_the_method_that_were_removed_is_read() -> None:
-    now = config(noloco__local_steps=3)
+OLD_FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("noloco.overlap", {"mode": "delayed", "delay_steps": 3}, {"overlap_steps": 3}, "overlap_steps 3"),
+    ("noloco.overlap", {"mode": "delayed"}, {"overlap_steps": "auto"}, "overlap_steps 'auto'"),
+    ("noloco.overlap", {"mode": "none", "delay_steps": "auto"}, {"overlap_steps": 0}, "overlap_steps 0"),
+    ("noloco.overlap", {}, {"overlap_steps": 0}, "overlap_steps 0"),
+    ("noloco.routing", {"interval": "microbatch"}, {"routing": "microbatch"}, "routing 'microbatch'"),
+    ("noloco.routing", {}, {"routing": "off"}, "routing 'off'"),
+    ("noloco.grouping", "replica", {}, "leave it out"),
+    ("checkpoint.fewer_replicas", "drop", {}, "leave it out"),
+    ("federation.local_steps", "all", {"skip_local_steps": False}, "skip_local_steps false"),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "said"), OLD_FORMS)
+def test_the_old_form_of_a_setting_is_read_with_a_line_that_says_the_new_one(
+    name: str, old: Any, new: dict[str, Any], said: str
+) -> None:
+    block = name.split(".")[0]
+    now = RunConfig.from_dict(edited({f"{block}.{setting}": value for setting, value in new.items()}))
+    raw = edited({name: old})
+    found = RunConfig.from_dict(raw)
+    assert found == now
+    (line,) = found.translations
+    assert line.startswith(f"{name} ")
+    assert line.endswith(said)
+    assert f"old form: {line}; " in "\n".join(describe(found, found.topology(8)))
     saved = now.to_dict()
-    saved["noloco"]["grouping"] = "replica"
-    saved["federation"]["local_steps"] = "auto" if saved["federation"].pop("skip_local_steps") else "all"
+    for setting in new:
+        del saved[block][setting]
+    saved[block][name.split(".")[1]] = old
     assert RunConfig.of_checkpoint(saved) == now
-    saved["noloco"] |= {"grouping": "stage", "payload": "int16"}
-    assert RunConfig.of_checkpoint(saved).model == now.model
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "noloco.overlap",
+            {"mode": "delyed"},
+            "noloco.overlap is not a known key; did you mean noloco.overlap_s",
+        ),
+        ("noloco.overlap", {"mode": "none", "delay_steps": 1}, "noloco.overlap is not a known key"),
+        (
+            "noloco.overlap",
+            {"mode": "delayed", "delay_steps": 6},
+            "noloco.overlap_steps 6 is more than local_s",
+        ),
+        ("noloco.routing", {"interval": "step"}, 'noloco.routing: "step" is no longer a value'),
+        (
+            "noloco.routing",
+            {"intervall": "round"},
+            'noloco.routing: must be one of "off", "round", "microbatch"',
+        ),
+        ("noloco.grouping", "stage", "noloco.grouping is not a known key"),
+        ("federation.local_steps", "some", "federation.local_steps is not a known key"),
+    ],
+)
+def test_what_no_version_accepted_is_refused(name: str, value: Any, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict(edited({name: value}))
+    assert str(caught.value).startswith(line)
+
+
+def test_a_checkpoint_with_settings_of_the_method_that_are_gone_is_read() -> None:
+    now = config(noloco__local_steps=3)
+    for gone in ({"grouping": "stage"}, {"payload": "int16"}, {"routing": {"interval": "step"}}):
+        saved = now.to_dict()
+        saved["noloco"] |= gone
+        assert RunConfig.of_checkpoint(saved).model == now.model
 
 
 def test_the_user_s_dict_is_left_alone() -> None:

@@ -76,8 +76,9 @@ LINES: list[tuple[str, Any, str]] = [
     ("noloco.outer_lr", float("nan"), ": must be a number > 0, got NaN"),
     ("noloco.consensus_weight", -0.1, ": must be a number >= 0 or null, got -0.1"),
     ("noloco.method", "nolocko", ': must be one of "noloco", "diloco", got \'nolocko\''),
-    ("noloco.overlap.delay_steps", -1, ': must be an integer >= 0 or "auto", got -1'),
-    ("noloco.routing", "off", ": must be an object with interval, got 'off'"),
+    ("noloco.overlap_steps", -1, ': must be an integer >= 0 or "auto", got -1'),
+    ("noloco.routing", "never", """: must be one of "off", "round", "microbatch", got 'never'"""),
+    ("noloco.routing", "step", ': "step" is no longer a value; with local_steps 1 "round" is the same'),
     ("data.text", "", ": must be text that is not empty or null, got ''"),
     (
         "data.data_path",
@@ -110,8 +111,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (FEDERATION | {"noloco.enabled": False}, "noloco.enabled false: a federation is there for rounds"),
     (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
     (
-        FEDERATION | {"noloco.routing": {"interval": "round"}},
-        'noloco.routing.interval "round": a local step would wait for',
+        FEDERATION | {"noloco.routing": "round"},
+        'noloco.routing "round": a local step would wait for',
     ),
     (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),
     # DeepSpeed's keys
@@ -333,7 +334,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"noloco.local_steps": 10},
     {"noloco.local_steps": 11, "noloco.enabled": False},
     {"noloco.local_steps": 11, "parallel.replicas": 1},
-    FP16 | {"noloco.routing": {"interval": "off"}},
+    FP16 | {"noloco.routing": "off"},
     FP16 | {"parallel.replicas": 1},
     {"fp16": {"enabled": True, "loss_scale": 128}},
     {
@@ -406,7 +407,7 @@ def test_all_problems_are_reported_in_the_order_of_the_file() -> None:
 
 def test_explain_of_one_block() -> None:
     text = explain("noloco")
-    assert "noloco.routing.interval" in text
+    assert "noloco.routing" in text
     assert not any(
         line.startswith("  ") and not line.startswith(("  noloco.", "   ")) for line in text.splitlines()
     )
@@ -414,9 +415,9 @@ def test_explain_of_one_block() -> None:
 
 
 def test_explain_of_one_field() -> None:
-    title, *lines = explain("noloco.overlap.mode").splitlines()
+    title, *lines = explain("noloco.overlap_steps").splitlines()
     assert title.startswith("noloco: ")
-    assert [line.split()[0] for line in lines if "  noloco." in line] == ["noloco.overlap.mode"]
+    assert [line.split()[0] for line in lines if "  noloco." in line] == ["noloco.overlap_steps"]
     assert explain("optimizer.params.lr").count("  optimizer.params.lr ") == 4, "by type of optimizer"
 
 

@@ -24,7 +24,7 @@ from megatron_noloco.outer import (
 from megatron_noloco.outer.messages import CHANNELS, Contacts
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
-from megatron_noloco.settings import NolocoSettings, OverlapSettings
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.loopback import loopback_world
 from tests.unit.fleet import (
     CHUNK_BYTES,
@@ -144,23 +144,23 @@ def test_a_poisoned_replica_does_not_poison_its_group(members: int, spoiled: sli
 # Deadlines
 
 
-@pytest.mark.parametrize("delay_steps", [0, 1])
+@pytest.mark.parametrize("overlap_steps", [0, 1])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_a_missing_partner_is_named_when_a_rank_waits_for_it(group_size: int, delay_steps: int) -> None:
+def test_a_missing_partner_is_named_when_a_rank_waits_for_it(group_size: int, overlap_steps: int) -> None:
     topology = Topology(replicas=group_size, pp=2)
     transport = loopback_world(topology.world_size)[1]  # replica 0, stage 1
     settings = NolocoSettings(
         local_steps=2,
         group_size=group_size,
         deadline_seconds=SHORT_SECONDS,
-        overlap=OverlapSettings("delayed" if delay_steps else "none", delay_steps),
+        overlap_steps=overlap_steps,
     )
     outer = OuterOptimizer(TorchWeights([torch.ones(4)]), transport, topology.place(1), settings)
-    for done in range(1, 2 + delay_steps):
+    for done in range(1, 2 + overlap_steps):
         assert outer.after_local_step(done) == []
         outer.progress()
     with pytest.raises(PartnerTimeoutError) as caught:
-        outer.after_local_step(2 + delay_steps)
+        outer.after_local_step(2 + overlap_steps)
     message = (
         r"replica 0: no answer from partner 1 \(rank 3\) in round 0 after [0-9.]+ s \(deadline_seconds\)"
     )
@@ -254,7 +254,7 @@ def test_every_exchange_has_tags_of_its_own() -> None:
         for number in range(3):
             Exchange(here, Place(0, 2), channel).begin(torch.ones(2), (0, 1), number, "a test")
     assert len({tag + phase for tag in here.tags for phase in range(6)}) == 6 * 3 * CHANNELS
-    fleet = fleet_of(2, fragments=K, delay_steps=K)
+    fleet = fleet_of(2, fragments=K, overlap_steps=K)
     fleet.run(3 * K)
     assert all(len(set(transport.tags)) == 3 * K for transport in fleet.transports), "also of fragments"
 
@@ -293,12 +293,12 @@ def greeted(fleet: Fleet) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("replicas", "group_size"), [(6, 2), (7, 2), (6, 3), (5, 4)])
-@pytest.mark.parametrize("delay_steps", [0, 2, K])
+@pytest.mark.parametrize("overlap_steps", [0, 2, K])
 def test_connections_to_the_next_group_are_opened_in_the_local_phase_and_once(
-    replicas: int, group_size: int, delay_steps: int
+    replicas: int, group_size: int, overlap_steps: int
 ) -> None:
     """The lower of two ranks sends; a replica that skips the round opens none, nor does the round itself."""
-    fleet = connecting_lazily(replicas, group_size, lazily=True, delay_steps=delay_steps)
+    fleet = connecting_lazily(replicas, group_size, lazily=True, overlap_steps=overlap_steps)
     known: set[tuple[int, int]] = set()
     for round_index in range(8):
         fleet.run(K - 1)
@@ -312,7 +312,7 @@ def test_connections_to_the_next_group_are_opened_in_the_local_phase_and_once(
 
 @pytest.mark.parametrize(
     "method",
-    [{}, {"payload": "int8"}, {"delay_steps": 2}, {"consensus_weight": 0.3}, {"fragments": 2}],
+    [{}, {"payload": "int8"}, {"overlap_steps": 2}, {"consensus_weight": 0.3}, {"fragments": 2}],
 )
 def test_opening_connections_changes_no_bit_of_training_and_no_bytes_of_a_round(
     method: dict[str, Any],

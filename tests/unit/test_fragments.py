@@ -15,7 +15,7 @@ from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.outer.round import Fragment, cut
 from megatron_noloco.plans.fragments import fragment_after, most_under_way
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import NolocoSettings, OverlapSettings
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.loopback import loopback_world
 from tests.unit.fleet import SECONDS, K, fleet_of, noise
 
@@ -40,15 +40,15 @@ def test_every_fragment_has_one_round_in_a_local_phase_and_none_share_a_step(pha
 @given(phases, st.data())
 def test_the_most_rounds_that_are_under_way_at_a_time(phase: tuple[int, int], data: st.DataObject) -> None:
     k, fragments = phase
-    delay_steps = data.draw(st.integers(0, k))
+    overlap_steps = data.draw(st.integers(0, k))
     ends: list[int] = []
     most = 0
     for done in range(1, 4 * k + 1):
         ends = [end for end in ends if end > done]
         if fragment_after(done, k, fragments):
-            ends.append(done + delay_steps)
+            ends.append(done + overlap_steps)
             most = max(most, len(ends))
-    assert most_under_way(k, fragments, delay_steps) == most
+    assert most_under_way(k, fragments, overlap_steps) == most
 
 
 @given(st.data())
@@ -91,11 +91,11 @@ class WithCopies(TorchWeights):
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("payload", ["fp32", "int4"])
-@pytest.mark.parametrize("delay_steps", [0, 2])
+@pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("whole", [False, True], ids=["a part of the weights", "all of a rank's weights"])
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_copies_stay_bitwise_equal(
-    method: Any, payload: Any, delay_steps: int, fragments: int, whole: bool
+    method: Any, payload: Any, overlap_steps: int, fragments: int, whole: bool
 ) -> None:
     """Two stages of each of eight replicas hold 600 weights in common, at different places, as tied embeddings."""
     replicas = 8
@@ -114,7 +114,7 @@ def test_copies_stay_bitwise_equal(
         local_steps=K,
         fragments=fragments,
         payload=payload,
-        overlap=OverlapSettings("delayed" if delay_steps else "none", delay_steps),
+        overlap_steps=overlap_steps,
         deadline_seconds=SECONDS,
     )
     outer = [
@@ -131,5 +131,5 @@ def test_copies_stay_bitwise_equal(
             copies = [of_rank[at] for of_rank, at in zip(weights, places, strict=True)]
             for replica in range(replicas):
                 assert torch.equal(copies[2 * replica], copies[2 * replica + 1])
-    if method == "noloco" or delay_steps:
+    if method == "noloco" or overlap_steps:
         assert not torch.equal(copies[0], copies[2]), "replicas differ"

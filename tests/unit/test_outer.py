@@ -25,13 +25,13 @@ from tests.unit.fleet import ELEMENTS, SECONDS, Fleet, K, assert_close, assert_e
 GOLDEN_HISTORY = Path(__file__).parents[1] / "golden" / "outer_history.json"
 UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
 
-with_and_without_delay = pytest.mark.parametrize("delay_steps", [0, 1, K])
+with_and_without_delay = pytest.mark.parametrize("overlap_steps", [0, 1, K])
 anywhere = pytest.mark.parametrize("slow_weights", ["host", "device"])
 replicas, group_sizes, seeds = st.integers(1, 6), st.integers(1, 6), st.integers(0, 10_000)
 methods = st.fixed_dictionaries(
     {
         "fragments": st.integers(1, K),
-        "delay_steps": st.integers(0, K),
+        "overlap_steps": st.integers(0, K),
         "consensus_weight": st.sampled_from([None, 0.0, 0.3, 0.7, 1.1]),
         "outer_momentum": st.sampled_from([0.3, 0.5, 0.9]),
         "outer_nesterov": st.booleans(),
@@ -77,7 +77,7 @@ class Equations:
                 change[group] = method.outer_lr * mean_gradient - method.gamma * (phi[group] - mean_phi)
             delta = method.outer_momentum * self.delta[:, at] + change
             move = change + method.outer_momentum * delta if method.outer_nesterov else delta
-            self.under_way.append((done + method.delay_steps, at, delta, move, theta))
+            self.under_way.append((done + method.overlap_steps, at, delta, move, theta))
             self.merge(done)
 
     def merge(self, done: int) -> None:
@@ -108,18 +108,18 @@ def test_rounds_are_the_equations(replicas: int, group_size: int, method: dict[s
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("delay_steps", [0, 1, 3, K])
+@pytest.mark.parametrize("overlap_steps", [0, 1, 3, K])
 def test_a_round_begins_after_its_local_step_and_is_reported_when_it_is_merged(
-    delay_steps: int, fragments: int
+    overlap_steps: int, fragments: int
 ) -> None:
     """Every weight is exchanged once in a local phase."""
     numbered = torch.arange(1.0, ELEMENTS + 1).expand(2, -1)  # without updates they stay as they are
-    fleet, steps = Fleet(numbered, delay_steps=delay_steps, fragments=fragments), 3 * K + 1
+    fleet, steps = Fleet(numbered, overlap_steps=overlap_steps, fragments=fragments), 3 * K + 1
     begins = {done: fragment_after(done, K, fragments) for done in range(1, steps + 1)}
     for done in range(1, steps + 1):
         before = [len(transport.sent) for transport in fleet.transports]
         reports, _ = fleet.step(torch.zeros_like(numbered))
-        due = begins.get(done - delay_steps)
+        due = begins.get(done - overlap_steps)
         assert [(report.round_index, report.fragment) for report in reports] == ([due] if due else [])
         sent = [len(t.sent) - n for t, n in zip(fleet.transports, before, strict=True)]
         assert sent == [int(begins[done] is not None)] * 2
@@ -142,10 +142,10 @@ def test_a_round_at_a_step_is_one_that_is_asked_for() -> None:
 
 def test_exchanges_are_completed_in_the_order_in_which_they_began() -> None:
     """All ranks of a replica keep to it where they agree on each round, also when the delay gets shorter."""
-    fleet = fleet_of(2, fragments=K, delay_steps=K)
+    fleet = fleet_of(2, fragments=K, overlap_steps=K)
     fleet.run(1)
     for outer in fleet.outer:
-        outer.delay_steps = 1
+        outer.overlap_steps = 1
     reports = fleet.run(2)[-1]
     for outer, own in zip(fleet.outer, reports, strict=True):
         assert [report.fragment for report in own] == [1]
@@ -205,10 +205,10 @@ def test_updates_that_do_not_depend_on_the_weights_give_the_phi_and_delta_of_no_
 ) -> None:
     """The delay may also change between local phases. Without updates the fast weights become the slow ones."""
     start, group_size = noise(replicas, ELEMENTS, seed=3), min(group_size, replicas)
-    blocking, delayed = (Fleet(start, group_size, **method | {"delay_steps": 0}) for _ in range(2))
-    for delay_steps in delays:
+    blocking, delayed = (Fleet(start, group_size, **method | {"overlap_steps": 0}) for _ in range(2))
+    for overlap_steps in delays:
         for outer in delayed.outer:
-            outer.delay_steps = delay_steps
+            outer.overlap_steps = overlap_steps
         for _ in range(K):
             updates = 0.1 * updated * noise(replicas, ELEMENTS, seed=blocking.done)
             blocking.step(updates)
@@ -224,11 +224,11 @@ def test_updates_that_do_not_depend_on_the_weights_give_the_phi_and_delta_of_no_
 @pytest.mark.parametrize("fragments", [1, 3])
 @anywhere
 def test_two_replicas_have_bitwise_the_same_phi_and_delta(
-    slow_weights: str, fragments: int, delay_steps: int
+    slow_weights: str, fragments: int, overlap_steps: int
 ) -> None:
     """Fact 4. Of the fast weights only what has just had its round is the same, and with a delay nothing."""
     fleet = fleet_of(
-        2, consensus_weight=0.25, slow_weights=slow_weights, fragments=fragments, delay_steps=delay_steps
+        2, consensus_weight=0.25, slow_weights=slow_weights, fragments=fragments, overlap_steps=overlap_steps
     )
     for done in range(1, 4 * K + 1):
         fleet.run(1)
@@ -236,9 +236,9 @@ def test_two_replicas_have_bitwise_the_same_phi_and_delta(
         assert torch.equal(*fleet.phi)
         assert torch.equal(*fleet.delta)
         begins = begun(fleet, done)
-        if begins is not None and not delay_steps:
+        if begins is not None and not overlap_steps:
             assert torch.equal(*fleet.theta[:, begins[1]])
-        assert torch.equal(*fleet.theta) == (begins is not None and not delay_steps and fragments == 1)
+        assert torch.equal(*fleet.theta) == (begins is not None and not overlap_steps and fragments == 1)
 
 
 @anywhere
@@ -278,8 +278,8 @@ def test_the_spread_seen_by_the_groups_is_unbiased(replicas: int, group_size: in
 
 
 @with_and_without_delay
-def test_without_gradients_the_spread_shrinks_as_rho_says(delay_steps: int) -> None:
-    fleet = Fleet(noise(8, 400, seed=3), seed=5, delay_steps=delay_steps)
+def test_without_gradients_the_spread_shrinks_as_rho_says(overlap_steps: int) -> None:
+    fleet = Fleet(noise(8, 400, seed=3), seed=5, overlap_steps=overlap_steps)
     variances = []
     for _ in range(12):
         for _ in range(K):
@@ -358,10 +358,10 @@ def test_what_codes_leave_out_is_in_the_next_round_or_in_the_final_average(repli
     assert_close(fleet.phi, mean.expand(replicas, -1))
 
 
-@pytest.mark.parametrize("delay_steps", [0, 1])
-def test_without_outer_momentum_nothing_of_it_is_kept(delay_steps: int) -> None:
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+def test_without_outer_momentum_nothing_of_it_is_kept(overlap_steps: int) -> None:
     """Two plain averages, in which Delta stays with its replica; what momentum a checkpoint holds is left."""
-    fleet = fleet_of(4, outer_momentum=0.0, outer_lr=1.0, delay_steps=delay_steps)
+    fleet = fleet_of(4, outer_momentum=0.0, outer_lr=1.0, overlap_steps=overlap_steps)
     for round_index in range(2):
         theta = fleet.phi + 0.1 * noise(4, ELEMENTS, seed=round_index)
         fleet.train(theta)

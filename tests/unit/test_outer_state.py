@@ -40,7 +40,7 @@ def figures(steps: list[list[list[RoundReport]]]) -> list[str]:
 
 @pytest.mark.parametrize("saved", range(K, 2 * K + 1))
 @pytest.mark.parametrize(
-    ("group_size", "delay_steps", "fragments", "payload"),
+    ("group_size", "overlap_steps", "fragments", "payload"),
     [
         (2, 0, 3, "fp32"),
         (2, 2, 1, "int4"),
@@ -52,11 +52,11 @@ def figures(steps: list[list[list[RoundReport]]]) -> list[str]:
     ],
 )
 def test_a_resume_continues_bit_for_bit_from_any_step(
-    saved: int, group_size: int, delay_steps: int, fragments: int, payload: str
+    saved: int, group_size: int, overlap_steps: int, fragments: int, payload: str
 ) -> None:
     """The rounds that were under way are reported as they would have been."""
     elements = 4 * BLOCK if payload == "int4" else ELEMENTS
-    method = {"delay_steps": delay_steps, "fragments": fragments, "payload": payload}
+    method = {"overlap_steps": overlap_steps, "fragments": fragments, "payload": payload}
     fleet = fleet_of(4, group_size, elements, **method)
     fleet.run(saved)
     assert bool(fleet.rounding.any()) == (group_size > 2)
@@ -69,14 +69,16 @@ def test_a_resume_continues_bit_for_bit_from_any_step(
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("delay_steps", [0, 1, K])
-def test_a_checkpoint_holds_corrections_while_rounds_are_not_merged(fragments: int, delay_steps: int) -> None:
+@pytest.mark.parametrize("overlap_steps", [0, 1, K])
+def test_a_checkpoint_holds_corrections_while_rounds_are_not_merged(
+    fragments: int, overlap_steps: int
+) -> None:
     """Resumed without rounds, they are merged at once."""
-    fleet = fleet_of(2, fragments=fragments, delay_steps=delay_steps)
+    fleet = fleet_of(2, fragments=fragments, overlap_steps=overlap_steps)
     for _ in range(2 * K + 1):
         fleet.run(1)
         under_way = len(fleet.outer[0]._under_way)
-        assert under_way <= (fragments if delay_steps == K else 1)
+        assert under_way <= (fragments if overlap_steps == K else 1)
         state, _ = fleet.states()
         assert len(state.get("delayed_rounds", [])) == under_way
         parameter = fleet.theta[0].clone()
@@ -91,15 +93,15 @@ def test_a_checkpoint_holds_corrections_while_rounds_are_not_merged(fragments: i
 @pytest.mark.parametrize(
     ("before", "after", "moved", "at_once"),
     [
-        ({"delay_steps": 3}, {"local_steps": 2}, False, True),
-        ({"delay_steps": 3}, {"local_steps": 2, "delay_steps": 1}, False, True),
-        ({"delay_steps": K, "fragments": 3}, {"delay_steps": K, "fragments": 1}, False, True),
-        ({"delay_steps": K, "fragments": 3}, {"delay_steps": K, "fragments": 2}, False, True),
-        ({"delay_steps": K, "fragments": 3}, {"delay_steps": K, "fragments": 4}, False, True),
-        ({"delay_steps": K, "fragments": 3}, {"delay_steps": K, "fragments": 3}, True, True),
-        ({"delay_steps": K, "fragments": 3}, {"delay_steps": 1, "fragments": 3}, False, False),
-        ({"delay_steps": 3}, {"delay_steps": 0}, False, False),
-        ({"delay_steps": 3}, {"delay_steps": 3}, True, False),
+        ({"overlap_steps": 3}, {"local_steps": 2}, False, True),
+        ({"overlap_steps": 3}, {"local_steps": 2, "overlap_steps": 1}, False, True),
+        ({"overlap_steps": K, "fragments": 3}, {"overlap_steps": K, "fragments": 1}, False, True),
+        ({"overlap_steps": K, "fragments": 3}, {"overlap_steps": K, "fragments": 2}, False, True),
+        ({"overlap_steps": K, "fragments": 3}, {"overlap_steps": K, "fragments": 4}, False, True),
+        ({"overlap_steps": K, "fragments": 3}, {"overlap_steps": K, "fragments": 3}, True, True),
+        ({"overlap_steps": K, "fragments": 3}, {"overlap_steps": 1, "fragments": 3}, False, False),
+        ({"overlap_steps": 3}, {"overlap_steps": 0}, False, False),
+        ({"overlap_steps": 3}, {"overlap_steps": 3}, True, False),
     ],
 )
 def test_with_another_schedule_or_other_fragments_corrections_are_merged_at_once(
@@ -127,7 +129,7 @@ def evaluate(outer: OuterOptimizer) -> None:
 @pytest.mark.parametrize(("group_size", "fragments"), [(3, 1), (2, 3)])
 def test_arriving_early_changes_nothing(group_size: int, fragments: int) -> None:
     """To evaluate, save or ask for progress, each at every step of a phase, leaves every bit as it would be."""
-    plain, disturbed = (fleet_of(4, group_size, delay_steps=3, fragments=fragments) for _ in range(2))
+    plain, disturbed = (fleet_of(4, group_size, overlap_steps=3, fragments=fragments) for _ in range(2))
     plain.run(3 * K)
     for done in range(3 * K):
         disturbed.run(1)
@@ -140,7 +142,7 @@ def test_arriving_early_changes_nothing(group_size: int, fragments: int) -> None
 @pytest.mark.parametrize("payload", ["fp32", "int8"])
 def test_a_replica_that_restores_ends_what_its_partner_waits_for(payload: str) -> None:
     """Also an exchange of several messages, one after another."""
-    fleet = fleet_of(2, delay_steps=2, payload=payload)
+    fleet = fleet_of(2, overlap_steps=2, payload=payload)
     before = fleet.states()
     fleet.run(K)
     fleet.each(lambda outer: outer.restore(before[0]) if outer.place.replica == 0 else outer.wait())
@@ -167,9 +169,9 @@ def test_without_rounds_the_weights_are_all_there_is() -> None:
     [
         (2, {}),
         (3, {}),
-        (2, {"delay_steps": 2}),
-        (2, {"delay_steps": 3, "fragments": 3}),
-        (2, {"delay_steps": 3, "fragments": 3, "payload": "int8"}),
+        (2, {"overlap_steps": 2}),
+        (2, {"overlap_steps": 3, "fragments": 3}),
+        (2, {"overlap_steps": 3, "fragments": 3, "payload": "int8"}),
         *((n, {"payload": f"int{bits}"}) for n in (2, 3) for bits in (8, 4)),
     ],
 )
@@ -187,11 +189,11 @@ def test_nothing_is_allocated_from_round_to_round(group_size: int, method: dict[
     ("method", "at_a_time", "total", "part"),
     [
         ({}, 1, "16", "slow weights 4, outer momentum 4, combined vector 4"),
-        ({"delay_steps": 2}, 1, "20", ""),
+        ({"overlap_steps": 2}, 1, "20", ""),
         ({"fragments": K}, 1, "10", ""),
-        ({"fragments": K, "delay_steps": 1}, 1, "11", ""),
-        ({"fragments": K, "delay_steps": 2}, 2, "14", ""),
-        ({"fragments": K, "delay_steps": K}, 4, "20", ""),
+        ({"fragments": K, "overlap_steps": 1}, 1, "11", ""),
+        ({"fragments": K, "overlap_steps": 2}, 2, "14", ""),
+        ({"fragments": K, "overlap_steps": K}, 4, "20", ""),
         ({"payload": "int8"}, 1, "14.1", "quantized values 2, sketches and steps 0.1"),
         ({"payload": "int4"}, 1, "13.1", "quantized values 1, sketches and steps 0.1"),
     ],

@@ -94,7 +94,7 @@ def test_experts_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     """8 replicas of 2 stages; pairs send each rank's weights once, most the last stage with the norm of 128."""
     options = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", "16"]
-    assert main(["plan", str(CONFIGS / "quickstart.json"), *options]) == 0
+    assert main(["plan", str(CONFIGS / "routing.json"), *options]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (plan["ranks"], plan["replicas"], plan["step_seconds"]) == (16, 8, 0.5)
     ways = {way["name"]: way for way in plan["ways"]}
@@ -257,7 +257,7 @@ def test_the_time_lost() -> None:
     assert waits.share_lost(step_seconds=1) == 0.2
     assert Scheme("", 0, 2.5, waits.enough_steps(1)).share_lost(1) <= 0.01
     assert Scheme("", 0, 2.5, waits.enough_steps(1) - 1).share_lost(1) > 0.01
-    overlaps = Scheme("", 1_000_000, 2.5, local_steps=10, hidden_steps=10, chooses_delay=True)
+    overlaps = Scheme("", 1_000_000, 2.5, local_steps=10, hidden_steps=10, chooses_overlap=True)
     assert (overlaps.share_lost(1), overlaps.enough_steps(1)) == (0, 3)
     delayed = Scheme(
         "", 1_000_000, 2.5, local_steps=10, hidden_steps=1

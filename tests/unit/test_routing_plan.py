@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.plans.routing import Routes, Routing, RoutingInterval
 
-Interval = Literal["round", "step", "microbatch"]
+Interval = Literal["round", "microbatch"]
 MOVING = get_args(Interval)
 
 few = settings(max_examples=60)
@@ -77,16 +77,11 @@ class TestInterval:
         assert all(step == [step[0]] * self.MICROBATCHES for step in tables)
         assert len({repr(step[0]) for step in first}) == self.STEPS // self.LOCAL_STEPS
 
-    def test_step(self) -> None:
-        tables = self.tables("step")
-        assert all(step == [step[0]] * self.MICROBATCHES for step in tables)
-        assert len({repr(step[0]) for step in tables}) == self.STEPS
-        routing = Routing(8, 2, 5, "step")
-        assert routing.routes(7, 1) == routing.routes(7, 2), "whatever the round"
-
     def test_microbatch(self) -> None:
         drawn = {repr(routes) for step in self.tables("microbatch") for routes in step}
         assert len(drawn) == self.STEPS * self.MICROBATCHES
+        routing = Routing(8, 2, 5, "microbatch")
+        assert routing.routes(7, 1) == routing.routes(7, 2), "whatever the round"
 
     @pytest.mark.parametrize("interval", MOVING)
     def test_boundaries_and_seeds_are_drawn_apart(self, interval: Interval) -> None:
@@ -109,7 +104,6 @@ def test_off_one_replica_and_evaluation_never_leave_a_replica(interval: RoutingI
 
 GOLDEN = {  # [microbatch][boundary][replica]: who is next
     "round": [[[0, 3, 2, 1], [1, 3, 2, 0]], [[0, 3, 2, 1], [1, 3, 2, 0]]],
-    "step": [[[1, 0, 2, 3], [3, 0, 1, 2]], [[1, 0, 2, 3], [3, 0, 1, 2]]],
     "microbatch": [[[3, 2, 1, 0], [1, 3, 2, 0]], [[3, 2, 1, 0], [2, 3, 1, 0]]],
 }
 
@@ -135,7 +129,7 @@ def test_ranks_that_asked_different_questions_agree(
 def test_destinations_are_uniform(replicas: int) -> None:
     """A microbatch stays in its replica as often as it goes to any other: a share of 1 - 1/R leaves."""
     draws = 2_000
-    routing = Routing(replicas, 1, 3, "step")
+    routing = Routing(replicas, 1, 3, "microbatch")
     seen = Counter(
         (replica, there)
         for step in range(draws)

@@ -13,7 +13,6 @@ from megatron_noloco.settings import (
     PAPER,
     FederationSettings,
     NolocoSettings,
-    OverlapSettings,
     TrainerSettings,
     federation_problems,
     gossip,
@@ -39,7 +38,8 @@ SEPARATE = FederationSettings(slots=4, rendezvous="file://a", encryption="none")
         {"slow_weights": "disk"},
         {"payload": "bf16"},
         {"payload": "int2"},
-        {"overlap": "delayed"},
+        {"overlap_steps": -1},
+        {"overlap_steps": "delayed"},
     ],
 )
 def test_a_wrong_value_is_refused_by_the_library_and_by_the_block(wrong: dict[str, Any]) -> None:
@@ -53,8 +53,8 @@ def test_a_wrong_value_is_refused_by_the_library_and_by_the_block(wrong: dict[st
 def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
     """As JSON needs them, of which the number of a run is made; an integer where a number is meant likewise."""
     given: Any = {"local_steps": np.int64(4), "outer_lr": np.float32(0.5), "outer_momentum": np.int32(0)}
-    settings = NolocoSettings(**given, overlap=OverlapSettings("delayed", np.int64(2)))  # type: ignore[arg-type]
-    expected = NolocoSettings(local_steps=4, outer_lr=0.5, overlap=OverlapSettings("delayed", 2))
+    settings = NolocoSettings(**given, overlap_steps=np.int64(2))  # type: ignore[arg-type]
+    expected = NolocoSettings(local_steps=4, outer_lr=0.5, overlap_steps=2)
     assert json.dumps(asdict(settings)) == json.dumps(asdict(expected))
     assert run_number(shared(NolocoSettings(outer_lr=1))) == run_number(shared(NolocoSettings()))
 
@@ -78,16 +78,11 @@ def test_the_block_has_the_fields_and_defaults_of_the_settings(settings: Any) ->
     [
         ({"local_steps": 4, "fragments": 4}, ""),
         ({"local_steps": 4, "fragments": 5}, "fragments 5 is more than local_steps 4"),
-        ({"local_steps": 4, "overlap": OverlapSettings("delayed", 4)}, ""),
-        (
-            {"local_steps": 4, "overlap": OverlapSettings("delayed", 5)},
-            "delay_steps 5 is more than local_steps 4",
-        ),
-        ({"overlap": OverlapSettings("none", 0)}, ""),
-        ({"overlap": OverlapSettings("none", 1)}, "delay_steps 1 has no effect"),
+        ({"local_steps": 4, "overlap_steps": 4}, ""),
+        ({"local_steps": 4, "overlap_steps": 5}, "overlap_steps 5 is more than local_steps 4"),
     ],
 )
-def test_fragments_and_delay_fit_into_the_local_phase(changes: dict[str, Any], problem: str) -> None:
+def test_fragments_and_overlap_fit_into_the_local_phase(changes: dict[str, Any], problem: str) -> None:
     if not problem:
         NolocoSettings(**changes)
         return
@@ -96,17 +91,12 @@ def test_fragments_and_delay_fit_into_the_local_phase(changes: dict[str, Any], p
 
 
 @pytest.mark.parametrize(
-    ("overlap", "delay_steps", "chooses"),
-    [
-        (OverlapSettings(), 0, False),
-        (OverlapSettings("delayed"), 0, True),
-        (OverlapSettings("delayed", 0), 0, False),
-        (OverlapSettings("delayed", 3), 3, False),
-    ],
+    ("overlap_steps", "first", "longest"),
+    [(0, 0, 0), (3, 3, 3), ("auto", 0, 10)],
 )
-def test_the_delay_of_the_first_rounds(overlap: OverlapSettings, delay_steps: int, chooses: bool) -> None:
-    noloco = NolocoSettings(overlap=overlap)
-    assert (noloco.delay_steps, noloco.chooses_delay) == (delay_steps, chooses)
+def test_the_first_and_the_longest_overlap(overlap_steps: Any, first: int, longest: int) -> None:
+    noloco = NolocoSettings(overlap_steps=overlap_steps)
+    assert (noloco.first_overlap_steps, noloco.longest_overlap_steps) == (first, longest)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +182,7 @@ def test_what_separate_jobs_need(changes: dict[str, Any], of_method: dict[str, A
 
 
 def test_what_the_jobs_of_a_federation_share() -> None:
-    own = {"deadline_seconds": 5.0, "slow_weights": "device", "overlap": OverlapSettings("delayed", 2)}
+    own = {"deadline_seconds": 5.0, "slow_weights": "device", "overlap_steps": 2}
     trainers: dict[str, Any] = {"final_average": True, "transport": "mpi"}
     assert shared(TrainerSettings(**own, **trainers)) == shared(NolocoSettings())  # type: ignore[arg-type]
     assert shared(NolocoSettings(consensus_weight=1.0)) == shared(NolocoSettings())

@@ -35,7 +35,7 @@ def close(found: Tensor, expected: Numbers) -> None:
     gamma=st.one_of(st.none(), st.floats(0, 2)),
     nesterov=st.booleans(),
     members=st.integers(1, 5),
-    delay_steps=st.integers(0, 3),
+    overlap_steps=st.integers(0, 3),
     rounds=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -45,7 +45,7 @@ def test_the_functions_are_the_equations(
     gamma: float | None,
     nesterov: bool,
     members: int,
-    delay_steps: int,
+    overlap_steps: int,
     rounds: int,
     seed: int,
 ) -> None:
@@ -55,7 +55,7 @@ def test_the_functions_are_the_equations(
     theta = phi + 0.1 * draw.normal(size=phi.shape)
     found = [tuple(map(torch.tensor, state)) for state in zip(theta, phi, delta, strict=True)]
     for _ in range(rounds):
-        noted, later = theta, 0.1 * draw.normal(size=(delay_steps, *theta.shape)).sum(0)
+        noted, later = theta, 0.1 * draw.normal(size=(overlap_steps, *theta.shape)).sum(0)
         phi, delta = equations(theta, phi, delta, alpha, beta, gamma, nesterov)
         theta = theta + later + (phi - noted)  # without delay: phi
         mean_c = torch.stack([combine(fast, slow, beta, gamma) for fast, slow, _ in found]).mean(0)
@@ -65,7 +65,7 @@ def test_the_functions_are_the_equations(
             found[member] = (fast, new_slow, momentum)
             for ours, expected in zip(found[member], (theta, phi, delta), strict=True):
                 close(ours, expected[member])
-        if not delay_steps:
+        if not overlap_steps:
             np.testing.assert_allclose(theta, phi, rtol=1e-12, atol=1e-12)
 
 

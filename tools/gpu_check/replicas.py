@@ -64,7 +64,7 @@ def rounds(options: argparse.Namespace) -> dict[str, Any]:
 def overlap(options: argparse.Namespace) -> dict[str, Any]:
     at_once, delayed = (
         statistics.median(row["round/pause_seconds"] for row in timed_rows(options, noloco(options) | delay))
-        for delay in ({}, {"overlap": {"mode": "delayed", "delay_steps": 1}})
+        for delay in ({}, {"overlap_steps": 1})
     )
     return {"figure": f"{delayed:.3f} s a round, with a delay of a step", "peer": f"{at_once:.3f} s without"}
 

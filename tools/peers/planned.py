@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import RankParameters
 from megatron_noloco.preflight.plan import Network, scheme_of
-from megatron_noloco.settings import OverlapSettings, TrainerSettings
+from megatron_noloco.settings import TrainerSettings
 from tools.netlab.lab import lab
 from tools.netlab.network import Link
 from tools.peers.torchft import Environment, Replicas
@@ -85,7 +85,7 @@ def measure(environment: Environment, folder: Path, point: Point) -> dict[str, A
             local_steps=point.local_steps,
             payload=point.payload,
             group_size=point.group_size,
-            overlap=OverlapSettings("delayed", point.overlap) if point.overlap else OverlapSettings(),
+            overlap_steps=point.overlap,
         ),
         RankParameters(0, weights, weights, 0, 0, True),
         Topology(1, 1, 1, 1, slots=point.replicas)

@@ -132,7 +132,7 @@ def under_torchft(
 
 
 def settings_of(options: argparse.Namespace) -> "NolocoSettings":
-    from megatron_noloco.settings import NolocoSettings, OverlapSettings
+    from megatron_noloco.settings import NolocoSettings
 
     of_all = options.way in ("diloco", "localsgd")
     outer: dict[str, Any] = {"outer_momentum": options.outer_momentum, "outer_lr": options.outer_lr}
@@ -146,7 +146,7 @@ def settings_of(options: argparse.Namespace) -> "NolocoSettings":
         group_size=options.group_size,
         payload=options.payload,
         deadline_seconds=options.deadline,
-        overlap=OverlapSettings("delayed", options.overlap) if options.overlap else OverlapSettings(),
+        overlap_steps=options.overlap,
         **outer,
     )
 

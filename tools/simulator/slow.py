@@ -22,7 +22,7 @@ class Slow:
         noloco = self.config.noloco
         if noloco.active_method != "noloco" or noloco.group_size != 2:
             raise ValueError("a slow replica is simulated with NoLoCo in pairs only")
-        if noloco.delay_steps or noloco.fragments > 1:
+        if noloco.overlap_steps or noloco.fragments > 1:
             raise ValueError("a slow replica is simulated without overlap and fragments only")
         if not 0 < self.steps <= noloco.local_steps:
             raise ValueError(f"a slow replica takes from 1 to noloco.local_steps {noloco.local_steps}")
