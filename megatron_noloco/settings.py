@@ -1,110 +1,105 @@
 """The settings of the method and of a federation: type, bound, default and meaning of each, defined once.
 
 The JSON blocks `noloco` and `federation`, `config --explain`, the tables of the documentation, the library and
-`attach` are made from these classes. A rule between settings is one function here, which returns what is wrong.
+`attach` use these classes. A rule between settings is one function here, which returns what is wrong.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from megatron_noloco.fields import (
+    AboveZero,
+    FilePath,
+    NonNegative,
+    Positive,
+    Size,
+    field,
+    refusing,
+    settings_class,
+)
 from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.stability import Gossip, keeps_rounding
 
 MOST_SLOTS = 4096
+AtLeastTwo = Annotated[StrictInt, Field(ge=2)]
+PAPER: Mapping[str, Any] = {
+    "local_steps": 50,
+    "outer_momentum": 0.5,
+    "outer_lr": 0.7,
+    "pairing": "random",
+    "payload": "fp32",
+}
+"""The method as its authors set it (arXiv 2506.10911): `NolocoSettings(**PAPER)`, in JSON `"recipe": "paper"`."""
 
+_PAPER = ", ".join(f"{name} {value}" for name, value in PAPER.items())
+_OWN = ("deadline_seconds", "slow_weights", "overlap_steps")  # may differ between the jobs of a federation
 _ROUNDED = (
     "rounds the weights themselves, so that its error grows with |weights| / |outer gradient|: at 300 it is {} of "
     'the pull; "int8" takes half the bytes and has 3 % at any'  # tools/bench_payload.py
 )
+_NO_HALF = refusing(fp16=_ROUNDED.format("6 %"), bf16=_ROUNDED.format("50 %"))
+_NO_STEP = refusing(step='is no longer a value; with local_steps 1 "round" is the same')
 
 
-def setting(default: Any, meaning: str, **more: Any) -> Any:
-    """Return a dataclass field for one setting.
-
-    Args:
-        default: its value, or the class of nested settings.
-        meaning: a sentence, with the setting's symbol and unit.
-        more: the bounds `ge`, `gt`, `le`, `lt` of a number; `refused`, values of another type that users try, with
-            the reason against each; `own=True` where the jobs of a federation may differ; `paper`, the value of
-            the authors where it is another; `path=True` for a file.
-    """
-    metadata = {"meaning": meaning, **more}
-    if is_dataclass(default):
-        return field(default_factory=default, metadata=metadata)  # type: ignore[arg-type]
-    return field(default=default, metadata=metadata)
-
-
-def _said(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-@dataclass(frozen=True, kw_only=True)
+@settings_class
 class NolocoSettings:
     """The settings of the method, in `OuterOptimizer`, in `attach` and in the trainer.
 
     Raises ValueError for a value of another type or out of its bounds, and for values that exclude each other.
     """
 
-    method: Literal["noloco", "diloco"] = setting(
+    method: Literal["noloco", "diloco"] = field(
         "noloco", 'Which replicas average in a round: "noloco" a random group, "diloco" all.'
     )
-    local_steps: int = setting(10, "k: inner optimizer steps between two rounds.", ge=1, paper=50)
-    outer_momentum: float = setting(
-        0.0, "alpha: the share of the outer momentum buffer kept from round to round.", ge=0, lt=1, paper=0.5
+    local_steps: Positive = field(10, "k: inner optimizer steps between two rounds.")
+    outer_momentum: Annotated[StrictFloat, Field(ge=0, lt=1)] = field(
+        0.0, "alpha: the share of the outer momentum buffer kept from round to round."
     )
-    outer_lr: float = setting(1.0, "beta: the weight of the group's mean outer gradient.", gt=0, paper=0.7)
-    outer_nesterov: bool = setting(
+    outer_lr: AboveZero = field(1.0, "beta: the weight of the group's mean outer gradient.")
+    outer_nesterov: StrictBool = field(
         False,
         'Whether the outer step looks ahead by Nesterov\'s momentum. DiLoCo as most use it is method "diloco", '
         "outer_momentum 0.9, outer_lr 0.7 and this.",
     )
-    consensus_weight: float | None = setting(
-        None, "gamma: the pull towards the group's mean slow weights; null means outer_lr.", ge=0
+    consensus_weight: Size | None = field(
+        None, "gamma: the pull towards the group's mean slow weights; null means outer_lr."
     )
-    group_size: int = setting(2, 'n: replicas in a group; 2 is a pair (method "noloco" only).', ge=2)
-    pairing: Literal["auto", "random", "cycle"] = setting(
+    group_size: AtLeastTwo = field(2, 'n: replicas in a group; 2 is a pair (method "noloco" only).')
+    pairing: Literal["auto", "random", "cycle"] = field(
         "auto",
         'How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds have the prime '
         'factors of replicas as group sizes, none above n. "auto": cycles for pairs where replicas is a power of '
         'two, else random (method "noloco" only).',
-        paper="random",
     )
-    deadline_seconds: float = setting(
-        600.0, "Seconds that a replica waits for its group before the round counts as failed.", gt=0, own=True
+    deadline_seconds: AboveZero = field(
+        600.0, "Seconds that a replica waits for its group before the round counts as failed."
     )
-    payload: Literal["fp32", "int8", "int4"] = setting(
+    payload: Annotated[Literal["fp32", "int8", "int4"], _NO_HALF] = field(
         "int8",
         "What an exchange sends for each weight: fp32, or the difference to the partner quantized to integers. "
         "docs/exchange.md has bytes and errors.",
-        refused={"fp16": _ROUNDED.format("6 %"), "bf16": _ROUNDED.format("50 %")},
-        paper="fp32",
     )
-    slow_weights: Literal["host", "device"] = setting(
+    slow_weights: Literal["host", "device"] = field(
         "host",
         "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's.",
-        own=True,
     )
-    fragments: int = setting(
+    fragments: Positive = field(
         1,
         "F, at most local_steps: the weights are exchanged in F parts, each at its own one of the k local steps; "
         "1: all at once.",
-        ge=1,
     )
-    overlap_steps: int | Literal["auto"] = setting(
+    overlap_steps: NonNegative | Literal["auto"] = field(
         0,
         "d, at most local_steps: training goes on during the exchange of a round, which is merged d local steps "
         'after it began; 0: training waits for the exchange. "auto" (in `train` only): the smallest d that hides '
         "the exchanges of the first rounds, in which training waits.",
-        ge=0,
-        own=True,
     )
 
     def __post_init__(self) -> None:
-        check(self)
         rules = (fragments_problem, overlap_problem, nesterov_problem)
         if problems := [problem for rule in rules if (problem := rule(self))]:
             raise ValueError("\n".join(problems))
@@ -155,36 +150,27 @@ class NolocoSettings:
         return keeps_rounding(self.payload_bits, max(self.group_sizes_among(replicas)))
 
 
-PAPER: dict[str, Any] = {
-    entry.name: entry.metadata["paper"] for entry in fields(NolocoSettings) if "paper" in entry.metadata
-}
-"""The method as its authors set it (arXiv 2506.10911): `NolocoSettings(**PAPER)`, in JSON `"recipe": "paper"`."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@settings_class
 class TrainerSettings(NolocoSettings):
     """The method: rounds between replicas, and routing. It is the JSON block `noloco` of the trainer."""
 
-    recipe: Literal["recommended", "paper"] = setting(
+    recipe: Literal["recommended", "paper"] = field(
         "recommended",
-        f"What holds for fields that are not given: the defaults here, or the paper's: {_said(PAPER)}.",
-        own=True,
+        f"What holds for fields that are not given: the defaults here, or the paper's: {_PAPER}.",
     )
-    enabled: bool = setting(True, "Whether replicas average at all; false: each trains on its own.")
-    final_average: bool = setting(
+    enabled: StrictBool = field(True, "Whether replicas average at all; false: each trains on its own.")
+    final_average: StrictBool = field(
         True,
         "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
         "one exchange for each prime factor of replicas; in a federation over a tree of those that are there.",
     )
-    transport: Literal["auto", "mpi", "torch"] = setting(
-        "auto", 'What carries the exchange; "auto" is MPI if the job was started by mpirun.', own=True
+    transport: Literal["auto", "mpi", "torch"] = field(
+        "auto", 'What carries the exchange; "auto" is MPI if the job was started by mpirun.'
     )
-    routing: Literal["off", "round", "microbatch"] = setting(
+    routing: Annotated[Literal["off", "round", "microbatch"], _NO_STEP] = field(
         "off",
         "Whether microbatches pass through pipeline stages of other replicas, on routes that are drawn anew for "
         'each "round" or "microbatch".',
-        refused={"step": 'is no longer a value; with local_steps 1 "round" is the same'},
-        own=True,
     )
 
     @property
@@ -196,7 +182,7 @@ class TrainerSettings(NolocoSettings):
         return super().group_size_among(replicas) if self.enabled else 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_class
 class FederationSettings:
     """Replicas as separate jobs, and how they find each other. It is the JSON block `federation`.
 
@@ -204,70 +190,60 @@ class FederationSettings:
     `NolocoSettings` does.
     """
 
-    slots: int | None = setting(
+    slots: Annotated[StrictInt, Field(ge=2, le=MOST_SLOTS)] | None = field(
         None,
         "The most replicas there can be; each is a job of its own, `train --replica I`, and may be absent. It can "
         "be raised by restarting one job after the other. null: all replicas are one job.",
-        ge=2,
-        le=MOST_SLOTS,
     )
-    rendezvous: str | None = setting(
+    rendezvous: StrictStr | None = field(
         None,
         'How jobs find each other: "file://FOLDER", a folder that all can write, or "tcp://HOST:PORT,...", the '
         "addresses of one or more replicas, any one of which is enough.",
     )
-    listen: str | None = setting(
+    listen: StrictStr | None = field(
         None,
         'Where the first rank of a replica listens, "tcp://HOST:PORT", the others at the ports that follow; '
         'HOST "*": every interface, port 0: any. "off": nowhere; this job opens all its connections itself, as '
         'behind a router or a firewall it must. null: "tcp://*:0" with a folder, with addresses the port that all '
         "have.",
     )
-    advertise: str | None = setting(
+    advertise: StrictStr | None = field(
         None,
         'Where others reach the first rank of a replica, "tcp://HOST:PORT", and its others at the ports that '
         "follow, if that is not where it listens: behind a router that forwards these ports.",
     )
-    relay: bool = setting(
+    relay: StrictBool = field(
         False,
         'Whether this job passes on, still encrypted, what two jobs with listen "off" send each other; they are '
         "paired only where no other partner is left.",
     )
-    encryption: Literal["curve", "none"] = setting(
+    encryption: Literal["curve", "none"] = field(
         "curve",
         '"curve": ZeroMQ\'s CURVE, with the key in key_file; "none": unencrypted, for a trusted network or a '
         "tunnel.",
     )
-    key_file: str | None = setting(
-        None, "The key of all members, made by `megatron-noloco keys FILE`.", path=True
-    )
-    shortest_deadline_seconds: float = setting(
+    key_file: FilePath | None = field(None, "The key of all members, made by `megatron-noloco keys FILE`.")
+    shortest_deadline_seconds: AboveZero = field(
         5.0,
         "The fewest seconds to wait for a partner, however quick exchanges are; the most are "
         "noloco.deadline_seconds.",
-        gt=0,
     )
-    rounds_behind: int = setting(
+    rounds_behind: Positive = field(
         3,
         "Rounds that a replica may be behind. One further behind, at its start or because it was asleep, takes "
         "over the state of the furthest one; one that ends further behind gets the mean at the end, and is not in "
         "it.",
-        ge=1,
     )
-    skip_local_steps: bool = setting(
+    skip_local_steps: StrictBool = field(
         True,
         "Whether a replica that is slower than half of the others leaves out local steps before a round, so that "
         "its partners need not wait for it; false: it takes all of noloco.local_steps.",
     )
-    start_with: int = setting(
+    start_with: Positive = field(
         1,
         "Number of replicas, this one included, to wait for before the first local step; "
         "noloco.deadline_seconds at most, half a minute where the job continues from a checkpoint.",
-        ge=1,
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 def fragments_problem(noloco: NolocoSettings) -> str:
@@ -374,61 +350,5 @@ def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
 
 def shared(settings: NolocoSettings) -> dict[str, Any]:
     """Return the settings of the method that all jobs of a federation must have alike."""
-    names = (entry.name for entry in fields(NolocoSettings) if not entry.metadata.get("own"))
+    names = (entry.name for entry in fields(NolocoSettings) if entry.name not in _OWN)
     return {name: getattr(settings, name) for name in names} | {"consensus_weight": settings.gamma}
-
-
-def check(settings: Any) -> None:
-    """Raise ValueError for the first value of a dataclass of settings that is of another type or out of bounds.
-
-    Makes other numbers, such as numpy's, which JSON does not take, Python's.
-    """
-    hints = get_type_hints(type(settings))
-    for entry in fields(settings):
-        value, options = getattr(settings, entry.name), options_of(hints[entry.name])
-        for refused, reason in entry.metadata.get("refused", {}).items():
-            if value == refused:
-                raise ValueError(f'{entry.name}: "{refused}" {reason}')
-        fitting = next((option for option in options if _fits(value, option, entry.metadata)), None)
-        if fitting is None:
-            expected = " or ".join(_in_words(option, entry.metadata) for option in options)
-            raise ValueError(f"{type(settings).__name__}: {entry.name} must be {expected}, not {value!r}")
-        if fitting in (int, float):
-            object.__setattr__(settings, entry.name, fitting(value))
-
-
-def options_of(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; else the type itself."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def bounds_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the bounds of a number, such as ("ge", 1)."""
-    return ((name, metadata[name]) for name in ("ge", "gt", "le", "lt") if name in metadata)
-
-
-def _fits(value: Any, option: Any, metadata: Mapping[str, Any]) -> bool:
-    if get_origin(option) is Literal:
-        return isinstance(value, str) and value in get_args(option)
-    if is_dataclass(option) or option in (bool, str, type(None)):
-        return isinstance(value, option)
-    kind: Any = Integral if option is int else Real
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
-        return False
-    return all(
-        {"ge": value >= bound, "gt": value > bound, "le": value <= bound, "lt": value < bound}[name]
-        for name, bound in bounds_of(metadata)
-    )
-
-
-def _in_words(option: Any, metadata: Mapping[str, Any]) -> str:
-    if get_origin(option) is Literal:
-        return " or ".join(f'"{choice}"' for choice in get_args(option))
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
-    if option not in kinds:
-        return f"{option.__name__}(...)"
-    bounds = bounds_of(metadata) if option in (int, float) else ()
-    return " ".join(
-        [kinds[option], " and ".join(f"{signs[name]} {bound}" for name, bound in bounds)]
-    ).rstrip()

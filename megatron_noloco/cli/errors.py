@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_error
 
-# Names of the modules that each extra installs. `pip install .` alone installs torch and numpy.
+# Names of the modules that each extra installs. `pip install .` alone installs torch, numpy and pydantic.
 _EXTRAS = {
-    "trainer": "deepspeed megatron psutil pydantic rich safetensors tensorboard tokenizers",
+    "trainer": "deepspeed megatron psutil rich safetensors tensorboard tokenizers",
     "mpi": "mpi4py",
     "federation": "nacl zmq",
     "huggingface": "transformers",

@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from megatron_noloco.config import optimizer_block
 from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
-from megatron_noloco.config.wording import Problem, problems_of, unknown_type
+from megatron_noloco.config.wording import unknown_key, unknown_type
+from megatron_noloco.fields import Problem, problems_of
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTO = "auto"
@@ -171,7 +172,7 @@ def check_params(values: dict[str, Any]) -> Iterator[Problem]:
             try:
                 kind.model_validate(params)
             except ValidationError as error:
-                yield from problems_of(error, kind, (block, "params"))
+                yield from problems_of(error, kind, (block, "params"), unknown_key)
 
 
 def _whatever_case(name: str) -> type[Block] | None:

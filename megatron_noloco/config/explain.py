@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megatron_noloco.config.blocks import Block
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
 from megatron_noloco.config.run_config import BLOCKS
-from megatron_noloco.config.wording import Path, dotted, expected_value, fields_of, shown
+from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
 
 WIDTH = 100
 
@@ -92,11 +91,11 @@ def _sections() -> Iterator[Section]:
         yield _section(("scheduler", "params"), f'scheduler.params of "{kind}"', block)
 
 
-def _types(kinds: dict[str, type[OptimizerParams]], block: type[Block]) -> str:
+def _types(kinds: dict[str, type[OptimizerParams]], block: type) -> str:
     return " and ".join(f'"{kind}"' for kind, params in kinds.items() if params is block)
 
 
-def _section(path: Path, title: str, block: type[Block], elsewhere: set[str] = frozenset()) -> Section:  # type: ignore[assignment]
+def _section(path: Path, title: str, block: type, elsewhere: set[str] = frozenset()) -> Section:  # type: ignore[assignment]
     fields = [_row(name, field) for name, field in fields_of(block) if name not in elsewhere]
     return Section(path, title, " ".join((block.__doc__ or "").split("\n\n")[0].split()), fields)
 

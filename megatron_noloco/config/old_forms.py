@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_noloco.config.optimizer_block import with_peak
-from megatron_noloco.config.wording import shown
+from megatron_noloco.fields import shown
 
 
 def in_todays_form(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

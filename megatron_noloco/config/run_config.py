@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError, create_model
@@ -12,29 +13,34 @@ from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
     EvaluationConfig,
-    SettingsBlock,
     TensorBoardConfig,
     TrainingConfig,
     WandbConfig,
-    block_of,
 )
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.old_forms import in_todays_form, of_saved_run
 from megatron_noloco.config.parallel_block import ParallelConfig
-from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
+from megatron_noloco.config.wording import ConfigError, unknown_key
 from megatron_noloco.data.sources import DocumentBorders, Source, TokenizerChoice
+from megatron_noloco.fields import Problem, fields_in, fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import FederationSettings, TrainerSettings, federation_problems, groups_problem
+from megatron_noloco.settings import (
+    PAPER,
+    FederationSettings,
+    TrainerSettings,
+    federation_problems,
+    groups_problem,
+)
 
-BLOCKS: dict[str, type[Block]] = {
-    "noloco": block_of(TrainerSettings),
+BLOCKS: dict[str, type] = {
+    "noloco": TrainerSettings,
     "model": ModelConfig,
     "parallel": ParallelConfig,
-    "federation": block_of(FederationSettings),
+    "federation": FederationSettings,
     "data": DataConfig,
     "training": TrainingConfig,
     "checkpoint": CheckpointConfig,
@@ -44,17 +50,18 @@ BLOCKS: dict[str, type[Block]] = {
 }
 
 
-def _default(block: type[Block]) -> Any:
+def _default(block: type) -> Any:
     """Return the value of a block that is left out; ... where it must be given."""
-    return ... if any(field.is_required() for field in block.model_fields.values()) else block()
+    return ... if any(field.is_required() for field in fields_in(block).values()) else block()
 
 
-# What a file may hold: our blocks and DeepSpeed's keys.
+# All that a file may hold: our blocks and DeepSpeed's keys.
 File = create_model(
     "File",
     __base__=DeepSpeedConfig,
     **{name: (block, _default(block)) for name, block in BLOCKS.items()},  # type: ignore[call-overload]
 )
+_NAMES = (*BLOCKS, *(name for name, _ in fields_of(File)))
 
 
 @dataclass(frozen=True)
@@ -109,21 +116,14 @@ class RunConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
         """Return the configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
         raw, translations = in_todays_form(raw)
-        values = deepspeed_block.prepared(raw)
+        values = deepspeed_block.prepared(_with_recipe(raw))
         file: Any = None
         problems: list[Problem] = []
         try:
             file = File.model_validate(values)
         except ValidationError as error:
-            problems = problems_of(error, File, elsewhere=[*BLOCKS, *(name for name, _ in fields_of(File))])
+            problems = problems_of(error, File, unknown=partial(unknown_key, elsewhere=_NAMES))
         problems += deepspeed_block.check_params(values)
-        if not problems:
-            blocks = {name: getattr(file, name) for name in BLOCKS}
-            for name, block in blocks.items():
-                try:
-                    blocks[name] = block.settings() if isinstance(block, SettingsBlock) else block
-                except ValueError as error:  # settings that exclude each other
-                    problems += [Problem((name,), f"{name}.{line}") for line in str(error).splitlines()]
         if not problems:
             deepspeed, problems = deepspeed_block.resolve(
                 {key: value for key, value in values.items() if key not in BLOCKS},
@@ -132,6 +132,7 @@ class RunConfig:
             )
         if problems:
             raise ConfigError(problem.text for problem in sorted(problems, key=lambda p: _place(p, raw)))
+        blocks = {name: getattr(file, name) for name in BLOCKS}
         return cls(deepspeed=deepspeed, **blocks, translations=translations)
 
     @classmethod
@@ -254,6 +255,14 @@ class RunConfig:
         if self.deepspeed.get("bf16", {}).get("enabled", False):
             return "bf16"
         return "fp16" if self.deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
+
+
+def _with_recipe(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the file with the values of the recipe that it names."""
+    noloco = raw.get("noloco")
+    if not isinstance(noloco, dict) or noloco.get("recipe") != "paper":
+        return raw
+    return raw | {"noloco": {**PAPER, **noloco}}
 
 
 def _place(problem: Problem, raw: dict[str, Any]) -> tuple[int, int]:

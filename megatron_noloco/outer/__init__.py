@@ -1,7 +1,7 @@
 """The method as a library: what happens between replicas, in anybody's training loop.
 
-Needs torch and numpy only. A loop makes an `OuterOptimizer` and calls `after_local_step` after each step of its
-own optimizer; see `examples/plain_torch.py`.
+Needs torch, numpy and pydantic only. A loop makes an `OuterOptimizer` and calls `after_local_step` after each step
+of its own optimizer; see `examples/plain_torch.py`.
 """
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding

@@ -222,14 +222,14 @@ def test_importing_it_is_quick_and_needs_no_extra() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["train", "--config", "configs/quickstart.json"], ["config", "--explain"], ["data", "preprocess"]],
+    [["train", "--config", "configs/quickstart.json"], ["data", "preprocess"]],
     ids=lambda command: command[0],
 )
 def test_without_the_trainers_packages(command: list[str]) -> None:
     arguments = [*command, "--input", "x", "--output-prefix", "y"] if command[0] == "data" else command
     code = (
         "import sys\n"
-        "sys.modules |= dict.fromkeys(['deepspeed', 'megatron', 'pydantic', 'rich'])\n"  # None: not installed
+        "sys.modules |= dict.fromkeys(['deepspeed', 'megatron', 'rich', 'safetensors'])\n"  # None: not installed
         f"from megatron_noloco.cli.main import run; run({arguments!r})"
     )
     finished = subprocess.run(

@@ -52,8 +52,8 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatc
     for block, names in paths.items():
         for name in names:
             given = {name: "~/a"} | ({"train_iters": 1} if block == "training" else {})
-            assert getattr(BLOCKS[block].model_validate(given), name) == "/home/me/a"
-    blend = BLOCKS["data"].model_validate({"data_path": ["0.3", "~/a", 0.7, "b~"]})
+            assert getattr(BLOCKS[block](**given), name) == "/home/me/a"
+    blend = BLOCKS["data"](data_path=["0.3", "~/a", 0.7, "b~"])
     assert blend.data_path == ["0.3", "/home/me/a", 0.7, "b~"]
 
 

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from megatron_noloco.config import ConfigError, RunConfig, explain, load_config
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.run_config import File
-from megatron_noloco.config.wording import ALIASES, HINTS, NOT_SUPPORTED, fields_of
+from megatron_noloco.config.wording import ALIASES, HINTS, NOT_SUPPORTED
+from megatron_noloco.fields import fields_of
 from tests.unit.configs import FEDERATION, MISSING, edited
 
 ROOT = Path(__file__).parents[2]

@@ -57,7 +57,8 @@ from megatron_noloco.config.deepspeed_block import (
 )
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonParams, OptimizerParams
 from megatron_noloco.config.run_config import File
-from megatron_noloco.config.wording import ALIASES, HINTS, NOT_SUPPORTED, fields_of, unknown_key
+from megatron_noloco.config.wording import ALIASES, HINTS, NOT_SUPPORTED, unknown_key
+from megatron_noloco.fields import fields_of
 from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
 from megatron_noloco.model.language_model import LanguageModel
 from megatron_noloco.model.layers import window

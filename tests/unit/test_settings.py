@@ -1,14 +1,15 @@
 """Each setting is defined once; the library and the JSON blocks obey the same definition."""
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_noloco.config.blocks import block_of
+from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.federation.likeness import run_number
+from megatron_noloco.fields import fields_in
 from megatron_noloco.settings import (
     PAPER,
     FederationSettings,
@@ -20,6 +21,7 @@ from megatron_noloco.settings import (
     groups_problem,
     shared,
 )
+from tests.unit.configs import edited
 
 SEPARATE = FederationSettings(slots=4, rendezvous="file://a", encryption="none")
 
@@ -42,12 +44,12 @@ SEPARATE = FederationSettings(slots=4, rendezvous="file://a", encryption="none")
         {"overlap_steps": "delayed"},
     ],
 )
-def test_a_wrong_value_is_refused_by_the_library_and_by_the_block(wrong: dict[str, Any]) -> None:
+def test_a_wrong_value_is_refused_by_the_library_and_in_the_file(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         NolocoSettings(**wrong)
-    with pytest.raises(ValueError, match=name):
-        block_of(NolocoSettings).model_validate(wrong)
+    with pytest.raises(ConfigError, match=name):
+        RunConfig.from_dict(edited({f"noloco.{name}": wrong[name]}))
 
 
 def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
@@ -64,13 +66,27 @@ def test_a_payload_that_rounds_the_weights_is_answered_with_its_error() -> None:
         NolocoSettings(payload="bf16")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("settings", [TrainerSettings, FederationSettings])
-def test_the_block_has_the_fields_and_defaults_of_the_settings(settings: Any) -> None:
-    block = block_of(settings)
-    assert block().settings() == settings()
-    assert block.model_validate(asdict(settings())).settings() == settings()
-    meanings = {name: field.description for name, field in block.model_fields.items()}
-    assert meanings == {entry.name: entry.metadata["meaning"] for entry in fields(settings)}
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [(settings, name) for settings in (TrainerSettings, FederationSettings) for name in fields_in(settings)],
+)
+def test_no_setting_takes_a_value_of_another_type(settings: Any, name: str) -> None:
+    """Neither the text of a number, nor a number in place of text or of true, nor true in place of 1."""
+    kinds: dict[type, list[Any]] = {bool: [1, "true"], int: [True, "3", 3.0], float: [True, "0.5"], str: [1]}
+    for wrong in (*kinds.get(type(getattr(settings(), name)), [True]), b"off", [], {}):
+        with pytest.raises(ValueError, match=rf"^{settings.__name__}\.{name}: must be "):
+            settings(**{name: wrong})
+
+
+def test_the_line_of_a_wrong_setting_names_it_in_the_library_as_in_the_file() -> None:
+    for changes in ({"local_steps": 0}, {"local_stpes": 5}, {"fragments": 9, "local_steps": 3}):
+        with pytest.raises(ValueError) as library:
+            NolocoSettings(**changes)
+        with pytest.raises(ConfigError) as file:
+            RunConfig.from_dict(edited({f"noloco.{name}": value for name, value in changes.items()}))
+        assert str(library.value).replace("NolocoSettings", "noloco") == str(file.value)
+    with pytest.raises(ValueError, match=r"^NolocoSettings\.fragments .*\nNolocoSettings\.overlap_steps .*$"):
+        NolocoSettings(local_steps=2, fragments=3, overlap_steps=3)
 
 
 @pytest.mark.parametrize(
