@@ -1,4 +1,4 @@
-"""The settings of the method and of a federation: type, bound, default and meaning of each, defined once.
+"""Settings of the method and of a federation: type, bound, default and meaning of each, defined once.
 
 The JSON blocks `noloco` and `federation`, `config --explain`, the tables of the documentation, the library and
 `attach` use these classes. A rule between settings is one function here, which returns what is wrong.
@@ -47,13 +47,13 @@ _NO_STEP = refusing(step='is no longer a value; with local_steps 1 "round" is th
 
 @settings_class
 class NolocoSettings:
-    """The settings of the method, in `OuterOptimizer`, in `attach` and in the trainer.
+    """Settings of the method, in `OuterOptimizer`, in `attach` and in the trainer.
 
     Raises ValueError for a value of another type or out of its bounds, and for values that exclude each other.
     """
 
     method: Literal["noloco", "diloco"] = field(
-        "noloco", 'Which replicas average in a round: "noloco" a random group, "diloco" all.'
+        "noloco", 'Replicas that average in a round: "noloco": those of a random group, "diloco": all.'
     )
     local_steps: Positive = field(10, "k: inner optimizer steps between two rounds.")
     outer_momentum: Annotated[StrictFloat, Field(ge=0, lt=1)] = field(
@@ -62,7 +62,7 @@ class NolocoSettings:
     outer_lr: AboveZero = field(1.0, "beta: the weight of the group's mean outer gradient.")
     outer_nesterov: StrictBool = field(
         False,
-        'Whether the outer step looks ahead by Nesterov\'s momentum. DiLoCo as most use it is method "diloco", '
+        'Whether the outer step looks ahead by Nesterov\'s momentum. The usual DiLoCo is method "diloco", '
         "outer_momentum 0.9, outer_lr 0.7 and this.",
     )
     consensus_weight: Size | None = field(
@@ -71,17 +71,17 @@ class NolocoSettings:
     group_size: AtLeastTwo = field(2, 'n: replicas in a group; 2 is a pair (method "noloco" only).')
     pairing: Literal["auto", "random", "cycle"] = field(
         "auto",
-        'How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds have the prime '
-        'factors of replicas as group sizes, none above n. "auto": cycles for pairs where replicas is a power of '
-        'two, else random (method "noloco" only).',
+        '"random": groups are drawn at random. "cycle": a cycle of rounds connects all replicas; the group sizes '
+        'of its rounds are the prime factors of replicas, none above n. "auto": cycles for pairs where replicas '
+        'is a power of two, else random (method "noloco" only).',
     )
     deadline_seconds: AboveZero = field(
         600.0, "Seconds that a replica waits for its group before the round counts as failed."
     )
     payload: Annotated[Literal["fp32", "int8", "int4"], _NO_HALF] = field(
         "int8",
-        "What an exchange sends for each weight: fp32, or the difference to the partner quantized to integers. "
-        "docs/exchange.md has bytes and errors.",
+        "Form in which an exchange sends each weight: fp32, or the difference to the partner quantized to "
+        "integers. docs/exchange.md has bytes and errors.",
     )
     slow_weights: Literal["host", "device"] = field(
         "host",
@@ -89,7 +89,7 @@ class NolocoSettings:
     )
     fragments: Positive = field(
         1,
-        "F, at most local_steps: the weights are exchanged in F parts, each at its own one of the k local steps; "
+        "F, at most local_steps: the weights are exchanged in F parts, each after a local step of its own; "
         "1: all at once.",
     )
     overlap_steps: NonNegative | Literal["auto"] = field(
@@ -106,22 +106,22 @@ class NolocoSettings:
 
     @property
     def gamma(self) -> float:
-        """The consensus weight in force."""
+        """Return the consensus weight in force."""
         return self.outer_lr if self.consensus_weight is None else self.consensus_weight
 
     @property
     def payload_bits(self) -> int | None:
-        """Bits of a code; None for fp32."""
+        """Return the bits of a code; None for fp32."""
         return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
 
     @property
     def first_overlap_steps(self) -> int:
-        """The overlap of the first rounds: 0 while "auto" measures them."""
+        """Return the overlap of the first rounds: 0 while "auto" measures them."""
         return 0 if self.overlap_steps == "auto" else self.overlap_steps
 
     @property
     def longest_overlap_steps(self) -> int:
-        """The largest overlap that a round can have: local_steps with "auto"."""
+        """Return the largest overlap that a round can have: local_steps with "auto"."""
         return self.local_steps if self.overlap_steps == "auto" else self.overlap_steps
 
     def group_size_among(self, replicas: int) -> int:
@@ -156,16 +156,17 @@ class TrainerSettings(NolocoSettings):
 
     recipe: Literal["recommended", "paper"] = field(
         "recommended",
-        f"What holds for fields that are not given: the defaults here, or the paper's: {_PAPER}.",
+        f"Values of fields that are left out: the defaults here, or those of the paper: {_PAPER}.",
     )
     enabled: StrictBool = field(True, "Whether replicas average at all; false: each trains on its own.")
     final_average: StrictBool = field(
         True,
         "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
-        "one exchange for each prime factor of replicas; in a federation over a tree of those that are there.",
+        "one exchange for each prime factor of replicas; in a federation over a tree of the replicas that are "
+        "there.",
     )
     transport: Literal["auto", "mpi", "torch"] = field(
-        "auto", 'What carries the exchange; "auto" is MPI if the job was started by mpirun.'
+        "auto", 'Library that carries exchanges; "auto" is MPI if the job was started by mpirun.'
     )
     routing: Annotated[Literal["off", "round", "microbatch"], _NO_STEP] = field(
         "off",
@@ -175,7 +176,7 @@ class TrainerSettings(NolocoSettings):
 
     @property
     def active_method(self) -> Literal["noloco", "diloco", "none"]:
-        """The method in force; "none" where `enabled` is false."""
+        """Return the method in force; "none" where `enabled` is false."""
         return self.method if self.enabled else "none"
 
     def group_size_among(self, replicas: int) -> int:
@@ -192,8 +193,8 @@ class FederationSettings:
 
     slots: Annotated[StrictInt, Field(ge=2, le=MOST_SLOTS)] | None = field(
         None,
-        "The most replicas there can be; each is a job of its own, `train --replica I`, and may be absent. It can "
-        "be raised by restarting one job after the other. null: all replicas are one job.",
+        "Largest number of replicas. Each is a job of its own, `train --replica I`, and may be absent. To raise "
+        "the number, restart one job after the other. null: all replicas are one job.",
     )
     rendezvous: StrictStr | None = field(
         None,
@@ -225,14 +226,14 @@ class FederationSettings:
     key_file: FilePath | None = field(None, "The key of all members, made by `megatron-noloco keys FILE`.")
     shortest_deadline_seconds: AboveZero = field(
         5.0,
-        "The fewest seconds to wait for a partner, however quick exchanges are; the most are "
+        "Shortest time in seconds to wait for a partner, however quick exchanges are; the longest is "
         "noloco.deadline_seconds.",
     )
     rounds_behind: Positive = field(
         3,
-        "Rounds that a replica may be behind. One further behind, at its start or because it was asleep, takes "
-        "over the state of the furthest one; one that ends further behind gets the mean at the end, and is not in "
-        "it.",
+        "Rounds that a replica may be behind. A replica further behind, at its start or because it was asleep, "
+        "takes over the state of the furthest replica. A replica that ends further behind gets the mean at the end, "
+        "and is not in it.",
     )
     skip_local_steps: StrictBool = field(
         True,
@@ -267,7 +268,7 @@ def overlap_problem(noloco: NolocoSettings) -> str:
 
 
 def nesterov_problem(noloco: NolocoSettings) -> str:
-    """Return why there is nothing to look ahead by."""
+    """Return why the look-ahead has no effect."""
     if noloco.outer_nesterov and not noloco.outer_momentum:
         return "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
     return ""
@@ -299,7 +300,7 @@ def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
 def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
     """Yield what a federation lacks, and what replicas that are separate jobs cannot do."""
     if federation.slots is None:
-        yield "federation.slots is missing: the most replicas there can be"
+        yield "federation.slots is missing: the largest number of replicas"
         return
     if federation.rendezvous is None:
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"
@@ -319,7 +320,7 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
 
 
 def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
-    """Return what decides whether the replicas stay together; `replicas` None: their number is not known."""
+    """Return the numbers that decide whether replicas stay together; None: their number is not known."""
     cycle: tuple[int, ...] = ()
     if replicas is not None and noloco.pairing_among(replicas) == "cycle":
         cycle = prime_factors(replicas)

@@ -1,5 +1,6 @@
 """Settings in the forms of earlier versions, translated to today's. Version 0.3 is the last that reads them."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ def in_todays_form(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
         if now is None or now.keys() & rest.keys():
             continue
         given = given | {block: rest | now}
-        write = [f"write {block}.{name} {shown(value)}" for name, value in now.items()] or ["leave it out"]
+        write = [f'write "{name}": {json.dumps(value)}' for name, value in now.items()] or ["leave it out"]
         lines.append(f"{block}.{old} {shown(settings[old])}: {write[0]}")
     return given, tuple(lines)
 

@@ -202,16 +202,16 @@ class RunConfig:
 
     @property
     def compute(self) -> Compute:
-        """How the model is computed."""
+        """Return how the model is computed."""
         return self.model.compute(self.precision, self.data.separate_documents, self.parallel.split)
 
     @property
     def source(self) -> Source:
-        """What is read."""
+        """Return the source of the training data."""
         return self.data.source
 
     def documents(self, end_of_document: int) -> DocumentBorders:
-        """Return what is done at the borders of documents, which end with this token."""
+        """Return how the borders of documents are treated; a document ends with the token `end_of_document`."""
         return DocumentBorders(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
 
     @property
@@ -220,34 +220,34 @@ class RunConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in a microbatch."""
+        """Return the samples in a microbatch."""
         return int(self.deepspeed["train_micro_batch_size_per_gpu"])
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of a job; None where `parallel.replicas` is "auto"."""
+        """Return the ranks of a job; None where `parallel.replicas` is "auto"."""
         return self.parallel.world_size if self.federation.slots is None else self.replica_size
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one replica."""
+        """Return the ranks of one replica."""
         parallel = self.parallel
         within_stage = parallel.data_parallel_size * parallel.tensor_model_parallel_size
         return parallel.pipeline_model_parallel_size * within_stage
 
     @property
     def microbatches(self) -> int:
-        """Microbatches per data-parallel rank and local step (DeepSpeed's accumulation steps)."""
+        """Return the microbatches per data-parallel rank and local step (DeepSpeed's accumulation steps)."""
         return int(self.deepspeed["gradient_accumulation_steps"])
 
     @property
     def replica_batch(self) -> int:
-        """Samples one replica consumes per local step (DeepSpeed's train_batch_size)."""
+        """Return the samples that one replica consumes per local step (DeepSpeed's train_batch_size)."""
         return int(self.deepspeed["train_batch_size"])
 
     @property
     def zero_stage(self) -> int:
-        """1 or 2."""
+        """Return DeepSpeed's stage of ZeRO, 1 or 2."""
         return int(self.deepspeed["zero_optimization"]["stage"])
 
     @property

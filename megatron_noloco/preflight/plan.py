@@ -1,4 +1,4 @@
-"""What a run costs: memory of a rank, seconds of a local step, bytes and seconds of exchanges on a network."""
+"""Costs of a run: memory of a rank, seconds of a local step, bytes and seconds of exchanges on a network."""
 
 import math
 from dataclasses import asdict, dataclass, replace

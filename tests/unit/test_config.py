@@ -268,15 +268,30 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
 
 
 OLD_FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("noloco.overlap", {"mode": "delayed", "delay_steps": 3}, {"overlap_steps": 3}, "overlap_steps 3"),
-    ("noloco.overlap", {"mode": "delayed"}, {"overlap_steps": "auto"}, "overlap_steps 'auto'"),
-    ("noloco.overlap", {"mode": "none", "delay_steps": "auto"}, {"overlap_steps": 0}, "overlap_steps 0"),
-    ("noloco.overlap", {}, {"overlap_steps": 0}, "overlap_steps 0"),
-    ("noloco.routing", {"interval": "microbatch"}, {"routing": "microbatch"}, "routing 'microbatch'"),
-    ("noloco.routing", {}, {"routing": "off"}, "routing 'off'"),
+    (
+        "noloco.overlap",
+        {"mode": "delayed", "delay_steps": 3},
+        {"overlap_steps": 3},
+        'write "overlap_steps": 3',
+    ),
+    ("noloco.overlap", {"mode": "delayed"}, {"overlap_steps": "auto"}, 'write "overlap_steps": "auto"'),
+    (
+        "noloco.overlap",
+        {"mode": "none", "delay_steps": "auto"},
+        {"overlap_steps": 0},
+        'write "overlap_steps": 0',
+    ),
+    ("noloco.overlap", {}, {"overlap_steps": 0}, 'write "overlap_steps": 0'),
+    (
+        "noloco.routing",
+        {"interval": "microbatch"},
+        {"routing": "microbatch"},
+        'write "routing": "microbatch"',
+    ),
+    ("noloco.routing", {}, {"routing": "off"}, 'write "routing": "off"'),
     ("noloco.grouping", "replica", {}, "leave it out"),
     ("checkpoint.fewer_replicas", "drop", {}, "leave it out"),
-    ("federation.local_steps", "all", {"skip_local_steps": False}, "skip_local_steps false"),
+    ("federation.local_steps", "all", {"skip_local_steps": False}, 'write "skip_local_steps": false'),
 ]
 
 
