@@ -54,7 +54,7 @@ def field(default: Any, meaning: str, **bounds: Any) -> Any:
 
 
 def refusing(**reasons: str) -> BeforeValidator:
-    """Return a part of an annotation: values of another version that users try, with the reason against each."""
+    """Return an annotation that refuses values which users try, each with the reason against it."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and value in reasons:
@@ -143,7 +143,8 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return " or ".join(_expected(option, metadata) for option in get_args(annotation))
     if _is_block(annotation):
         definitions = fields_in(annotation)
-        names = [name for name, field in definitions.items() if field.is_required()] or list(definitions)
+        required = [name for name, entry in definitions.items() if entry.is_required()]
+        names = required or list(definitions)
         return "an object with " + (", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])}, ...")
     kinds = {
         list: "a list",

@@ -25,7 +25,6 @@ from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.stability import Gossip, keeps_rounding
 
 MOST_SLOTS = 4096
-AtLeastTwo = Annotated[StrictInt, Field(ge=2)]
 PAPER: Mapping[str, Any] = {
     "local_steps": 50,
     "outer_momentum": 0.5,
@@ -68,7 +67,9 @@ class NolocoSettings:
     consensus_weight: Size | None = field(
         None, "gamma: the pull towards the group's mean slow weights; null means outer_lr."
     )
-    group_size: AtLeastTwo = field(2, 'n: replicas in a group; 2 is a pair (method "noloco" only).')
+    group_size: Annotated[StrictInt, Field(ge=2)] = field(
+        2, 'n: replicas in a group; 2 is a pair (method "noloco" only).'
+    )
     pairing: Literal["auto", "random", "cycle"] = field(
         "auto",
         '"random": groups are drawn at random. "cycle": a cycle of rounds connects all replicas; the group sizes '

@@ -6,7 +6,7 @@ from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError, create_model
+from pydantic import ValidationError
 
 from megatron_noloco.config import data_block, deepspeed_block, model_block, parallel_block
 from megatron_noloco.config.blocks import (
@@ -24,7 +24,7 @@ from megatron_noloco.config.old_forms import in_todays_form, of_saved_run
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, unknown_key
 from megatron_noloco.data.sources import DocumentBorders, Source, TokenizerChoice
-from megatron_noloco.fields import Problem, fields_in, fields_of, problems_of
+from megatron_noloco.fields import Problem, fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
@@ -36,31 +36,27 @@ from megatron_noloco.settings import (
     groups_problem,
 )
 
-BLOCKS: dict[str, type] = {
-    "noloco": TrainerSettings,
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "federation": FederationSettings,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "checkpoint": CheckpointConfig,
-    "evaluation": EvaluationConfig,
-    "tensorboard": TensorBoardConfig,
-    "wandb": WandbConfig,
+
+class File(DeepSpeedConfig):
+    """All that a file may hold: our blocks and DeepSpeed's keys."""
+
+    noloco: TrainerSettings = TrainerSettings()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    federation: FederationSettings = FederationSettings()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    wandb: WandbConfig = WandbConfig()
+
+
+BLOCKS: dict[str, Any] = {
+    name: field.annotation
+    for name, field in File.model_fields.items()
+    if name not in DeepSpeedConfig.model_fields
 }
-
-
-def _default(block: type) -> Any:
-    """Return the value of a block that is left out; ... where it must be given."""
-    return ... if any(field.is_required() for field in fields_in(block).values()) else block()
-
-
-# All that a file may hold: our blocks and DeepSpeed's keys.
-File = create_model(
-    "File",
-    __base__=DeepSpeedConfig,
-    **{name: (block, _default(block)) for name, block in BLOCKS.items()},  # type: ignore[call-overload]
-)
 _NAMES = (*BLOCKS, *(name for name, _ in fields_of(File)))
 
 
