@@ -301,7 +301,7 @@ def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
 def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
     """Yield what a federation lacks, and what replicas that are separate jobs cannot do."""
     if federation.slots is None:
-        yield "federation.slots is missing: the largest number of replicas"
+        yield "federation.slots is missing: the most replicas there can be"
         return
     if federation.rendezvous is None:
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"

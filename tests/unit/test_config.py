@@ -300,14 +300,14 @@ def test_the_old_form_of_a_setting_is_read_with_a_line_that_says_the_new_one(
     name: str, old: Any, new: dict[str, Any], said: str
 ) -> None:
     block = name.split(".")[0]
-    now = RunConfig.from_dict(edited({f"{block}.{setting}": value for setting, value in new.items()}))
-    raw = edited({name: old})
-    found = RunConfig.from_dict(raw)
+    base: dict[str, Any] = FEDERATION if block == "federation" else {}
+    now = RunConfig.from_dict(edited(base | {f"{block}.{setting}": value for setting, value in new.items()}))
+    found = RunConfig.from_dict(edited(base | {name: old}))
     assert found == now
     (line,) = found.translations
     assert line.startswith(f"{name} ")
     assert line.endswith(said)
-    assert f"old form: {line}; " in "\n".join(describe(found, found.topology(8)))
+    assert f"old form: {line}; " in "\n".join(describe(found, found.topology(found.world_size or 0)))
     saved = now.to_dict()
     for setting in new:
         del saved[block][setting]
