@@ -233,8 +233,8 @@ class FederationSettings:
     rounds_behind: Positive = field(
         3,
         "Rounds that a replica may be behind. A replica further behind, at its start or because it was asleep, "
-        "takes over the state of the furthest replica. A replica that ends further behind gets the mean at the end, "
-        "and is not in it.",
+        "takes over the state of the furthest replica. A replica that ends further behind gets the mean at the "
+        "end, and is not in it.",
     )
     skip_local_steps: StrictBool = field(
         True,
