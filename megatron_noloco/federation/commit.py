@@ -168,7 +168,7 @@ class CommittedExchange:
         self._partner, self._rank = partner, place.rank_of(partner)
         self._partners.begin(number, self._rank)
         self._mean = self._buffers.take("mean", torch.float32, len(vector))
-        self._exchange.waiting.deadline_seconds = self._partners.deadline_seconds
+        self._exchange.deadline_seconds = self._partners.deadline_seconds
         self._begun_at = time.monotonic()
         self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
         pair = min(self._replica, partner), max(self._replica, partner)
@@ -178,7 +178,7 @@ class CommittedExchange:
         """Move the messages under way; yields nothing before `finish`."""
         if self._collecting():
             self._collect(self._exchange.progress())
-            if self._exchange.complete:
+            if self._exchange.done:
                 self._prepare()
         return iter(())
 
@@ -238,14 +238,14 @@ class CommittedExchange:
         # `end` must not void our token before it arrives. If it is lost, the partner is in doubt.
         assert self._prepared is not None
         with suppress(*_FAILURES):
-            self._prepared.finish(self._exchange.waiting.deadline_seconds)
+            self._prepared.finish(self._exchange.deadline_seconds)
         return True
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
         elapsed_seconds = time.monotonic() - self._begun_at  # since the receive was posted
         try:
-            for _ in self._token.arrivals(elapsed_seconds + self._exchange.waiting.deadline_seconds):
+            for _ in self._token.arrivals(elapsed_seconds + self._exchange.deadline_seconds):
                 pass
         except _FAILURES as failure:
             self._failure = failure

@@ -8,7 +8,7 @@ payload.py has the code. Each phase needs what the one before brought:
 | STEPS | nothing: both compute them | as an owner, the steps of its part to the others |
 | CODES | codes of its vector, with checksums | to the owner of each part, its codes, with checksums |
 | SUMS | nothing | as an owner, the sums of its part to the others, and its verdict on each block |
-| 0 and 1 | the blocks left over, in fp32, as `Exchange` does | likewise |
+| 0 and 1 | the blocks left over, in fp32, as `Swap` does | as `Share` does |
 
 Left over are blocks in which a difference was larger than the code holds, blocks in which a member is not
 finite, and blocks with elements that are to be exact. All members know which: a pair comes to the same verdict
@@ -20,9 +20,9 @@ Bytes. A member of a pair sends `payload.message_bytes(elements, bits)`, and 4 f
 1) for each of its own; then what is left over, as `Exchange` does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -41,14 +41,23 @@ from megatron_noloco.outer.payload import (
     signs_of,
     wide_type,
 )
+from megatron_noloco.outer.stretch import Alone, Session, Stretch, divided, in_fp32
 from megatron_noloco.outer.vectors import Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import keeps_rounding
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import Message, Transport
+from megatron_noloco.transport.protocol import Flight, Transport
 
-_SKETCHES, _STEPS, _CODES, _SUMS = range(2, 6)
 _SEGMENT = 8192  # blocks coded and posted at a time in a pair, so that coding overlaps with sending
+
+
+class Phase(IntEnum):
+    """The phases of a coded stretch, and of the tags of its messages; what is left over has 0 and 1."""
+
+    SKETCHES = 2
+    STEPS = 3
+    CODES = 4
+    SUMS = 5
 
 
 @dataclass(frozen=True)
@@ -78,128 +87,67 @@ class CodedExchange(Exchange):
         super().__init__(transport, place, channel, deadline_seconds, blocks_in(coding.stretch) * BLOCK)
         self.coding = coding
         self._codec = Codec(coding.bits)
-        self._first = 0  # element of the stretch posted next
         self._signs = torch.empty(0)
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         if not self._under_way:
-            self._first, self._signs = 0, signs_of(number)
+            self._signs = signs_of(number)
             keeps = keeps_rounding(self.coding.bits, len(group))
-            self.rounding = self._buffers.take("rounding", torch.float32, len(vector)) if keeps else None
-            if self.rounding is not None:
-                self.rounding.zero_()
+            self.rounding = (
+                self._buffers.take("rounding", torch.float32, len(vector)).zero_() if keeps else None
+            )
         super().begin(vector, group, number, what, exact)
 
-    def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
-        first, self._first = self._first, self._first + len(part)
-        if part.device.type != "cpu":
-            part = self._buffers.take("outbox", torch.float32, len(part)).copy_(part)
-        if len(self.report.group) == 1:
-            return iter([MeanPiece(0, len(part), part)])
-        blocks = blocks_in(len(part))
-        sketches = self._buffers.take("sketches", torch.float32, blocks, CELLS)
-        self._codec.sketch(part, self._signs, sketches)
-        coded = torch.ones(blocks, dtype=torch.bool)
+    def _open(self, part: Tensor) -> Stretch:
+        """Open the stretch that ends with the last element posted."""
+        members, first = len(self.report.group), self._posted - len(part)
+        if members == 1:
+            return Alone(self._session, part)
+        coded = torch.ones(blocks_in(len(part)), dtype=torch.bool)
         for start, stop in self._exact:
             coded[max(0, start - first) // BLOCK : max(0, blocks_in(stop - first))] = False
-        if len(self.report.group) == 2:
-            exchange = self._pair(part, sketches, coded)
+        rounding = None if self.rounding is None else self.rounding[first : self._posted]
+        code = Code(self._codec, self._signs, coded, rounding)
+        return (CodedSwap if members == 2 else CodedShare)(self._session, part, code)
+
+    def _go_on(self) -> None:
+        """Send in fp32 what the codes of the last stretch do not hold, then the next stretch."""
+        last = self._stretch
+        if isinstance(last, CodedStretch) and (left_over := _spans(~last.coded, len(last.vector))).length:
+            self.report.resent_elements += left_over.length
+            vector = self._buffers.take("left over", torch.float32, left_over.length)
+            self._stretch = in_fp32(self._session, left_over.gather(last.vector, vector))
+            first = self._posted - len(last.vector)
+            self._spans = Spans([(first + start, first + stop) for start, stop in left_over.ranges])
         else:
-            exchange = self._group(part, sketches, coded, first)
-        # When `_again` runs, `coded` says what is left over.
-        return chain(exchange, self._again(part, coded))
+            super()._go_on()
 
-    def _pair(self, part: Tensor, sketches: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
-        (partner,) = (member for member in self.report.group if member != self.place.replica)
-        rank, blocks, codec = self.place.rank_of(partner), len(coded), self._codec
-        their_sketches = self._buffers.take("their sketches", torch.float32, blocks, CELLS)
-        agreed = self._send({rank: [sketches]}, {rank: [their_sketches]}, _SKETCHES)
 
-        def all_pieces() -> Iterator[MeanPiece | None]:
-            yield from agreed
-            steps = self._buffers.take("steps", torch.float32, blocks)
-            find_steps([sketches, their_sketches], codec.bits, steps)
-            steps.mul_(coded)
-            mine, theirs = self._codes("my", blocks), self._codes("their", blocks)
-            segments = []
-            for piece, at in pieces(part, _SEGMENT):
-                codec.encode(piece, steps[at], *_at(mine, at))
-                sent = self._send({rank: _at(mine, at)}, {rank: _at(theirs, at)}, _CODES)
-                segments.append((piece, at, sent))
-                yield None  # the caller may compute in between
-            for segment, within, sent in segments:
-                yield from sent
-                for piece, at in pieces(segment, first=within.start):
-                    m, coded[at] = codec.differences(steps[at], _at(mine, at), _at(theirs, at))
-                    moved, square = codec.from_difference(piece, m, steps[at] * coded[at] / 2)
-                    self._count(2 * square, steps[at], coded[at], len(piece))
-                    yield from _chosen(moved, at.start, coded[at])
+@dataclass(frozen=True)
+class Code:
+    """How a stretch is coded.
 
-        return all_pieces()
+    Attributes:
+        signs: of the sketches.
+        coded: bool, shape [blocks]; False: exact. In the end it is False for all blocks that are left over.
+        rounding: as long as the stretch, to be filled with what the codes leave out; None where it is not kept.
+    """
 
-    def _group(self, part: Tensor, sketches: Tensor, coded: Tensor, first: int) -> Iterator[MeanPiece | None]:
-        group, codec = self.report.group, self._codec
-        members, blocks = len(group), len(coded)
-        bounds = [blocks * member // members for member in range(members + 1)]
-        at = {
-            self.place.rank_of(member): slice(*ends)
-            for member, ends in zip(group, pairwise(bounds), strict=True)
-        }
-        own = at.pop(self.place.rank)
-        width = own.stop - own.start
-        theirs = self._buffers.take("their sketches", torch.float32, members - 1, width, CELLS)
-        sketched = self._send(
-            {rank: [sketches[other]] for rank, other in at.items()},
-            {rank: [theirs[j]] for j, rank in enumerate(at)},
-            _SKETCHES,
-        )
+    codec: Codec
+    signs: Tensor
+    coded: Tensor
+    rounding: Tensor | None
 
-        def all_pieces() -> Iterator[MeanPiece | None]:
-            yield from sketched
-            steps = self._buffers.take("steps", torch.float32, blocks)
-            find_steps([sketches[own], *theirs], codec.bits, steps[own])
-            steps[own] *= coded[own]
-            yield from self._hand_out([steps], own, at, _STEPS)
-            mine = self._codes("my", blocks)
-            codec.encode(part, steps, *mine)
-            received = [self._codes(f"their {j}", width) for j in range(members - 1)]
-            yield from self._send(
-                {rank: _at(mine, other) for rank, other in at.items()},
-                dict(zip(at, received, strict=True)),
-                _CODES,
-            )
-            sums = self._buffers.take("sums", wide_type(self.coding.bits, members), blocks, BLOCK)
-            my_steps, my_sums, my_coded = steps[own], sums[own], coded[own]
-            parts = [_at(mine, own), *received]
-            for piece, here in pieces(part[own.start * BLOCK : own.stop * BLOCK]):
-                my_coded[here], squares = codec.sum_of(
-                    piece, my_steps[here], [_at(one, here) for one in parts], my_sums[here]
-                )
-                self._count(squares, my_steps[here], my_coded[here], len(piece))
-            yield from self._hand_out([sums, coded], own, at, _SUMS)
-            for piece, here in pieces(part):
-                if self.rounding is None:
-                    mean = codec.from_sum(piece, steps[here], sums[here], members)
-                else:
-                    start = first + here.start * BLOCK
-                    left_out = self.rounding[start : start + len(piece)]
-                    mean = codec.common_mean(piece, steps[here], sums[here], members, coded[here], left_out)
-                yield from _chosen(mean, here.start, coded[here])
 
-        return all_pieces()
+class CodedStretch(Stretch):
+    """A stretch in codes; its mean lacks the blocks that are not `coded`."""
 
-    def _again(self, part: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
-        """Exchange in fp32 the blocks that are not coded."""
-        left_over = _spans(coded.logical_not(), len(part))
-        if not left_over.length:
-            return
-        self.report.resent_elements += left_over.length
-        vector = left_over.gather(part, self._buffers.take("left over", torch.float32, left_over.length))
-        for piece in super()._post(vector):
-            if piece is None:
-                yield None
-            else:
-                yield from left_over.place(piece)
+    def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
+        super().__init__(session, vector)
+        self.codec, self.coded, self.rounding = code.codec, code.coded, code.rounding
+        self.sketches = session.buffers.take("sketches", torch.float32, len(code.coded), CELLS)
+        self.steps = session.buffers.take("steps", torch.float32, len(code.coded))
+        self.codec.sketch(vector, code.signs, self.sketches)
 
     def _count(self, squares: float, steps: Tensor, coded: Tensor, elements: int) -> None:
         """Add a piece to the report: `squares` is the variance over the group, summed over its coded blocks."""
@@ -207,41 +155,123 @@ class CodedExchange(Exchange):
         if len(sizes):
             sizes[-1] *= 1 - (len(steps) * BLOCK - elements) / BLOCK
         error = float((steps.square() * sizes).sum()) / 12
-        self.report.squared_error += error
-        self.report.squared_deviation += max(0.0, squares - error)  # the rounding's own variance
-        self.report.compared_elements += round(float(sizes.sum()))
-
-    def _send(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], phase: int
-    ) -> Iterator[None]:
-        """Post messages to and from each rank; iterating waits until all are received and sent."""
-        outgoing, incoming = (
-            [Message(rank, buffer.view(-1)) for rank, buffers in way.items() for buffer in buffers]
-            for way in (sends, receives)
-        )
-        flight = self.transport.post(outgoing, incoming, self._tag + phase)
-        self.report.bytes_sent += sum(message.buffer.nbytes for message in outgoing)
-        arrivals = self.waiting.collect(flight)
-
-        def waits() -> Iterator[None]:
-            yield from (None for arrival in arrivals if arrival is None)
-            self.report.wait_seconds += flight.wait_seconds
-
-        return waits()
-
-    def _hand_out(
-        self, vectors: Sequence[Tensor], own: slice, others: Mapping[int, slice], phase: int
-    ) -> Iterator[None]:
-        """Send our part of the vectors to the other ranks, and receive theirs."""
-        return self._send(
-            {rank: [vector[own] for vector in vectors] for rank in others},
-            {rank: [vector[at] for vector in vectors] for rank, at in others.items()},
-            phase,
-        )
+        report = self.session.report
+        report.squared_error += error
+        report.squared_deviation += max(0.0, squares - error)  # the rounding's own variance
+        report.compared_elements += round(float(sizes.sum()))
 
     def _codes(self, name: str, blocks: int) -> Coded:
-        codes = self._buffers.take(f"{name} codes", torch.uint8, blocks, self._codec.block_bytes)
-        return codes, self._buffers.take(f"{name} checksums", torch.int32, blocks)
+        take = self.session.buffers.take
+        codes = take(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
+        return codes, take(f"{name} checksums", torch.int32, blocks)
+
+
+class CodedSwap(CodedStretch):
+    """A stretch of a pair. Codes are sent and used in segments."""
+
+    def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
+        super().__init__(session, vector, code)
+        blocks = len(self.coded)
+        (self._partner,) = set(session.ranks) - {session.place.rank}
+        self._mine, self._theirs = self._codes("my", blocks), self._codes("their", blocks)
+        self._their_sketches = session.buffers.take("their sketches", torch.float32, blocks, CELLS)
+        self._unsent = list(pieces(vector, _SEGMENT))
+        self._sent: list[tuple[Tensor, slice, Flight]] = []
+        sketches = [(self._partner, self.sketches)], [(self._partner, self._their_sketches)]
+        self.send(Phase.SKETCHES, *sketches)
+
+    def poll(self) -> Iterator[MeanPiece]:
+        if self.has(Phase.SKETCHES):
+            find_steps([self.sketches, self._their_sketches], self.codec.bits, self.steps)
+            self.steps.mul_(self.coded)
+            self.phase = Phase.CODES
+        if self.phase == Phase.CODES and self._unsent:
+            self._send_segment()
+            return  # the caller may compute in between
+        while self.has(Phase.CODES):
+            yield from self._use_segment()
+
+    def _send_segment(self) -> None:
+        """Code the next segment and send it. After the last one, wait for the partner's first."""
+        piece, at = self._unsent.pop(0)
+        self.codec.encode(piece, self.steps[at], *_at(self._mine, at))
+        mine, theirs = ([(self._partner, part) for part in _at(of, at)] for of in (self._mine, self._theirs))
+        self._sent.append((piece, at, self.send(Phase.CODES, mine, theirs)))
+        self.awaited = None if self._unsent else self._sent[0][2]
+
+    def _use_segment(self) -> Iterator[MeanPiece]:
+        """Yield the mean of the segment that has come, and wait for the next one."""
+        segment, within, _ = self._sent.pop(0)
+        for piece, at in pieces(segment, first=within.start):
+            steps = self.steps[at]
+            m, coded = self.codec.differences(steps, _at(self._mine, at), _at(self._theirs, at))
+            self.coded[at] = coded
+            moved, square = self.codec.from_difference(piece, m, steps * coded / 2)
+            self._count(2 * square, steps, coded, len(piece))
+            yield from _chosen(moved, at.start, coded)
+        self.done = not self._sent
+        self.awaited = None if self.done else self._sent[0][2]
+
+
+class CodedShare(CodedStretch):
+    """A stretch of a larger group. Each member owns a part of the blocks: it finds their steps and sums."""
+
+    def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
+        super().__init__(session, vector, code)
+        blocks, take = len(self.coded), session.buffers.take
+        self._own, self._parts = divided(blocks, session)
+        others, width = len(self._parts), self._own.stop - self._own.start
+        self._mine = self._codes("my", blocks)
+        self._received = [self._codes(f"their {place}", width) for place in range(others)]
+        self._their_sketches = take("their sketches", torch.float32, others, width, CELLS)
+        self._sums = take("sums", wide_type(self.codec.bits, others + 1), blocks, BLOCK)
+        sketches = ((rank, self.sketches[part]) for rank, part in self._parts.items())
+        self.send(Phase.SKETCHES, sketches, zip(self._parts, self._their_sketches, strict=True))
+
+    def poll(self) -> Iterator[MeanPiece]:
+        if self.has(Phase.SKETCHES):
+            steps = self.steps[self._own]
+            find_steps([self.sketches[self._own], *self._their_sketches], self.codec.bits, steps)
+            steps *= self.coded[self._own]
+            self._hand_out(Phase.STEPS, self.steps)
+        if self.has(Phase.STEPS):
+            self.codec.encode(self.vector, self.steps, *self._mine)
+            mine = ((rank, one) for rank, part in self._parts.items() for one in _at(self._mine, part))
+            theirs = zip(self._parts, self._received, strict=True)
+            self.send(Phase.CODES, mine, ((rank, one) for rank, coded in theirs for one in coded))
+        if self.has(Phase.CODES):
+            self._add_up()
+            self._hand_out(Phase.SUMS, self._sums, self.coded)
+        if self.has(Phase.SUMS):
+            yield from self._means()
+            self.done = True
+
+    def _add_up(self) -> None:
+        """Form the sums of the own part, and find the blocks that the codes hold."""
+        own = self._own
+        steps, sums, coded = self.steps[own], self._sums[own], self.coded[own]
+        codes = [_at(self._mine, own), *self._received]
+        for piece, at in pieces(self.vector[own.start * BLOCK : own.stop * BLOCK]):
+            parts = [_at(one, at) for one in codes]
+            coded[at], squares = self.codec.sum_of(piece, steps[at], parts, sums[at])
+            self._count(squares, steps[at], coded[at], len(piece))
+
+    def _means(self) -> Iterator[MeanPiece]:
+        """Yield the mean of the blocks that the codes hold."""
+        for piece, at in pieces(self.vector):
+            summed = piece, self.steps[at], self._sums[at], len(self.session.ranks)
+            if self.rounding is None:
+                mean = self.codec.from_sum(*summed)
+            else:
+                left_out = self.rounding[at.start * BLOCK : at.start * BLOCK + len(piece)]
+                mean = self.codec.common_mean(*summed, self.coded[at], left_out)
+            yield from _chosen(mean, at.start, self.coded[at])
+
+    def _hand_out(self, phase: Phase, *vectors: Tensor) -> None:
+        """Send the own part of the vectors to the other ranks, and receive theirs."""
+        mine = ((rank, vector[self._own]) for rank in self._parts for vector in vectors)
+        theirs = ((rank, vector[part]) for rank, part in self._parts.items() for vector in vectors)
+        self.send(phase, mine, theirs)
 
 
 def _at(coded: Coded, at: slice) -> Coded:

@@ -1,32 +1,26 @@
 """The exchange: a group of replicas computes the mean of one vector, in messages between two ranks.
 
-A pair swaps its vectors, one message each way. A larger group of n uses two phases, as the bandwidth-optimal
-all-reduce of Patarasuk and Yuan does ("Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
-Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by direct messages instead of a ring:
-
-1. Each member owns 1/n of the elements. It receives them from the other members and averages them.
-2. It sends the mean of its elements to the other members.
-
-A member sends 2 (n-1)/n vectors, the least possible; sending the vector to all members would cost n-1. In both
-schemes all members use bitwise the same mean, which the method's recursion of the mean rests on (docs/method.md).
-
-Between `begin` and `finish` the caller may compute, and call `progress` now and then. It collects what has
-arrived, and posts what depends on it (the second phase, the next stretch), so that `finish` waits for little.
+A vector is exchanged in stretches, one after the other; `stretch` says how. Between `begin` and `finish` the
+caller may compute, and call `progress` now and then. It polls the stretch that is under way: this collects what
+has arrived, and posts what depends on it (the second phase, the next stretch). So `finish`, which polls and waits,
+has little to wait for.
 """
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece, finite_mean
-from megatron_noloco.outer.messages import CHANNELS, PartnerLostError, PartnerTimeoutError, Waiting, tag_of
-from megatron_noloco.outer.vectors import Buffers, Ranges
+from megatron_noloco.job.activity import now
+from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.messages import CHANNELS, PartnerLostError, PartnerTimeoutError, tag_of
+from megatron_noloco.outer.stretch import Session, Stretch, in_fp32
+from megatron_noloco.outer.vectors import Buffers, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Transport
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Transport
 
 _NAMED = 3  # of those that an exchange waits for
 STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
@@ -58,16 +52,17 @@ class Exchange:
         transport: carries the messages.
         place: of this rank; its rank is the transport's.
         channel: 0 to CHANNELS - 1, the same for the counterparts.
-        deadline_seconds: how long to wait for a member, see `messages.Waiting`.
+        deadline_seconds: how long to wait for a message, from when it was posted, or from the call of `finish` if
+            that was later.
         stretch: elements that are under way at a time, the same for the counterparts. The exchange's buffers hold
             one such stretch for a pair, two for a larger group. `begin` posts the first stretch.
 
     Attributes:
+        deadline_seconds: may be changed between two exchanges.
         report: of the exchange begun last; complete when `finish` is exhausted.
         rounding: what is left out of this rank's vector in the mean, to be added to its next one; as long as the
             vector, in host memory, valid where a piece has been yielded. None: nothing is left out, as here.
-        waiting: its `deadline_seconds` may be changed between two exchanges.
-        complete: whether all of the mean has been yielded, and all that was sent has arrived.
+        done: whether all of the mean has been yielded, and all that was sent has arrived.
     """
 
     def __init__(
@@ -87,16 +82,20 @@ class Exchange:
         self.transport = transport
         self.place = place
         self.channel = channel
+        self.deadline_seconds = deadline_seconds
         self.stretch = stretch
         self.rounding: Tensor | None = None
         self.report = ExchangeReport(group=())
-        self._what, self._tag = "", 0
-        self._exact: Ranges = ()
+        self.done = False
         self._under_way = False
-        self.complete = False
-        self.waiting = Waiting(deadline_seconds)
-        self._pieces: Generator[MeanPiece | None]
         self._buffers = Buffers()
+        self._vector = torch.empty(0)
+        self._what = ""
+        self._exact: Ranges = ()
+        self._session: Session
+        self._posted = 0  # elements of the vector
+        self._stretch: Stretch | None = None  # that is under way
+        self._spans = Spans(())  # where it lies in the vector
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Post the messages of this rank, and return without waiting for any.
@@ -117,21 +116,21 @@ class Exchange:
         if self.place.replica not in group:
             raise ValueError(f"{what}: replica {self.place.replica} is not in group {list(group)}")
         self.report = ExchangeReport(group)
-        self._what, self._exact, self.complete = what, exact, False
-        self._tag = tag_of(number, self.channel)
-        self.waiting.stop()
-        posted = self._post(vector[: self.stretch]) if len(vector) else iter(())
-        self._pieces = self._all_pieces(vector, posted)
+        self._vector, self._what, self._exact = vector, what, exact
+        tag = tag_of(number, self.channel)
+        self._session = Session(self.transport, self.place, tag, self.report, self._buffers)
+        self._posted, self.done = 0, False
+        self._go_on()
         self._under_way = True
 
     def progress(self) -> Iterator[MeanPiece]:
         """Yield the pieces of the mean that are available, without waiting; none without `begin`.
 
         Moves messages where the library moves them only when it is called. All members must use the pieces of
-        `progress` as they do those of `finish`, which yields the others.
+        `progress` as they do those of `finish`, which yields the others. An iterator that is not exhausted ends
+        the exchange, as an error does. Raises PartnerLostError as `finish` does.
         """
-        while self._under_way and (piece := next(self._pieces, None)) is not None:
-            yield piece
+        return self._pieces(None) if self._under_way else iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the pieces of the mean that are left, each element once, as chunks arrive.
@@ -142,45 +141,8 @@ class Exchange:
         """
         if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")
-        self.waiting.start(self._awaited())
-        try:
-            yield from (piece for piece in self._pieces if piece is not None)
-        finally:
-            self._pieces.close()
-            self._under_way = False
-
-    def _awaited(self) -> str:
-        others = [member for member in self.report.group if member != self.place.replica]
-        named = [f"rank {self.place.rank_of(other)} (replica {other})" for other in others[:_NAMED]]
-        if len(others) > _NAMED:
-            named.append(f"{len(others) - _NAMED} more")
-        return f"waiting for {' and '.join(named)} in {self._what}"
-
-    def _all_pieces(self, vector: Tensor, posted: Iterator[MeanPiece | None]) -> Generator[MeanPiece | None]:
-        """Yield the pieces of the mean; None where the next one has not arrived and the caller does not wait."""
-        try:
-            for first in range(0, len(vector), self.stretch):
-                if first:
-                    posted = self._post(vector[first : first + self.stretch])
-                for piece in posted:
-                    yield piece and MeanPiece(first + piece.start, first + piece.stop, piece.mean)
-            self.complete = True
-        except ExchangeTimeoutError as error:
-            partner = error.rank // self.place.ranks_per_replica
-            raise PartnerTimeoutError(
-                f"replica {self.place.replica}: no answer from partner {partner} (rank {error.rank}) in "
-                f"{self._what} after {error.waited_seconds:.1f} s (deadline_seconds)"
-            ) from error
-        except ConnectionError as error:
-            raise PartnerLostError(
-                f"replica {self.place.replica} lost a partner in {self._what}: {error}"
-            ) from error
-        finally:
-            if not self.complete:
-                self._under_way = False
-                # Late messages must not overwrite the next exchange's memory; the transport keeps the old one.
-                self._buffers.release()
-            self.report.seconds = time.perf_counter() - self.report.started
+        yield from self._pieces(time.monotonic())
+        self._under_way = False
 
     def whole_mean(self, vector: Tensor, group: Group, number: int, what: str) -> Tensor:
         """Return the mean in new memory: `begin` and `finish` in one."""
@@ -190,74 +152,68 @@ class Exchange:
             whole[start:stop] = mean
         return whole
 
-    def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
-        """Post the first messages of one stretch, and return the iterator that collects its pieces."""
-        group = self.report.group
+    def _go_on(self) -> None:
+        """Post the first messages of the next stretch, if there is one."""
+        part = self._vector[self._posted : self._posted + self.stretch]
+        if not len(part):
+            self._stretch, self.done = None, True
+            self.report.seconds = time.perf_counter() - self.report.started
+            return
+        self._spans = Spans([(self._posted, self._posted + len(part))])
+        self._posted += len(part)
         if part.device.type != "cpu":
             part = self._buffers.take("outbox", torch.float32, len(part)).copy_(part)
-        match len(group):
-            case 1:
-                return iter([MeanPiece(0, len(part), self._inbox(len(part)).copy_(part))])
-            case 2:
-                return self._swap(part, group[1] if group[0] == self.place.replica else group[0])
-            case _:
-                return self._share(part, group)
+        self._stretch = self._open(part)
 
-    def _swap(self, vector: Tensor, partner: int) -> Iterator[MeanPiece | None]:
-        rank, inbox = self.place.rank_of(partner), self._inbox(len(vector))
-        flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], self._tag)
-        self.report.bytes_sent += vector.nbytes
-        arrivals = self.waiting.collect(flight)
+    def _open(self, part: Tensor) -> Stretch:
+        return in_fp32(self._session, part)
 
-        def pieces() -> Iterator[MeanPiece | None]:
-            for arrival in arrivals:
-                if arrival is None:
-                    yield None
-                    continue
-                _, start, stop = arrival
-                mine, theirs = vector[start:stop], inbox[start:stop]
-                yield MeanPiece(start, stop, finite_mean([mine, theirs], theirs, self.report))
-            self.report.wait_seconds += flight.wait_seconds
+    def _pieces(self, since: float | None) -> Iterator[MeanPiece]:
+        """Yield the pieces of the mean; wait for those that are not there, `since` this time, or not (None)."""
+        try:
+            while self._stretch is not None:
+                for piece in self._stretch.poll():
+                    yield from self._spans.place(piece)
+                if self._stretch.done:
+                    self._go_on()
+                elif since is None:
+                    return
+                elif self._stretch.awaited is not None:
+                    self._wait(self._stretch.awaited, since)
+        except BaseException as error:  # also where the caller takes no more
+            self._under_way, self._stretch = False, None
+            self.report.seconds = time.perf_counter() - self.report.started
+            # Late messages must not overwrite the next exchange's memory; the transport keeps the old one.
+            self._buffers.release()
+            if named := self._named(error):
+                raise named from error
+            raise
 
-        return pieces()
+    def _wait(self, flight: Flight, since: float) -> None:
+        """Wait until a chunk has arrived, or all that was sent has."""
+        now.part(self._awaited())
+        started = time.monotonic()
+        try:
+            flight.wait(self.deadline_seconds + max(0.0, since - flight.posted))
+        finally:
+            self.report.wait_seconds += time.monotonic() - started
+        now.part("")
 
-    def _share(self, vector: Tensor, group: Group) -> Iterator[MeanPiece | None]:
-        ranks = [self.place.rank_of(member) for member in group]
-        me = group.index(self.place.replica)
-        others = [member for member in range(len(group)) if member != me]
-        bounds = [len(vector) * member // len(group) for member in range(len(group) + 1)]
-        parts = [slice(bounds[member], bounds[member + 1]) for member in range(len(group))]
-        width = bounds[me + 1] - bounds[me]
-        slices = list(self._buffers.take("slices", torch.float32, len(group), width))
-        slices[me] = vector[parts[me]]
-        inbox = self._inbox(len(vector))
-        flight = self.transport.post(
-            [Message(ranks[j], vector[parts[j]]) for j in others],
-            [Message(ranks[j], slices[j]) for j in others],
-            self._tag,
-        )
-        arrivals = self.waiting.collect(flight)
+    def _awaited(self) -> str:
+        others = [member for member in self.report.group if member != self.place.replica]
+        named = [f"rank {self.place.rank_of(other)} (replica {other})" for other in others[:_NAMED]]
+        if len(others) > _NAMED:
+            named.append(f"{len(others) - _NAMED} more")
+        return f"waiting for {' and '.join(named)} in {self._what}"
 
-        def pieces() -> Iterator[MeanPiece | None]:
-            yield from (None for arrival in arrivals if arrival is None)
-            self.report.wait_seconds += flight.wait_seconds
-            mean = finite_mean(slices, inbox[parts[me]], self.report)
-            handing_out = self.transport.post(
-                [Message(ranks[j], mean) for j in others],
-                [Message(ranks[j], inbox[parts[j]]) for j in others],
-                self._tag + 1,
+    def _named(self, error: BaseException) -> PartnerLostError | None:
+        """Return the error that names the exchange and the partner for one of the transport; None for others."""
+        if isinstance(error, ExchangeTimeoutError):
+            partner = error.rank // self.place.ranks_per_replica
+            return PartnerTimeoutError(
+                f"replica {self.place.replica}: no answer from partner {partner} (rank {error.rank}) in "
+                f"{self._what} after {error.waited_seconds:.1f} s (deadline_seconds)"
             )
-            self.report.bytes_sent += vector.nbytes - slices[me].nbytes + len(others) * mean.nbytes
-            yield MeanPiece(parts[me].start, parts[me].stop, mean)
-            for arrival in self.waiting.collect(handing_out):
-                if arrival is None:
-                    yield None
-                    continue
-                start, stop = (parts[others[arrival.message]].start + at for at in arrival[1:])
-                yield MeanPiece(start, stop, inbox[start:stop])
-            self.report.wait_seconds += handing_out.wait_seconds
-
-        return pieces()
-
-    def _inbox(self, length: int) -> Tensor:
-        return self._buffers.take("inbox", torch.float32, length)
+        if isinstance(error, ConnectionError):
+            return PartnerLostError(f"replica {self.place.replica} lost a partner in {self._what}: {error}")
+        return None

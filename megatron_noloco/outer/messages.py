@@ -1,15 +1,12 @@
-"""The messages of exchanges: their tags, waiting for them, and connections opened ahead of a round."""
+"""The messages of exchanges: their tags and errors, and connections opened ahead of a round."""
 
-import time
-from collections.abc import Iterator
 from enum import IntEnum
 
 import torch
 
-from megatron_noloco.job.activity import now
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Arrival, Flight, Message, Transport
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Flight, Message, Transport
 
 CHANNELS = 64
 PHASES = EXCHANGE_TAGS // CHANNELS  # a coded exchange uses 6, others the first two
@@ -44,53 +41,6 @@ class PartnerLostError(RuntimeError):
 
 class PartnerTimeoutError(PartnerLostError):
     """A partner did not answer within the deadline; names the partner, the exchange and the seconds."""
-
-
-class Waiting:
-    """Collects the chunks of an exchange, and decides when to wait for them.
-
-    Args:
-        deadline_seconds: how long to wait for a chunk, from when its flight was posted, or from when waiting began
-            if that was later.
-    """
-
-    def __init__(self, deadline_seconds: float) -> None:
-        self.deadline_seconds = deadline_seconds
-        self._since: float | None = None
-        self._awaited = ""
-
-    def stop(self) -> None:
-        """From here on the caller has other work, and `collect` does not wait."""
-        self._since = None
-
-    def start(self, awaited: str) -> None:
-        """From here on `collect` waits; `awaited` describes for whom, for the watchdog."""
-        self._since, self._awaited = time.monotonic(), awaited
-
-    def collect(self, flight: Flight) -> Iterator[Arrival | None]:
-        """Yield the chunks of a flight just posted, until all are received and sent.
-
-        Yields None where nothing more has arrived and the caller does not wait. Raises ExchangeTimeoutError at the
-        deadline.
-        """
-        return self._collect(flight, time.monotonic())
-
-    def _collect(self, flight: Flight, posted: float) -> Iterator[Arrival | None]:
-        while not flight.done():
-            arrived = flight.arrived()
-            yield from arrived
-            if arrived:
-                continue
-            if self._since is None:
-                yield None
-                continue
-            deadline_seconds = self.deadline_seconds + max(0.0, self._since - posted)
-            now.part(self._awaited)
-            for arrival in flight.arrivals(deadline_seconds):
-                yield arrival
-                now.part(self._awaited)
-            flight.finish(deadline_seconds)
-            now.part("")
 
 
 class Contacts:

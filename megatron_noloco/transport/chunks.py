@@ -64,6 +64,7 @@ class Transfers:
 
     Attributes:
         chunks: the chunks under way, by their `Arrival`, in the order of posting.
+        posted: the time of the post, on the monotonic clock.
         wait_seconds: seconds spent waiting in `next`.
         timed_out: whether `next` has raised ExchangeTimeoutError; the caller then collects no more chunks.
     """
@@ -73,7 +74,7 @@ class Transfers:
         self.wait_seconds = 0.0
         self.timed_out = False
         self._tag = tag
-        self._posted = time.monotonic()
+        self.posted = time.monotonic()
 
     def completed(self) -> list[Arrival]:
         """Return the chunks completed since the last call, and remove them from `chunks`; never blocks.
@@ -94,11 +95,11 @@ class Transfers:
         started = now = time.monotonic()
         try:
             while not (completed := self.completed()):
-                left_seconds = self._posted + deadline_seconds - now
+                left_seconds = self.posted + deadline_seconds - now
                 if left_seconds <= 0:
                     self.timed_out = True
                     rank = next(iter(self.chunks.values())).rank
-                    raise ExchangeTimeoutError(rank, self._tag, now - self._posted)
+                    raise ExchangeTimeoutError(rank, self._tag, now - self.posted)
                 self._wait(now - started, left_seconds)
                 now = time.monotonic()
             return completed
@@ -146,21 +147,37 @@ class ChunkFlight:
     def __init__(self, received: Transfers, sent: Transfers) -> None:
         self._received = received
         self._sent = sent
+        self._arrived: list[Arrival] = []  # found by `wait`
+
+    @property
+    def posted(self) -> float:
+        return self._received.posted
 
     def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        while self._received.chunks:
-            yield from self._received.next(deadline_seconds)
+        while self._arrived or self._received.chunks:
+            if not self._arrived:
+                self._arrived = self._received.next(deadline_seconds)
+            yield self._arrived.pop(0)
 
     def finish(self, deadline_seconds: float) -> None:
         while self._sent.chunks:
             self._sent.next(deadline_seconds)
 
     def arrived(self) -> list[Arrival]:
-        return self._received.completed()
+        found, self._arrived = self._arrived, []
+        return found + self._received.completed()
 
     def done(self) -> bool:
         self._sent.completed()
-        return not (self._received.chunks or self._sent.chunks)
+        return not (self._arrived or self._received.chunks or self._sent.chunks)
+
+    def wait(self, deadline_seconds: float) -> None:
+        if self._arrived:
+            return
+        if self._received.chunks:
+            self._arrived = self._received.next(deadline_seconds)
+        else:
+            self.finish(deadline_seconds)
 
     @property
     def wait_seconds(self) -> float:

@@ -5,7 +5,8 @@ for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it arr
     ...
 flight.finish(deadline_seconds)                    # from here on the send buffers may be reused
 
-A caller that has something else to do meanwhile calls `flight.arrived()` now and then, until `flight.done()`.
+A caller that has something else to do meanwhile calls `flight.arrived()` now and then, until `flight.done()`, and
+`flight.wait(deadline_seconds)` in between where it has not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,11 @@ class ExchangeTimeoutError(TimeoutError):
 class Flight(Protocol):
     """The messages of one `post`, while they are under way."""
 
+    @property
+    def posted(self) -> float:
+        """The time of the post, on the monotonic clock."""
+        ...
+
     def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
         """Yield each chunk of each receive once, in the order of arrival.
 
@@ -69,9 +75,13 @@ class Flight(Protocol):
         """Return whether `arrivals` has nothing left to yield and `finish` would return at once. Never blocks."""
         ...
 
+    def wait(self, deadline_seconds: float) -> None:
+        """Wait until `arrived` has something to return, or `done` holds; deadline and errors as in `arrivals`."""
+        ...
+
     @property
     def wait_seconds(self) -> float:
-        """Seconds spent waiting inside `arrivals` and `finish` so far."""
+        """Seconds spent waiting inside `arrivals`, `wait` and `finish` so far."""
         ...
 
 

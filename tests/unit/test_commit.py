@@ -167,10 +167,10 @@ def average(
         committed.begin(vector(rank), (0, 1), 7, "a test")
         assert list(committed.progress()) == []
         if waits_for == "token":
-            while not exchange.complete:
+            while not exchange.done:
                 time.sleep(0.001)
                 assert list(committed.progress()) == []
-            exchange.waiting.deadline_seconds = SHORT_SECONDS
+            exchange.deadline_seconds = SHORT_SECONDS
         mean = torch.zeros(LENGTH)
         for start, stop, piece in committed.finish():
             mean[start:stop] = piece

@@ -1,7 +1,7 @@
 """The exchange of one vector: pairs and groups, with and without waiting, what is poisoned, late or lost."""
 
 import re
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from megatron_noloco.outer import (
     PartnerLostError,
     PartnerTimeoutError,
     TorchWeights,
-    messages,
 )
 from megatron_noloco.outer.messages import CHANNELS, Contacts
 from megatron_noloco.plans.grouping import Group
@@ -182,24 +181,16 @@ def test_what_arrives_after_the_deadline_changes_no_later_exchange(bits: int | N
     assert finish(exchange, 3).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_the_deadline_counts_from_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_counts_from_the_wait() -> None:
     """Flights are waited for since their posting: 100 s of local steps between must not use the deadline up."""
     waits: list[float] = []
-
-    def arrivals(deadline_seconds: float) -> Iterator[Any]:
-        waits.append(deadline_seconds)
-        return iter(())
-
-    flight: Any = SimpleNamespace(
-        arrived=list, done=lambda: len(waits) > 0, arrivals=arrivals, finish=waits.append
-    )
-    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=iter([5.0, 105.0]).__next__))
-    waiting = messages.Waiting(10.0)
-    arriving = waiting.collect(flight)
-    assert next(arriving) is None
-    waiting.start("waiting for rank 1")
-    assert list(arriving) == []
-    assert waits == [110.0, 110.0]
+    posted = time.monotonic() - 100
+    flight = SimpleNamespace(posted=posted, arrived=list, done=lambda: len(waits) > 0, wait=waits.append)
+    exchange = made(SimpleNamespace(rank=0, post=lambda *_: flight), 2, seconds=10.0)
+    exchange.begin(torch.zeros(3), (0, 1), 0, "round 0")
+    assert list(exchange.progress()) == []
+    assert list(exchange.finish()) == []
+    assert waits[0] >= 110.0
 
 
 # Several exchanges
