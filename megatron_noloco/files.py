@@ -43,10 +43,9 @@ def write_tensors(path: Path, tensors: dict[str, "Tensor"], metadata: dict[str, 
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:
-        refused = re.search(r"\(os error (\d+)\)", str(error))
-        if refused is None:
+        if (errno := _errno_of(error)) is None:
             raise
-        raise OSError(int(refused[1]), os.strerror(int(refused[1]))) from None
+        raise OSError(errno, os.strerror(errno)) from None
     path.chmod(S_IMODE(mode))
 
 
@@ -72,6 +71,12 @@ def put_in_place(finished: Path, path: Path) -> None:
     _sync(finished)
     finished.replace(path)
     _sync(path.parent)
+
+
+def _errno_of(error: Exception) -> int | None:
+    """Return the system's error behind one of safetensors; its text, as in 0.8, ends with "(os error 28)"."""
+    refused = re.search(r"\(os error (\d+)\)", str(error))
+    return int(refused[1]) if refused else None
 
 
 def _sync(path: Path) -> None:

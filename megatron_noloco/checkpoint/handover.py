@@ -19,7 +19,7 @@ from megatron_noloco.checkpoint.catalog import (
     replica_folder,
     verify,
 )
-from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.checkpoint.settings import ChangedError, CheckpointSettings
 from megatron_noloco.files import put_in_place
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
@@ -76,8 +76,8 @@ def check_offer(
     manifest = replace(manifest, config=manifest.config | own)
     try:
         settings.changes(manifest.config)
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{where}: {str(error).partition(';')[0]}") from None
+    except ChangedError as error:
+        raise DamagedCheckpointError(f"{where}: {error.changes[0]}") from None
     return manifest
 
 

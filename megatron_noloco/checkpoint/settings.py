@@ -1,7 +1,7 @@
 """The checkpoint settings of a run, and which settings of a run may change when it is resumed."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,14 @@ _NOT_REPORTED = (
 )
 
 
+class ChangedError(ValueError):
+    """Raised for settings of a run that must not change; `changes` has a line for each, without the remedy."""
+
+    def __init__(self, changes: Sequence[str], remedy: str) -> None:
+        super().__init__("\n".join(f"{line}; {remedy}" for line in changes))
+        self.changes = changes
+
+
 @dataclass(frozen=True)
 class CheckpointSettings:
     """The checkpoint settings of a run.
@@ -86,7 +94,7 @@ class CheckpointSettings:
     ) -> list[str]:
         """Return a line for each setting that differs from the JSON `saved` of a run.
 
-        Raises ValueError, with a line for each, for settings that a resume must not change.
+        Raises ChangedError for settings that a resume must not change.
 
         Args:
             counters: those of the checkpoint.
@@ -126,7 +134,7 @@ class CheckpointSettings:
                     "a run that continues this step cannot change it: take that of the checkpoint, or leave "
                     "checkpoint.load out"
                 )
-            raise ValueError("\n".join(f"{line}; {remedy}" for line in refused))
+            raise ChangedError(refused, remedy)
         return allowed
 
     def _takes_another_peak(self, saved: dict[str, Any]) -> bool:

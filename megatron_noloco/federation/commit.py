@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,28 +38,32 @@ from megatron_noloco.federation.transport import FederationPartners
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, PartnerLostError, tag_of
+from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.vectors import Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, RankLostError
 
 Choose = Callable[[int, Others], int | None]
 """choose(number, others): the partner in an exchange, see `pairing.choose`."""
 
 _AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
-_FAILURES = (ExchangeTimeoutError, ConnectionError)  # of messages between the two partners
+_FAILURES = (ExchangeTimeoutError, RankLostError)  # of messages between the two partners
+_Failure = ExchangeTimeoutError | RankLostError | UnequalError
 
 
 class PoisonedError(Exception):
-    """The exchanged vector must not be used; the message continues "replica ...".
+    """Raised for an exchanged vector that must not be used.
 
     Attributes:
+        why: continues "replica ...".
         by_partner: whether the partner sent bad numbers; False where this replica's own are not finite.
     """
 
-    def __init__(self, message: str, by_partner: bool = True) -> None:
-        super().__init__(message)
+    def __init__(self, why: str, by_partner: bool = True) -> None:
+        super().__init__(why)
+        self.why = why
         self.by_partner = by_partner
 
 
@@ -127,9 +132,8 @@ class CommittedExchange:
         self._buffers = Buffers()
         self._vector = torch.empty(0)
         self._mean: Tensor | None = None  # None: the round is skipped
-        self._failure: BaseException | None = None
+        self._failure: _Failure | PoisonedError | None = None
         self._partner = self._rank = self._number = -1
-        self._begun_at = 0.0
         self._token: Flight | None = None  # the counterpart's
         self._prepared: Flight | None = None  # ours
         self._ratio = math.nan  # see `Guard.check`
@@ -169,7 +173,6 @@ class CommittedExchange:
         self._partners.begin(number, self._rank)
         self._mean = self._buffers.take("mean", torch.float32, len(vector))
         self._exchange.deadline_seconds = self._partners.deadline_seconds
-        self._begun_at = time.monotonic()
         self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
         pair = min(self._replica, partner), max(self._replica, partner)
         self._exchange.begin(vector, pair, number, what, exact)
@@ -197,7 +200,7 @@ class CommittedExchange:
                 if isinstance(self._failure, ExchangeTimeoutError):
                     self._partners.avoid(self._rank, 1, "missed its last deadline")
                 elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
-                    self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, str(self._failure))
+                    self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, self._failure.why)
         self._partners.end(self._number, self._mean is not None)
         mean = self._vector if self._mean is None else self._mean
         yield MeanPiece(0, len(mean), mean)
@@ -211,7 +214,7 @@ class CommittedExchange:
             for piece in pieces:
                 self._mean[piece.start : piece.stop] = piece.mean
         except PartnerLostError as failure:
-            self._failure = failure.__cause__
+            self._failure = cast(_Failure, failure.__cause__)
 
     def _prepare(self) -> None:
         """End the exchange; send the token if the mean is accepted."""
@@ -232,7 +235,7 @@ class CommittedExchange:
         all_prepared, all_certain, none_withdrawn = self._partners.agree(votes)
         if not all_certain:
             what = "did not answer" if all_prepared else "failed, or was refused by,"
-            self._skip(self._partner, _short(self._failure) or f"{what} another rank")
+            self._skip(self._partner, self._failure.why if self._failure else f"{what} another rank")
             self.report.in_doubt = bool(all_prepared and none_withdrawn)
             return False
         # `end` must not void our token before it arrives. If it is lost, the partner is in doubt.
@@ -243,7 +246,7 @@ class CommittedExchange:
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
-        elapsed_seconds = time.monotonic() - self._begun_at  # since the receive was posted
+        elapsed_seconds = time.monotonic() - self._token.posted
         try:
             for _ in self._token.arrivals(elapsed_seconds + self._exchange.deadline_seconds):
                 pass
@@ -274,12 +277,3 @@ def committing(
         return choose(grouping, place.replica, divmod(number, settings.fragments), others)
 
     return lambda exchange: CommittedExchange(exchange, partners, choose_partner, guards)
-
-
-def _short(failure: BaseException | None) -> str:
-    """Return the failure as the log names it."""
-    if isinstance(failure, ExchangeTimeoutError):
-        return "missed the deadline"
-    if isinstance(failure, PoisonedError):
-        return str(failure)
-    return "" if failure is None else str(failure).partition(" ")[2].partition(" ")[2]

@@ -10,6 +10,7 @@ from megatron_noloco.federation.frames import Frame, Send
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import Address
+from megatron_noloco.transport.protocol import RankLostError
 
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
 AT_ITS_END = 2**51  # plus 1 and its last exchange: for the others that of a replica that waits at its end
@@ -18,8 +19,8 @@ _SILENCE_SECONDS = 10.0  # after which a rank counts as absent
 _LONGEST_SILENCE = 60  # ticks of half a second
 
 
-class WithdrawnError(ConnectionError):
-    """The counterpart takes no part in this exchange, or has skipped it; the message starts with "rank ..."."""
+class WithdrawnError(RankLostError):
+    """The counterpart takes no part in this exchange, or has skipped it."""
 
 
 class Standing(IntEnum):

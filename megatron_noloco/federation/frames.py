@@ -47,7 +47,7 @@ import numpy as np
 import torch
 
 from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.protocol import Message, RankLostError
 
 _HEADER = struct.Struct("!4sBBBBIIQQQQQQQI")
 _MAGIC, VERSION = b"nlco", 6
@@ -183,11 +183,11 @@ class Send:
     length: int
     dtype: int
     chunks: Callable[[], Iterator[np.ndarray]]
-    report: Callable[[ConnectionError | None], None]
+    report: Callable[[RankLostError | None], None]
 
     @classmethod
     def of(
-        cls, tag: int, message: Message, chunk_bytes: int, report: Callable[[ConnectionError | None], None]
+        cls, tag: int, message: Message, chunk_bytes: int, report: Callable[[RankLostError | None], None]
     ) -> "Send":
         """Make a message of numbers in memory."""
 

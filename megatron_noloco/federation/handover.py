@@ -27,7 +27,7 @@ from megatron_noloco.federation.frames import DTYPE_CODES, HANDOVER_TAG, Send
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.activity import line_of
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, RankLostError
 
 _LOOK_SECONDS = 0.02
 _ANSWER_SECONDS = 10.0  # for the step that a rank can give, and for one that was lost to come back
@@ -195,26 +195,26 @@ class Handover:
     def ask(self, rank: int, seconds: float) -> tuple[int, bytes]:
         """Ask a counterpart for its state; return a tag for `take`, and the description.
 
-        Raises ConnectionError when it is lost or has none to give, ExchangeTimeoutError after so many seconds.
+        Raises RankLostError when it is lost or has none to give, ExchangeTimeoutError after so many seconds.
         """
         tag, deadline = next(self._tags), time.monotonic() + seconds
         self._transport.service.do(self._protocol.ask, rank, tag, True)
         while (description := self._offered(rank, tag)) is None:
             if rank not in self._transport.present():
-                raise ConnectionError(f"rank {rank} has gone")
+                raise RankLostError(rank, "has gone")
             if self._transport.partners.stopped():
-                raise ConnectionError(f"rank {rank} is not waited for: this job was asked to stop")
+                raise RankLostError(rank, "is not waited for: this job was asked to stop")
             if time.monotonic() > deadline:
                 raise ExchangeTimeoutError(rank, tag, seconds)
             time.sleep(_LOOK_SECONDS)
         if not description:
-            raise ConnectionError(f"rank {rank} has no state to give")
+            raise RankLostError(rank, "has no state to give")
         return tag, description
 
     def take(self, rank: int, tag: int, buffers: Sequence[Tensor]) -> None:
         """Fill the buffers, uint8 and as long as the parts, with what a counterpart has offered under the tag.
 
-        Raises ConnectionError when it is lost, ExchangeTimeoutError when nothing has come for a minute.
+        Raises RankLostError when it is lost, ExchangeTimeoutError when nothing has come for a minute.
         """
         flight = self._transport.post([], [Message(rank, buffer) for buffer in buffers], tag)
         came = time.monotonic()

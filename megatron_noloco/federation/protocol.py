@@ -33,7 +33,7 @@ from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.paths import CONNECTION_LOST, Paths
 from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of
-from megatron_noloco.transport.protocol import EXCHANGE_TAGS
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS, RankLostError
 
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them
@@ -110,7 +110,7 @@ class FederationProtocol:
         """End whatever is under way with a counterpart."""
         counterpart.update(connected=False)
         counterpart.informed, counterpart.apart = -1, time.monotonic()
-        self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {why}"))
+        self.cancel(counterpart, failure=RankLostError(counterpart.rank, why))
         counterpart.outbox.take_path(None)
 
     def claim_rank(self) -> None:
@@ -177,12 +177,10 @@ class FederationProtocol:
         while posted and wants:
             send, want = posted.popleft(), wants.popleft()
             if (want.length, want.dtype) != (send.length, send.dtype):
-                problem = (
-                    f"rank {counterpart.rank} expects {want.length} bytes where {send.length} are sent, or "
-                    f"other numbers (tag {tag})"
-                )
-                send.report(ConnectionError(problem))
-                self.warn(problem)
+                expects = f"expects {want.length} bytes where {send.length} are sent, or other numbers"
+                problem = RankLostError(counterpart.rank, f"{expects} (tag {tag})")
+                send.report(problem)
+                self.warn(str(problem))
             elif want.number not in counterpart.unconfirmed:  # no ticket is given twice
                 counterpart.unconfirmed[want.number] = send
                 frames = send.frames(want, self.member)
@@ -193,7 +191,7 @@ class FederationProtocol:
             del counterpart.wants[tag]
 
     def cancel(
-        self, counterpart: Counterpart, tags: range = _ALL_TAGS, failure: ConnectionError | None = None
+        self, counterpart: Counterpart, tags: range = _ALL_TAGS, failure: RankLostError | None = None
     ) -> None:
         """End what is under way with a counterpart under these tags, and report the failure, if one is given."""
         self._cancel_sends(counterpart, tags, failure)
@@ -204,7 +202,7 @@ class FederationProtocol:
                     receive.transfers.report(failure)
 
     def _cancel_sends(
-        self, counterpart: Counterpart, tags: range, failure: ConnectionError | None = None
+        self, counterpart: Counterpart, tags: range, failure: RankLostError | None = None
     ) -> None:
         """Forget our messages to a counterpart, and its wants, under these tags."""
         posted, wants, unconfirmed = counterpart.posted, counterpart.wants, counterpart.unconfirmed
@@ -282,7 +280,7 @@ class FederationProtocol:
             elif counterpart.silent_ticks > max(_SILENT_TICKS, 2 * counterpart.longest_silence):
                 why = "has fallen silent"
             if why:
-                self.cancel(counterpart, failure=ConnectionError(f"rank {rank} {why}"))
+                self.cancel(counterpart, failure=RankLostError(rank, why))
 
     # Handovers, see `handover`
 
@@ -293,7 +291,7 @@ class FederationProtocol:
     def offer(self, rank: int, tag: int, description: bytes, sends: Sequence[Send]) -> None:
         """Answer an ASK, and post the messages that the description is about; earlier ones are cancelled."""
         counterpart = self.counterparts[rank]
-        again = ConnectionError(f"rank {rank} has asked again")
+        again = RankLostError(rank, "has asked again")
         self._cancel_sends(counterpart, _HANDOVERS, again)
         for send in sends:
             self.send(rank, send)
@@ -416,16 +414,16 @@ class FederationProtocol:
     def _take_hello(self, counterpart: Counterpart, hello: Frame, _: np.ndarray) -> str:
         goes_on = hello.number - 1 > counterpart.seen.begun
         counterpart.update(begun=hello.number - 1, open_from=hello.offset)
-        counts = ConnectionError(f"rank {counterpart.rank} has used the mean, and this rank missed its token")
+        counts = RankLostError(counterpart.rank, "has used the mean, and this rank missed its token")
         self.cancel(counterpart, _before(min(hello.tag, hello.offset)), counts)
-        withdrawn = WithdrawnError(f"rank {counterpart.rank} has no part in this exchange")
+        withdrawn = WithdrawnError(counterpart.rank, "has no part in this exchange")
         self.cancel(counterpart, _before(hello.offset), withdrawn)
         if counterpart.its_paths < hello.length:  # what was under way is void there, so it is here
             counterpart.its_paths = hello.length
-            self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {CONNECTION_LOST}"))
+            self.cancel(counterpart, failure=RankLostError(counterpart.rank, CONNECTION_LOST))
         if goes_on:  # it trains, and takes nothing over any more
             counterpart.update(takes_over=False)
-            trains = ConnectionError(f"rank {counterpart.rank} trains")
+            trains = RankLostError(counterpart.rank, "trains")
             self._cancel_sends(counterpart, _HANDOVERS, trains)
         return ""
 
@@ -473,7 +471,7 @@ class FederationProtocol:
     def _take_ask(self, counterpart: Counterpart, frame: Frame, _: np.ndarray) -> str:
         if frame.number:  # it gets the state between two local steps: neither may wait for the other before
             counterpart.update(takes_over=True)
-            takes = WithdrawnError(f"rank {counterpart.rank} {TAKES_OVER}")
+            takes = WithdrawnError(counterpart.rank, TAKES_OVER)
             self.cancel(counterpart, _before(self._begun + 1), takes)
         self.when_asked(counterpart.rank, frame.tag, bool(frame.number))
         return ""
@@ -496,5 +494,5 @@ def _before(meeting: int) -> range:
     return range(meeting * EXCHANGE_TAGS // 2)
 
 
-def _away(rank: int) -> ConnectionError:
-    return ConnectionError(f"rank {rank} is not connected")
+def _away(rank: int) -> RankLostError:
+    return RankLostError(rank, "is not connected")

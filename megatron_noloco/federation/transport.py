@@ -40,7 +40,7 @@ from megatron_noloco.transport.chunks import (
     check_messages,
     cut,
 )
-from megatron_noloco.transport.protocol import Arrival, Message
+from megatron_noloco.transport.protocol import Arrival, Message, RankLostError
 
 Agree = Callable[[Sequence[int]], list[int]]
 """agree(votes): the smallest vote of all ranks of a replica, place by place; see `FederationPartners.agree`."""
@@ -245,7 +245,7 @@ class FederationTransport:
 
     The number of a rank in the federation is slot * ranks of a replica + its rank in its job. It exchanges only
     with the ranks at the same place in other slots. Messages to or from a counterpart that is lost, or not there,
-    fail with a ConnectionError; others go on. A send ends when the receiver has confirmed all of it.
+    fail with a RankLostError; others go on. A send ends when the receiver has confirmed all of it.
 
     Args:
         place: of this rank; its replica is the slot.
@@ -397,7 +397,7 @@ class FederationTransport:
             self._closing.wait(_LOOK_SECONDS)
 
 
-def _report_send(sent: ReportedTransfers, arrival: Arrival, failure: ConnectionError | None) -> None:
+def _report_send(sent: ReportedTransfers, arrival: Arrival, failure: RankLostError | None) -> None:
     sent.report(failure or arrival)
 
 

@@ -104,7 +104,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
             **sampling,
         )
     except RuntimeError as error:
-        if "probability tensor" not in str(error):
+        if not _is_of_a_distribution(error):
             raise
         raise ValueError(
             f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
@@ -114,6 +114,16 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
         sys.stderr.write(
             f"stopped after {room} tokens: with the prompt they fill the model's context of {context} tokens\n"
         )
+
+
+def _is_of_a_distribution(error: RuntimeError) -> bool:
+    """Whether torch could not draw a token; "probability tensor contains either `inf`, `nan`..." in 2.13."""
+    return "probability tensor" in str(error)
+
+
+def _is_of_code_to_run(error: Exception) -> bool:
+    """Whether transformers would have to run a model's own code; its text, in 5.24, names the option to set."""
+    return "trust_remote_code" in str(error)
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -137,7 +147,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         if (folder / "generation_config.json").exists():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises anything for files that it does not expect
-        if "trust_remote_code" in str(error):
+        if _is_of_code_to_run(error):
             raise ValueError(
                 f"{folder}: needs Python code of its own (auto_map in its JSON files), which is not run; give a "
                 "model that transformers has itself"

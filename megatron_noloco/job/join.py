@@ -84,7 +84,7 @@ def join(world: World, backend: str) -> None:
     try:
         _join(world, backend)
     except RuntimeError as error:  # a DistError, but not in every torch
-        if "EADDRINUSE" in str(error):
+        if _is_of_a_port_in_use(error):
             raise ValueError(
                 f"port {os.environ.get('MASTER_PORT')} of rank 0's host is in use, perhaps by another job: set "
                 "MASTER_PORT to a free one (for launch/deepspeed.sh PORT)"
@@ -261,6 +261,11 @@ def mpi_world_size(environ: Environ) -> int:
 def _mpi_installed() -> bool:
     """Return whether mpi4py is installed, without starting MPI; the MPI library may still be missing."""
     return importlib.util.find_spec("mpi4py") is not None
+
+
+def _is_of_a_port_in_use(error: RuntimeError) -> bool:
+    """Whether the store could not listen: in torch 2.13 the text has "EADDRINUSE", the type differs by version."""
+    return "EADDRINUSE" in str(error)
 
 
 def _started_mpi_world_size() -> int:

@@ -31,7 +31,6 @@ POLL_SECONDS = 1.0  # between two reads of the store
 _ANSWER_SECONDS = 10.0  # time limit for an answer of the store, whose host may have failed
 _LATE_RANK_0_SECONDS = 10.0  # in which rank 0 reports the same usage error
 _KEY = "failure"
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 
@@ -163,8 +162,7 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
     from torch.distributed import DistNetworkError
 
     while error is not None:
-        by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
-        if by_text or isinstance(error, ConnectionError | DistNetworkError):
+        if isinstance(error, ConnectionError | DistNetworkError) or _is_of_a_lost_connection(error):
             return error
         error = error.__cause__
     return None
@@ -193,6 +191,15 @@ def _store() -> Any:
     from megatron_noloco.job.agreement import store
 
     return store()
+
+
+def _is_of_a_lost_connection(error: BaseException) -> bool:
+    """Whether this is the RuntimeError with which torch.distributed reports a lost connection.
+
+    Gloo's text, as in torch 2.13, ends with one of its own or with that of Linux; the last text is NCCL's.
+    """
+    texts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _parse(value: bytes) -> Failure:

@@ -64,6 +64,16 @@ _SMALLEST = 2.0**-100  # step where all is zero
 _AT_ONCE = 8192  # blocks
 _NONE = torch.zeros(1, dtype=torch.int8)
 
+
+class UnequalError(ConnectionError):
+    """Raised for codes of a vector of another length; `why` continues "rank ..."."""
+
+    why = "has a vector of another length"
+
+    def __init__(self) -> None:
+        super().__init__("the replicas' vectors differ in length; all must have as many weights")
+
+
 Coded = tuple[Tensor, Tensor]
 """Codes, uint8 of shape [blocks, bytes of a block], and checksums, int32 of shape [blocks]."""
 
@@ -151,7 +161,7 @@ class Codec:
         """Return m = n_theirs - n_mine of at most one piece, and for which blocks it is right.
 
         Returns int8 of shape [blocks, BLOCK], valid until the next call, and bool of shape [blocks].
-        Raises ConnectionError for codes of a vector of another length. Where the lengths differ by a multiple of
+        Raises UnequalError for codes of a vector of another length. Where the lengths differ by a multiple of
         2^bits, the last block is not right.
         """
         (my_codes, my_checksums), (their_codes, their_checksums) = mine, theirs
@@ -166,7 +176,7 @@ class Codec:
             torch.sub(their_bytes, my_bytes, out=m)
         off = their_checksums - my_checksums - self._checksum(m, torch.empty_like(my_checksums))
         if (off & (2**self.bits - 1)).any():  # differences that do not fit are off by multiples of 2^bits
-            raise ConnectionError("the replicas' vectors differ in length; all must have as many weights")
+            raise UnequalError
         right = (off == 0) & (steps > 0)
         # Its negative does not fit, so the two ends would not agree.
         return m, right & (m.amin(dim=1) > -(2 ** (self.bits - 1)))

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Message
+from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Message, RankLostError
 
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024  # long enough that calls are cheap, short enough to overlap the update
 
-_Outcome = Arrival | ConnectionError  # a completed chunk, or the reason why one never will
+_Outcome = Arrival | RankLostError  # a completed chunk, or the reason why one never will
 
 
 class Chunk(NamedTuple):
@@ -79,7 +79,7 @@ class Transfers:
     def completed(self) -> list[Arrival]:
         """Return the chunks completed since the last call, and remove them from `chunks`; never blocks.
 
-        Raises ConnectionError when a chunk will never complete.
+        Raises RankLostError when a chunk will never complete.
         """
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class ReportedTransfers(Transfers):
         with suppress(queue.Empty):
             while self.chunks:
                 outcome = self._taken.pop() if self._taken else self._reports.get_nowait()
-                if isinstance(outcome, ConnectionError):
+                if isinstance(outcome, RankLostError):
                     if not completed:
                         raise outcome
                     self._taken.append(outcome)

@@ -35,13 +35,29 @@ class Arrival(NamedTuple):
 
 
 class ExchangeTimeoutError(TimeoutError):
-    """Raised when a message has not arrived, or could not be delivered, in time."""
+    """Raised when a message has not arrived, or could not be delivered, in time; fields as in RankLostError."""
+
+    why = "missed the deadline"
 
     def __init__(self, rank: int, tag: int, waited_seconds: float) -> None:
         super().__init__(f"no answer from rank {rank} (tag {tag}) after {waited_seconds:.1f} s")
         self.rank = rank
         self.tag = tag
         self.waited_seconds = waited_seconds
+
+
+class RankLostError(ConnectionError):
+    """Raised when a message to or from a rank will never arrive.
+
+    Attributes:
+        rank: the rank at the other end.
+        why: what has become of it; continues "rank ...".
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} {why}")
+        self.rank = rank
+        self.why = why
 
 
 class Flight(Protocol):
@@ -55,8 +71,9 @@ class Flight(Protocol):
     def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
         """Yield each chunk of each receive once, in the order of arrival.
 
-        Raises ExchangeTimeoutError with a rank whose chunk is missing `deadline_seconds` after `post`.
-        The time the caller spends between chunks counts towards the deadline as well.
+        Raises ExchangeTimeoutError with a rank whose chunk is missing `deadline_seconds` after `post`, and
+        RankLostError for a chunk that will never arrive. The time the caller spends between chunks counts towards
+        the deadline as well.
         """
         ...
 

@@ -25,11 +25,11 @@ from megatron_noloco.transport.chunks import (
     check_messages,
     cut,
 )
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.protocol import Message, RankLostError
 
 _NEVER = timedelta(days=365)  # the group's time-out, which must not come before the caller's deadline
 
-_Started = dist.Work | ConnectionError  # an operation under way, or the error with which gloo refused it
+_Started = dist.Work | RankLostError  # an operation under way, or the error with which gloo refused it
 
 _Work = SimpleQueue[Callable[[], None] | None]  # None ends a thread
 
@@ -113,7 +113,7 @@ def _end(queue: _Work, threads: list[threading.Thread]) -> None:
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
-    """Start an operation; return a ConnectionError where gloo refuses it, as it does for an ended rank."""
+    """Start an operation; return a RankLostError where gloo refuses it, as it does for an ended rank."""
     try:
         work = operation(chunk.data, **arguments)
     except RuntimeError as error:
@@ -122,14 +122,14 @@ def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments
     return work
 
 
-def _lost(rank: int, error: RuntimeError) -> ConnectionError:
-    return ConnectionError(f"the connection to rank {rank} was lost: {str(error).partition(chr(10))[0]}")
+def _lost(rank: int, error: RuntimeError) -> RankLostError:
+    return RankLostError(rank, f"has gone: the connection was lost ({str(error).partition(chr(10))[0]})")
 
 
 def _report(begun: list[tuple[Chunk, _Started]], transfers: ReportedTransfers) -> None:
     """Wait for the chunks of one partner and report each, until a failure: then no more can arrive."""
     for chunk, started in begun:
-        if isinstance(started, ConnectionError):
+        if isinstance(started, RankLostError):
             transfers.report(started)
             return
         try:

@@ -250,7 +250,7 @@ def ends_early(rank: int, world_size: int, settings: NolocoSettings) -> str:
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
 def test_in_one_job_a_partner_that_is_gone_is_reported(settings: NolocoSettings) -> None:
     line = run_ranks(2, ends_early, settings)[0]
-    assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(ConnectionError\)", line), line
+    assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(RankLostError\)", line), line
 
 
 def fails(slot: int, rank: int, folder: Path) -> list[tuple[int, ...]]:

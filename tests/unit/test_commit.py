@@ -270,6 +270,21 @@ def test_poison_is_refused_on_all_ranks_of_both_replicas(bits: int | None, facto
     assert (rank, exchanges) == (2, 10)
 
 
+def test_a_partner_with_another_number_of_weights_is_named() -> None:
+    world = loopback_world(2)
+
+    def run(rank: int) -> str:
+        exchange = CodedExchange(world[rank], Place(rank, 2), Channel.ROUNDS, SECONDS, Coding(8))
+        committed = committed_of(exchange, Partners(Votes(1), SECONDS))
+        committed.begin(vector(rank)[: 300 - rank], (0, 1), 7, "a test")
+        list(committed.finish())
+        return committed.report.missed
+
+    with ThreadPoolExecutor(2) as threads:
+        for rank, missed in enumerate(threads.map(run, range(2))):
+            assert missed == f"replica {1 - rank} has a vector of another length"
+
+
 def test_a_merge_does_not_wait_for_the_partner_to_merge() -> None:
     """With overlap replicas merge at different times; here one after the other, in one thread."""
     both = [

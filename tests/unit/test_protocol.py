@@ -23,7 +23,7 @@ from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.protocol import FederationProtocol
 from megatron_noloco.federation.rendezvous import Address
 from megatron_noloco.transport.chunks import ReportedTransfers, cut
-from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Message
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Message, RankLostError
 
 RUN, OWN, THEIRS, TAG, CHUNK = 5, 10, 20, 4, 8
 
@@ -137,7 +137,7 @@ def test_a_job_that_is_to_stop_waits_for_nobody() -> None:
 
 def test_a_rank_that_was_started_anew_has_nothing_of_its_earlier_process() -> None:
     """Its new connection is used at once, though the old one seems to stand."""
-    rank, link, reports = Rank(), Sent(), list[ConnectionError | None]()
+    rank, link, reports = Rank(), Sent(), list[RankLostError | None]()
     rank.protocol.send(1, Send(TAG, 1, 0, lambda: iter(()), reports.append))
     rank.take(link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS + 1, length=1))
     assert rank.failure() == "rank 1 was started anew"
