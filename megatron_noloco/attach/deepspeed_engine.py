@@ -1,26 +1,16 @@
-"""Rounds for a DeepSpeed engine that a loop trains: the fp32 weights of each ZeRO stage.
-
-Uses attributes of DeepSpeed 0.19.8 that are not public; the tests fail when they change.
-"""
+"""Rounds for a DeepSpeed engine that a loop trains; `engine.zero` knows where its fp32 weights lie."""
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_noloco.attach.inner import OwnPart, check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
 from megatron_noloco.attach.trained import Stateful, Trained
-from megatron_noloco.engine.state import MasterWeights
+from megatron_noloco.engine.zero import divides_state, owned_weights, whole_weights, with_weights
 from megatron_noloco.outer.weights import Weights
-
-# Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` reads both.
-_PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
 def trained_by_deepspeed(engine: Any) -> Trained:
@@ -71,83 +61,18 @@ def _check_experts(engine: Any) -> None:
 
 def state_of_optimizer(optimizer: Any) -> Stateful:
     """Return what has this rank's state of DeepSpeed's optimizer, without the loss scale; others as they are."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return OwnPart([optimizer.optimizer], partial(_with_weights_of_zero_3, optimizer))
-    if hasattr(optimizer, "refresh_fp32_params"):
-        return OwnPart([optimizer.optimizer])
+    if divides_state(optimizer):
+        return OwnPart([optimizer.optimizer], partial(with_weights, optimizer))
     schedule_or_of_torch: Stateful = optimizer
     return schedule_or_of_torch
 
 
-@contextmanager
-def _with_weights_of_zero_3(optimizer: Any) -> Iterator[None]:
-    """ZeRO 3 gives its inner optimizer one flat group after the other, and none between two steps."""
-    optimizer._set_fp32_optimizer_param_groups()
-    try:
-        yield
-    finally:
-        optimizer._clear_fp32_optimizer_param_groups()
-
-
 def _weights_of(engine: Any) -> Weights:
-    optimizer = engine.optimizer
-    if getattr(optimizer, "swap_optimizer", False):
-        raise ValueError("zero_optimization.offload_optimizer: weights on NVMe cannot be exchanged; use cpu")
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return Zero3Weights(optimizer)
-    if any(hasattr(optimizer, name) for name in _PARTITIONS):
-        return MasterWeights(optimizer)
-    return _weights_of_zero_0(engine)
-
-
-def _weights_of_zero_0(engine: Any) -> ReplicatedWeights:
+    owned = owned_weights(engine.optimizer)
+    if owned is not None:
+        return owned
     expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
     if any(dist.get_world_size(group) > 1 for group in expert_groups):
         raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
-    optimizer, rounded = engine.optimizer, []
-    if hasattr(optimizer, "fp32_groups_flat"):
-        # Around FusedAdam, parameters are views of the flat 16-bit groups.
-        rounded = list(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True))
-        exact = [weight for weight, _ in rounded]
-    elif hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16
-        groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
-        rounded = [pair for exact, half in groups for pair in zip(exact, half, strict=True)]
-        exact = [weight for weight, _ in rounded]
-    else:
-        exact = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    if any(weight.dtype != torch.float32 for weight in exact):
-        raise ValueError(
-            f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
-        )
+    exact, rounded = whole_weights(engine)
     return ReplicatedWeights(exact, engine.data_parallel_group if engine.dp_world_size > 1 else None, rounded)
-
-
-class Zero3Weights(Weights):
-    """The part of each parameter that this rank owns, without the padding of the last ranks."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._parts = list(self._without_padding())
-
-    def _without_padding(self) -> Iterator[Tensor]:
-        flat_and_parameters = zip(
-            self._optimizer.fp32_partitioned_groups_flat, self._optimizer.fp16_groups, strict=True
-        )
-        for flat, parameters in flat_and_parameters:
-            start = 0
-            for parameter in parameters:
-                length = parameter.ds_tensor.numel()
-                left = parameter.ds_numel - length * dist.get_rank(parameter.ds_process_group)
-                yield flat[start : start + max(0, min(length, left))]
-                start += length
-
-    def parts(self) -> Sequence[Tensor]:
-        return [part.detach() for part in self._parts]
-
-    def refresh(self) -> None:
-        """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank."""
-        for group in range(len(self._optimizer.fp32_partitioned_groups_flat)):
-            self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if kept := self._optimizer.persistent_parameters:
-            kept[0].partition(kept, has_been_updated=False)
-            kept[0].all_gather(kept)

@@ -94,9 +94,9 @@ class ReplicaGroups:
     def __init__(self, replicas: int) -> None:
         topology, rank = topology_of(replicas), dist.get_rank()
         self._position, self._size = topology.position(rank), topology.replica_size
-        blocks = topology.grid.reshape(replicas, -1).tolist()
-        self._data_parallel = [dist.new_group(block) for block in blocks][self._position.replica]
-        self._alone = [dist.new_group([other]) for other in range(topology.world_size)][rank]
+        block = topology.grid[self._position.replica].ravel().tolist()
+        self._data_parallel = dist.new_group(block, use_local_synchronization=True)
+        self._alone = dist.new_group([rank], use_local_synchronization=True)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._data_parallel

@@ -72,6 +72,46 @@ DOORS = {
     "zmq": (f"{PACKAGE}/federation/",),
     "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),
 }
+# What DeepSpeed's optimizers and parameters have and its documentation does not promise: only its door names it.
+INSIDES_OF_DEEPSPEED = {
+    *("bf16_groups", "bit16_groups", "ds_numel", "ds_process_group", "ds_tensor", "fp16_groups"),
+    *("fp16_groups_flat", "fp32_groups", "fp32_groups_flat", "fp32_groups_flat_partition"),
+    *(
+        "fp32_partitioned_groups_flat",
+        "persistent_parameters",
+        "real_dp_process_group",
+        "refresh_fp32_params",
+    ),
+    *("single_partition_of_fp32_groups", "swap_optimizer", "update_lp_params"),
+}
+# Attributes with an underscore, of objects that other packages made, and the only places that may reach for them.
+PRIVATE = {
+    f"{PACKAGE}/engine/build.py": {"_get_expert_parallel_group_dict", "_get_expert_data_parallel_group_dict"},
+    f"{PACKAGE}/engine/zero.py": {
+        "_set_fp32_optimizer_param_groups",
+        "_clear_fp32_optimizer_param_groups",
+        "_reassign_or_swap_out_partitioned_parameters",
+    },
+    f"{PACKAGE}/attach/megatron_optimizer.py": {"_copy_main_params_to_model_params"},
+    f"{PACKAGE}/pipeline/cpu.py": {"_get_cuda_rng_state", "_set_cuda_rng_state", "_GLOBAL_MEMORY_BUFFER"},
+    f"{PACKAGE}/pipeline/groups.py": {
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+        "_PIPELINE_MODEL_PARALLEL_GROUP",
+        "_PIPELINE_GLOBAL_RANKS",
+        "_MODEL_PARALLEL_GROUP",
+        "_DATA_PARALLEL_GROUP",
+        "_DATA_PARALLEL_GROUP_WITH_CP",
+        "_CONTEXT_PARALLEL_GROUP",
+        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+        "_GLOBAL_MEMORY_BUFFER",
+    },
+    f"{PACKAGE}/job/agreement.py": {"_get_default_store"},
+    f"{PACKAGE}/job/leaving.py": {"_run_exitfuncs"},
+    f"{PACKAGE}/training/prepare.py": {"_is_mkldnn_fp16_supported"},
+    f"{PACKAGE}/cli/main.py": {"_SubParsersAction", "_actions"},
+}
+DOCUMENTED = {"_exit", "_replace", "_asdict"}  # of os and of named tuples
 WITHOUT_TORCH = tuple(f"{PACKAGE}/{room}/" for room in ("plans", "config"))
 
 
@@ -97,12 +137,41 @@ def imports_of(path: str, source: str) -> list[str]:
 def violations(path: str, source: str) -> list[str]:
     """The rules that the file at `path` (relative to the repository) breaks, one line each."""
     broken = [rule for module in imports_of(path, source) for rule in import_violations(path, module)]
+    reached = private_names(source) - PRIVATE.get(path, set())
+    broken += [f"{name} is private to another package" for name in sorted(reached)]
+    if not path.startswith(DOORS["deepspeed"]):
+        broken += [
+            f"only {' and '.join(DOORS['deepspeed'])} may reach into deepspeed ({name})"
+            for name in sorted(INSIDES_OF_DEEPSPEED & names_of_attributes(source))
+        ]
     if path != ENTRANCE and not path.startswith(CLI):
         calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
         broken += [
             f"print, line {c.lineno}" for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"
         ]
     return broken
+
+
+def names_of_attributes(source: str) -> set[str]:
+    """Attributes that a file reads or asks for; a string counts, as it does for getattr."""
+    nodes = list(ast.walk(ast.parse(source)))
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return strings | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def private_names(source: str) -> set[str]:
+    """Attributes with one underscore that the file itself does not define, of other objects than self."""
+    nodes = list(ast.walk(ast.parse(source)))
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | DOCUMENTED
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in defined
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    }
 
 
 def import_violations(path: str, module: str) -> Iterator[str]:
@@ -158,6 +227,7 @@ def test_every_permission_is_used() -> None:
         if room_of(path):
             used[room_of(path)] |= rooms - {"", room_of(path)}
     assert used == MAY_IMPORT
+    assert {path: private_names(FILES[path]) for path in PRIVATE} == PRIVATE
 
 
 def test_no_circle() -> None:
@@ -209,6 +279,11 @@ def test_the_picture_shows_these_rooms() -> None:
         ("outer/a.py", "import pydantic", f"only {' and '.join(DOORS['pydantic'])} may import pydantic"),
         ("model/a.py", "from megatron import training", "nobody imports megatron.training"),
         ("outer/a.py", "def f():\n    print(1)", "print, line 2"),
+        ("attach/a.py", "engine.optimizer._clear()", "_clear is private to another package"),
+        *(
+            ("attach/a.py", source, "only megatron_noloco/engine/ may reach into deepspeed (fp16_groups)")
+            for source in ("optimizer.fp16_groups", "hasattr(optimizer, 'fp16_groups')")
+        ),
         *(
             (path, source, f"only {' and '.join(DOORS[engine])} may import {engine}")
             for path, source, engine in [
