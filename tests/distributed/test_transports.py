@@ -18,7 +18,7 @@ from megatron_noloco.federation.transport import FederationTransport, Network, P
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.mpi import library_name
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, RankLostError
 from megatron_noloco.transport.torch_dist import TorchTransport, _Threads
 from tests.distributed.transport_suite import (
     BIG_ELEMENTS,
@@ -127,8 +127,9 @@ def _one_leaves(rank: int, world_size: int) -> str:
     if rank == 0:
         flight = transport.post([], [Message(1, torch.zeros(BIG_ELEMENTS))], tag=3)
         swap(transport, 1, 5, tag=1)
-        with pytest.raises(ConnectionError, match="rank 1") as caught:
+        with pytest.raises(RankLostError, match="rank 1 has gone") as caught:
             list(flight.arrivals(DEADLINE_SECONDS))
+        assert caught.value.rank == 1
         message = str(caught.value)
     swap(transport, 2 if rank == 0 else 0, 5, tag=4)  # the survivors go on
     return message
