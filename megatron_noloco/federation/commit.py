@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import cast
 
 import torch
@@ -106,6 +107,13 @@ class Guard:
         self._ratios.append(ratio)
 
 
+class _State(Enum):
+    SKIPPED = "there is no partner"
+    EXCHANGING = "the mean is being collected"
+    FAILED = "there is no mean, or it is refused"
+    PREPARED = "the mean is accepted, and the token sent"
+
+
 class CommittedExchange:
     """An `Exchange` that yields its mean only once the round is certain, and lets no failure out.
 
@@ -130,8 +138,8 @@ class CommittedExchange:
         self._guards = guards
         self._replica = exchange.place.replica
         self._buffers = Buffers()
-        self._vector = torch.empty(0)
-        self._mean: Tensor | None = None  # None: the round is skipped
+        self._vector = self._mean = torch.empty(0)
+        self._state = _State.SKIPPED
         self._failure: _Failure | PoisonedError | None = None
         self._partner = self._rank = self._number = -1
         self._token: Flight | None = None  # the counterpart's
@@ -149,8 +157,7 @@ class CommittedExchange:
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
-        self._vector, self._mean, self._failure, self._number = vector, None, None, number
-        self._prepared = None
+        self._vector, self._failure, self._number = vector, None, number
         place = self._exchange.place
         others = [replica for replica in range(place.replicas) if replica != self._replica]
         seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
@@ -164,12 +171,13 @@ class CommittedExchange:
         hidden = {replica for replica, vote in enumerate(votes[len(others) :]) if not vote}
         partner = self._choose(number, Others(present, free, waiting, hidden))
         if partner is None:
+            self._state = _State.SKIPPED
             self._partners.begin(number, None)
             self._exchange.report = ExchangeReport((self._replica,))
             for planned in set(group) & set(others):
                 self._skip(planned, seen[others.index(planned)][1] or "is not there for another rank")
             return
-        self._partner, self._rank = partner, place.rank_of(partner)
+        self._state, self._partner, self._rank = _State.EXCHANGING, partner, place.rank_of(partner)
         self._partners.begin(number, self._rank)
         self._mean = self._buffers.take("mean", torch.float32, len(vector))
         self._exchange.deadline_seconds = self._partners.deadline_seconds
@@ -179,59 +187,56 @@ class CommittedExchange:
 
     def progress(self) -> Iterator[MeanPiece]:
         """Move the messages under way; yields nothing before `finish`."""
-        if self._collecting():
+        if self._state == _State.EXCHANGING:
             self._collect(self._exchange.progress())
-            if self._exchange.done:
-                self._prepare()
+        if self._state == _State.EXCHANGING and self._exchange.done:
+            self._prepare()
         return iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the whole mean; the own vector where the round is skipped. A collective of the replica."""
-        if self._mean is not None:
-            started = time.monotonic()
-            if self._collecting():
-                self._prepare()
-            seconds = time.monotonic() - started
-            if self._commit():
-                self._partners.record(seconds)
-                self._guard.accept(self._ratio)
-            else:
-                self._mean = None
-                if isinstance(self._failure, ExchangeTimeoutError):
-                    self._partners.avoid(self._rank, 1, "missed its last deadline")
-                elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
-                    self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, self._failure.why)
-        self._partners.end(self._number, self._mean is not None)
-        mean = self._vector if self._mean is None else self._mean
-        yield MeanPiece(0, len(mean), mean)
-
-    def _collecting(self) -> bool:
-        return self._mean is not None and self._failure is None and self._prepared is None
+        started = time.monotonic()
+        if self._state == _State.EXCHANGING:
+            self._prepare()
+        seconds = time.monotonic() - started
+        counts = self._state != _State.SKIPPED and self._commit()
+        if counts:
+            self._partners.record(seconds)
+            self._guard.accept(self._ratio)
+        elif isinstance(self._failure, ExchangeTimeoutError):
+            self._partners.avoid(self._rank, 1, "missed its last deadline")
+        elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
+            self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, self._failure.why)
+        self._partners.end(self._number, counts)
+        yield MeanPiece(0, len(self._vector), self._mean if counts else self._vector)
 
     def _collect(self, pieces: Iterator[MeanPiece]) -> None:
-        assert self._mean is not None
         try:
             for piece in pieces:
                 self._mean[piece.start : piece.stop] = piece.mean
         except PartnerLostError as failure:
-            self._failure = cast(_Failure, failure.__cause__)
+            self._state, self._failure = _State.FAILED, cast(_Failure, failure.__cause__)
 
     def _prepare(self) -> None:
         """End the exchange; send the token if the mean is accepted."""
         self._collect(self._exchange.finish())
+        if self._state == _State.FAILED:
+            return
         try:
-            if self._failure is None:
-                self._ratio = self._guard.check(self._vector, self.report)
-                self._prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
+            self._ratio = self._guard.check(self._vector, self.report)
         except PoisonedError as failure:
-            self._failure = failure
+            self._state, self._failure = _State.FAILED, failure
+            return
+        self._prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
+        self._state = _State.PREPARED
 
     def _commit(self) -> bool:
         """Return whether the mean counts, the same on all ranks of the replica."""
-        if self._prepared is not None:
+        prepared = self._state == _State.PREPARED
+        if prepared:
             self._wait_for_token()
         withdrawn = isinstance(self._failure, WithdrawnError)
-        votes = [self._prepared is not None, self._failure is None, not withdrawn]
+        votes = [prepared, self._failure is None, not withdrawn]
         all_prepared, all_certain, none_withdrawn = self._partners.agree(votes)
         if not all_certain:
             what = "did not answer" if all_prepared else "failed, or was refused by,"
