@@ -94,7 +94,7 @@ def statement_of(
         problem: with the settings; empty where there is none.
     """
     weights = digest_of(trained.weights)
-    first = {"weights": weights, **digests_of(trained.modules)}
+    first = {"weights": weights, **digests_of(trained.modules, trained.part_of)}
     try:
         if problem:
             raise ValueError(f"attach: {problem}")

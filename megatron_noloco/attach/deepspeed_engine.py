@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_noloco.attach.inner import OwnPart, check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
 from megatron_noloco.attach.trained import Stateful, Trained
-from megatron_noloco.engine.zero import divides_state, owned_weights, whole_weights, with_weights
+from megatron_noloco.engine.zero import divides_state, local_part, owned_weights, whole_weights, with_weights
 from megatron_noloco.outer.weights import Weights
 
 
@@ -29,6 +29,7 @@ def trained_by_deepspeed(engine: Any) -> Trained:
         lambda: int(engine.global_steps),
         while_attached=partial(noticing_loads, engine.module),
         modules=[engine.module],
+        part_of=local_part,
     )
 
 

@@ -4,11 +4,10 @@ They decide what the trained weights mean, so all replicas begin with the same.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.federation.frames import checksum_of
@@ -20,11 +19,15 @@ _WRAPPERS = {
 }  # in names: of torch.compile, and of checkpoint_wrapper
 
 
-def digests_of(modules: Sequence[nn.Module]) -> dict[str, bytes]:
-    """Return a digest of what this rank has of each kind, by its name for the user."""
+def digests_of(modules: Sequence[nn.Module], part_of: Callable[[Any], Tensor]) -> dict[str, bytes]:
+    """Return a digest of what this rank has of each kind, by its name for the user.
+
+    Args:
+        part_of: returns this rank's part of a parameter.
+    """
     parameters = [(_plain(name), one) for part in modules for name, one in part.named_parameters()]
     shapes = [(name, list(getattr(one, "ds_shape", one.shape))) for name, one in parameters]  # with ZeRO 3
-    frozen = ((name, _local(one)) for name, one in parameters if not one.requires_grad)
+    frozen = ((name, part_of(one)) for name, one in parameters if not one.requires_grad)
     buffers = ((_plain(name), one) for part in modules for name, one in part.named_buffers())
     return {
         "names and shapes": hashlib.sha256(repr(shapes).encode()).digest(),
@@ -70,15 +73,6 @@ def _digest_of(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
 def _bytes_of(tensor: Tensor) -> Iterator[Tensor]:
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return (piece.cpu() for piece in content.split(_AT_ONCE))
-
-
-def _local(parameter: Any) -> Tensor:
-    """Return this rank's part of a parameter that ZeRO 3 or `fully_shard` divides, else the whole."""
-    if hasattr(parameter, "ds_tensor"):  # the last ranks have padding, which is never written
-        part: Tensor = parameter.ds_tensor
-        left = parameter.ds_numel - part.numel() * dist.get_rank(parameter.ds_process_group)
-        return part[: max(0, left)]
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _plain(name: str) -> str:

@@ -21,6 +21,12 @@ def is_divided(parameter: Tensor) -> bool:
     return hasattr(parameter, "to_local")
 
 
+def local_part(parameter: Any) -> Tensor:
+    """Return this rank's piece of a parameter that is a DTensor; of any other the whole."""
+    part: Tensor = parameter.to_local() if is_divided(parameter) else parameter
+    return part
+
+
 def reshard(module: nn.Module) -> None:
     """Free what `fully_shard` has gathered, so that the module has its divided parameters again.
 

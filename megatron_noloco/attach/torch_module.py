@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, reshard
+from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, local_part, reshard
 from megatron_noloco.attach.trained import Trained, this_rank
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.weights import check_sound, overlaps
@@ -54,6 +54,7 @@ def trained_by_torch(module: nn.Module) -> Trained:
         check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),
         while_attached=partial(noticing_loads, module),
         modules=[module.module if isinstance(module, DistributedDataParallel) else module],
+        part_of=local_part,
     )
 
 

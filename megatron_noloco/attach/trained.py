@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
@@ -34,6 +34,7 @@ class Trained:
         check_all: raises ValueError where the loop trains more than `weights`.
         while_attached: a context in which its argument is called where weights are about to be loaded.
         modules: that have the weights, as the loop made them: without DistributedDataParallel and the like.
+        part_of: returns this rank's part of a parameter of the modules, frozen or not.
     """
 
     weights: Weights
@@ -43,6 +44,7 @@ class Trained:
     check_all: Callable[[], None] = lambda: None
     while_attached: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext()
     modules: Sequence[nn.Module] = ()
+    part_of: Callable[[Any], Tensor] = lambda parameter: parameter
 
 
 def check_reduced_over(trained: Trained, topology: Topology, rank: int) -> None:

@@ -75,6 +75,21 @@ def with_weights(optimizer: Any) -> Iterator[None]:
         optimizer._clear_fp32_optimizer_param_groups()
 
 
+def local_part(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter that ZeRO 3 divides, without padding; of any other the whole."""
+    if not hasattr(parameter, "ds_tensor"):
+        whole: Tensor = parameter
+        return whole
+    part: Tensor = parameter.ds_tensor
+    return part[: _own_length(parameter, part.numel())]
+
+
+def _own_length(parameter: Any, length: int) -> int:
+    """Return how many of the `length` elements that a rank stores are not padding, which the last ranks have."""
+    left: int = parameter.ds_numel - length * dist.get_rank(parameter.ds_process_group)
+    return max(0, min(length, left))
+
+
 class Zero3Weights(Weights):
     """The part of each parameter that this rank owns, without the padding of the last ranks."""
 
@@ -90,8 +105,7 @@ class Zero3Weights(Weights):
             start = 0
             for parameter in parameters:
                 length = parameter.ds_tensor.numel()
-                left = parameter.ds_numel - length * dist.get_rank(parameter.ds_process_group)
-                yield flat[start : start + max(0, min(length, left))]
+                yield flat[start : start + _own_length(parameter, length)]
                 start += length
 
     def parts(self) -> Sequence[Tensor]:

@@ -93,6 +93,7 @@ PRIVATE = {
         "_reassign_or_swap_out_partitioned_parameters",
     },
     f"{PACKAGE}/attach/megatron_optimizer.py": {"_copy_main_params_to_model_params"},
+    f"{PACKAGE}/attach/other_state.py": {"_non_persistent_buffers_set"},  # torch has no other access to them
     f"{PACKAGE}/pipeline/cpu.py": {"_get_cuda_rng_state", "_set_cuda_rng_state", "_GLOBAL_MEMORY_BUFFER"},
     f"{PACKAGE}/pipeline/groups.py": {
         "_TENSOR_MODEL_PARALLEL_GROUP",
