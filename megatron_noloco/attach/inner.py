@@ -65,7 +65,8 @@ class OwnPart(Several):
 
 def check_modes(optimizer: object) -> None:
     """Raise ValueError for an optimizer with other weights to train than to evaluate, also inside another one."""
-    while (below := getattr(optimizer, "optimizer", None)) is not None:
+    # Not getattr: of Megatron-core's ChainedOptimizer it is a property that fails.
+    while (below := getattr(optimizer, "__dict__", {}).get("optimizer")) is not None:
         optimizer = below
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
         raise ValueError(

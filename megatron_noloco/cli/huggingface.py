@@ -109,6 +109,7 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from megatron_noloco.data.auto_tokenizer import check_exported
     from megatron_noloco.huggingface.export import TOLERANCE, check_export, export
     from megatron_noloco.huggingface.source import open_source
 
@@ -116,6 +117,8 @@ def _export(args: argparse.Namespace) -> int:
     output = Path(args.output)
     export(source, output, args.dtype, args.max_shard_size)
     say(*source.losses_report())
+    if note := check_exported(source.tokenizer, output):
+        say(note)
     difference = check_export(source, output)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
     if not difference < TOLERANCE:  # false for NaN, too
@@ -144,7 +147,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.auto_tokenizer import check_exported
+    from megatron_noloco.data.auto_tokenizer import check_exported, load_as_written, load_auto
     from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.whole_model import generate
@@ -152,14 +155,14 @@ def _generate(args: argparse.Namespace) -> int:
     options = (args.prompt, args.tokens, args.temperature, args.seed)
     if is_hugging_face(args.model):
         _refuse_tokenizer(args)
-        generate(args.model[0], *options)
+        generate(args.model[0], load_auto, *options)
         return 0
     source = open_source(args.model, "mean", args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "model"
         export(source, exported, "float32", _SHARD_BYTES)
         check_exported(source.tokenizer, exported)
-        generate(exported, *options)
+        generate(exported, load_as_written, *options)
     return 0
 
 

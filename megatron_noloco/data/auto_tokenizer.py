@@ -70,14 +70,22 @@ def folder_adds_bos(folder: Path) -> bool:
         return False
 
 
-def check_exported(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise ValueError where an export's AutoTokenizer reads a text as other tokens than training.
+def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
+    """Return a line where AutoTokenizer reads an export otherwise than training; "" where it reads the same.
 
-    What training puts before each document counts, too.
+    What training puts before each document counts, too. For some families AutoTokenizer takes a class of its own,
+    whatever the files say. Raises ValueError where the files themselves read a text as other tokens.
     """
-    if found := _first_difference(tokenizer, load_auto(folder), with_ends=True):
+    if found := _first_difference(tokenizer, load_as_written(folder), with_ends=True):
         text, ours, other = found
         raise ValueError(f"{folder}: training reads {text!r} as {ours}, the exported tokenizer as {other}")
+    if found := _first_difference(tokenizer, load_auto(folder), with_ends=True):
+        text, ours, other = found
+        return (
+            f"{folder}: training reads {text!r} as {ours}, AutoTokenizer as {other}, whatever the exported files "
+            "say; load the tokenizer with PreTrainedTokenizerFast.from_pretrained"
+        )
+    return ""
 
 
 def adds_bos(theirs: Any) -> bool:
@@ -92,6 +100,13 @@ def load_auto(folder: Path) -> Any:
 
     logging.set_verbosity_error()  # it warns of classes that it takes in place of another
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def load_as_written(folder: Path) -> Any:
+    """Return the tokenizer of a folder as its tokenizer.json has it; raises anything where it cannot."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _first_difference(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import adds_bos, load_auto
+from megatron_noloco.data.auto_tokenizer import adds_bos
 from megatron_noloco.huggingface.pretrained import (
     PretrainedWeights,
     config_for_any_version,
@@ -66,10 +66,16 @@ class WholeModel:
         return self._stage.chunks[0](tokens, None, documents, labels=labels).float().cpu()
 
 
-def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+def generate(
+    folder: Path, load: Callable[[Path], Any], prompt: str, tokens: int, temperature: float, seed: int
+) -> None:
     """Print `prompt` and up to `tokens` generated tokens; temperature 0 takes the most likely token.
 
     Where the model's context is full before, a line on stderr says so.
+
+    Args:
+        load: returns the tokenizer of the folder, of transformers.
+
     Raises ValueError when the folder cannot be loaded, or the prompt fills the context.
     """
     from transformers import TextStreamer
@@ -78,7 +84,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # warnings would interrupt the text
     torch.manual_seed(seed)
-    tokenizer, model = _load(folder)
+    tokenizer, model = _load(folder, load)
     if not prompt and tokenizer.eos_token is None and not adds_bos(tokenizer):
         raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     # Without a prompt, start at the beginning of a document: with its BOS, or after the end of another.
@@ -126,7 +132,7 @@ def _is_of_code_to_run(error: Exception) -> bool:
     return "trust_remote_code" in str(error)
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
     """Return tokenizer and model, with the weights that `evaluate` reads; raises ValueError, in one line."""
     import transformers
 
@@ -134,7 +140,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     with PretrainedWeights(folder, architecture) as weights:
         tensors = weights.hf_tensors()
     try:
-        tokenizer = load_auto(folder)
+        tokenizer = load(folder)
         # Without the last two options wrong shapes are a traceback, and missing tensors are drawn at random.
         loaded: Any = getattr(transformers, family_of(architecture).hf_class).from_pretrained(
             None,

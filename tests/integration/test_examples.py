@@ -175,8 +175,9 @@ def test_the_library_imports_nothing_of_the_trainer(environment: Path) -> None:
 
 
 def test_the_command_says_how_to_install_the_trainer(environment: Path) -> None:
+    config = str(REPOSITORY / "configs" / "quickstart.json")
     for command in ([environment / "megatron-noloco"], [environment / "python", "-m", "megatron_noloco"]):
-        (line,) = call(*map(str, command), "train", "--config", "any.json", code=2).splitlines()
+        (line,) = call(*map(str, command), "train", config, code=2).splitlines()
         assert "this command needs packages that are not installed (deepspeed, megatron, " in line
         assert line.endswith("; pip install 'megatron-noloco[trainer]'")
 
