@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, IncompleteError, Manifest, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
-from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
+from megatron_noloco.job.agreement import of_all_ranks, of_rank_0, wait_for_all
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -131,7 +131,7 @@ def _set_aside(folders: list[Path]) -> list[str]:
         lines = [f"set aside: {folder} is now {catalog.set_aside(folder).name}" for folder in folders]
         if folders:
             catalog.write_latest(folders[0].parent)
-    dist.barrier()
+    wait_for_all()
     return lines
 
 

@@ -24,9 +24,8 @@ from megatron_noloco.federation.transport import (
     FederationTransport,
     Network,
     Patience,
-    agreement_of_replica,
 )
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import of_all_ranks, voting
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import (
     Channel,
@@ -187,7 +186,7 @@ def join_federation(
     if not dist.is_initialized():
         transport = FederationTransport(place, network, patience, stopped=stopped)
     else:
-        transport = FederationTransport(place, network, patience, agreement_of_replica(), stopped)
+        transport = FederationTransport(place, network, patience, voting(), stopped)
         addresses = of_all_ranks((place.rank, transport.address))
         # Others that find one rank learn from it where all ranks of its replica are.
         transport.service.learn(dict(addresses))

@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-import torch
-import torch.distributed as dist
-
 from megatron_noloco.federation.counterpart import Seen, Standing, is_far_behind
 from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
@@ -32,6 +29,7 @@ from megatron_noloco.federation.rendezvous import (
 )
 from megatron_noloco.federation.service import Service, ServiceFailedError
 from megatron_noloco.job.activity import now
+from megatron_noloco.job.agreement import Vote
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,
@@ -41,9 +39,6 @@ from megatron_noloco.transport.chunks import (
     cut,
 )
 from megatron_noloco.transport.protocol import Arrival, Message, RankLostError
-
-Agree = Callable[[Sequence[int]], list[int]]
-"""agree(votes): the smallest vote of all ranks of a replica, place by place; see `FederationPartners.agree`."""
 
 _REMEMBERED = 32  # exchanges
 _FEWEST = 4  # of them, to have a median
@@ -139,7 +134,7 @@ class FederationPartners:
     the exchange or has another partner in it, or is too many exchanges behind.
     """
 
-    def __init__(self, service: Service, patience: Patience, agree: Agree | None = None) -> None:
+    def __init__(self, service: Service, patience: Patience, agree: Vote = list) -> None:
         self._service = service
         self._protocol = service.protocol
         self._patience = patience
@@ -237,7 +232,7 @@ class FederationPartners:
 
     def agree(self, votes: Sequence[int]) -> list[int]:
         """Return the smallest vote of all ranks of this replica, place by place. A collective of the replica."""
-        return list(votes) if self._agree is None else self._agree(votes)
+        return self._agree(votes)
 
 
 class FederationTransport:
@@ -249,7 +244,7 @@ class FederationTransport:
 
     Args:
         place: of this rank; its replica is the slot.
-        agree: None for a replica of one rank.
+        agree: how the ranks of this replica vote, see `job.agreement.voting`; by default it has one rank.
         stopped: returns whether this job was asked to stop, as far as this rank knows; from several threads.
 
     Attributes:
@@ -267,7 +262,7 @@ class FederationTransport:
         place: Place,
         network: Network,
         patience: Patience,
-        agree: Agree | None = None,
+        agree: Vote = list,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.place = place
@@ -399,17 +394,3 @@ class FederationTransport:
 
 def _report_send(sent: ReportedTransfers, arrival: Arrival, failure: RankLostError | None) -> None:
     sent.report(failure or arrival)
-
-
-def agreement_of_replica() -> Agree | None:
-    """Make `FederationPartners.agree` of all ranks of this job, which is one replica. All of them call it."""
-    if dist.get_world_size() == 1:
-        return None
-    group = dist.new_group(backend="gloo")
-
-    def agree(votes: Sequence[int]) -> list[int]:
-        smallest = torch.tensor(votes, dtype=torch.int64)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, group)
-        return smallest.tolist()
-
-    return agree

@@ -1,19 +1,23 @@
 """Lets the ranks of a job agree on small values, by one of two mechanisms.
 
-- Collectives, `of_all_ranks` and `of_rank_0`: for what all ranks do at the same place of the program, at the
-  start and between local phases. They carry any value that can be pickled, and fail at once when a process has
-  ended.
+- Collectives: for what all ranks do at the same place of the program. `of_all_ranks` and `of_rank_0`, at the start
+  and between local phases, carry any value that can be pickled, and fail at once when a process has ended.
+  `voting` carries a few integers, for what ranks agree on in each round; `wait_for_all` carries none.
 - The job's key-value store, `announce` and `largest_announced`: for what ranks do at different times, or from
   a thread while the main thread is inside a library: stopping, failing, choosing the delay of an overlapped
   exchange.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 Value = TypeVar("Value")
+Vote = Callable[[Sequence[int]], list[int]]
+"""vote(numbers): the smallest number of all ranks, place by place. A collective."""
 
 _POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 600.0  # a rank that has not answered by then hangs
@@ -34,6 +38,25 @@ def of_rank_0(value: Value) -> Value:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(holder, src=0)
     return holder[0]
+
+
+def voting() -> Vote:
+    """Return how all ranks of the job vote, on the host, beside other collectives. A collective itself."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list
+    group = dist.new_group(backend="gloo")
+
+    def vote(numbers: Sequence[int]) -> list[int]:
+        smallest = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group)
+        return smallest.tolist()
+
+    return vote
+
+
+def wait_for_all() -> None:
+    """Wait until all ranks of the job are at this place of the program. A collective."""
+    dist.barrier()
 
 
 def announce(subject: str, number: int) -> None:

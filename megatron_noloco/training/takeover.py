@@ -18,6 +18,7 @@ from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.takeover import take_over
+from megatron_noloco.job.agreement import wait_for_all
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -135,7 +136,7 @@ class CheckpointWriter:
         folder = catalog.step_folder(self.settings.folder, offer.step)
         if dist.get_rank() == 0 and folder.exists():  # of a save that was never completed, or damaged
             self.tell(f"set aside: {folder} is now {catalog.set_aside(folder).name}")
-        dist.barrier()
+        wait_for_all()
         receive(self.settings.folder, offer, fill)
 
     def settle(self, offer: Manifest, whole: bool) -> None:
@@ -144,4 +145,4 @@ class CheckpointWriter:
                 folder = catalog.step_folder(self.settings.folder, offer.step)
                 shutil.rmtree(folder, ignore_errors=True)
             catalog.write_latest(self.settings.folder)
-        dist.barrier()
+        wait_for_all()
