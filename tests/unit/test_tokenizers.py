@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
@@ -288,9 +289,18 @@ class TestAutoTokenizer:
         with pytest.raises(ValueError, match="training reads 'Byte by byte"):
             check_exported(other, tmp_path / "export")
 
+    @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
+    def test_a_family_for_which_autotokenizer_takes_a_class_of_its_own_is_named(self, tmp_path: Path) -> None:
+        """The export itself is right: it is read by its files."""
+        ByteTokenizer().save(tmp_path, max_length=64)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+        note = check_exported(ByteTokenizer(), tmp_path)
+        assert "AutoTokenizer as [195, 169" in note, note  # it joins an accent with its letter
+        assert "load the tokenizer with PreTrainedTokenizerFast" in note
+
     def test_bytes_are_exported_without_bos(self, tmp_path: Path) -> None:
         ByteTokenizer().save(tmp_path, max_length=64)
-        check_exported(ByteTokenizer(), tmp_path)
+        assert check_exported(ByteTokenizer(), tmp_path) == ""
         assert not folder_adds_bos(tmp_path)
 
 
