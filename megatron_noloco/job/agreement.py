@@ -55,8 +55,9 @@ def voting() -> Vote:
 
 
 def wait_for_all() -> None:
-    """Wait until all ranks of the job are at this place of the program. A collective."""
-    dist.barrier()
+    """Wait until all ranks are at this place of the program; nobody without torch.distributed. A collective."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def announce(subject: str, number: int) -> None:
