@@ -206,18 +206,13 @@ class FederationSettings:
         None,
         'Where the first rank of a replica listens, "tcp://HOST:PORT", the others at the ports that follow; '
         'HOST "*": every interface, port 0: any. "off": nowhere; this job opens all its connections itself, as '
-        'behind a router or a firewall it must. null: "tcp://*:0" with a folder, with addresses the port that all '
-        "have.",
+        'behind a router or a firewall it must. Two jobs with "off" never exchange. null: "tcp://*:0" with a '
+        "folder, with addresses the port that all have.",
     )
     advertise: StrictStr | None = field(
         None,
         'Where others reach the first rank of a replica, "tcp://HOST:PORT", and its others at the ports that '
         "follow, if that is not where it listens: behind a router that forwards these ports.",
-    )
-    relay: StrictBool = field(
-        False,
-        'Whether this job passes on, still encrypted, what two jobs with listen "off" send each other; they are '
-        "paired only where no other partner is left.",
     )
     encryption: Literal["curve", "none"] = field(
         "curve",
@@ -312,10 +307,8 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
         )
     if federation.start_with > federation.slots:
         yield f"federation.start_with {federation.start_with} is more than federation.slots {federation.slots}"
-    if federation.listen == "off":
-        for name in ("advertise", "relay"):
-            if getattr(federation, name):
-                yield f'federation.{name}: with federation.listen "off" no other job can connect to this one'
+    if federation.listen == "off" and federation.advertise:
+        yield 'federation.advertise: with federation.listen "off" no other job can connect to this one'
     if noloco.method != "noloco" or noloco.group_size != 2:
         yield 'federation: separate jobs exchange in pairs; noloco.method must be "noloco", noloco.group_size 2'
 

@@ -112,7 +112,6 @@ class Federation(Written):
         here = {
             "listen": "off" if replica in self._homes else f"tcp://{self._addresses[replica]}",
             "rendezvous": "tcp://" + ",".join(seeds),
-            "relay": self._base["federation"].get("relay", False) and replica not in self._homes,
         }
         config = self._base | {"federation": self._base["federation"] | here}
         config["training"] = config["training"] | {"output_dir": str(folder.resolve())}

@@ -33,6 +33,7 @@ def of_saved_run(saved: dict[str, Any]) -> dict[str, Any]:
     federation = saved.get("federation") or {}
     if not federation.get("slots"):
         federation = {}  # the other settings had no effect, and other defaults
+    federation = {name: value for name, value in federation.items() if name != "relay"}  # which is gone
     data = dict(saved.get("data") or {})
     # Up to version 0.2.0 special tokens that a text spells out were tokens; bytes spell out none.
     data.setdefault("split_special_tokens", data.get("tokenizer_type", "byte") == "byte")
@@ -56,9 +57,9 @@ def _routing(routing: Any) -> dict[str, Any] | None:
     return {"routing": routing.get("interval", "off")} if is_block else None
 
 
-def _only(left: str) -> Callable[[Any], dict[str, Any] | None]:
+def _only(left: Any) -> Callable[[Any], dict[str, Any] | None]:
     """Return the translation of a setting that is gone, of whose values only one is left."""
-    return lambda value: {} if value == left else None
+    return lambda value: {} if (type(value), value) == (type(left), left) else None
 
 
 def _local_steps(local_steps: Any) -> dict[str, Any] | None:
@@ -71,4 +72,5 @@ _TRANSLATIONS: tuple[tuple[str, str, Callable[[Any], dict[str, Any] | None]], ..
     ("noloco", "grouping", _only("replica")),
     ("checkpoint", "fewer_replicas", _only("drop")),
     ("federation", "local_steps", _local_steps),
+    ("federation", "relay", _only(False)),
 )

@@ -7,7 +7,6 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from megatron_noloco.federation.frames import Frame, Send
-from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import Address
 from megatron_noloco.transport.protocol import RankLostError
@@ -83,17 +82,15 @@ class Counterpart:
 
     Attributes:
         seen: for other threads as well; the rest is used by the thread of the service only.
-        direct: the connection to it, up or not; None: there was none.
-        outbox: sends to it; its link is `direct` or leads to a rank that relays.
+        outbox: sends to it, over the link that is used.
         address: its latest; None: not known.
-        apart: when it became known or was lost, on the monotonic clock.
-        silences: how often it was not heard of over a relay.
-        informed: the version of our directory that it was sent last; -1: none.
+        apart_since: when its address became known or its connection was lost, on the monotonic clock.
+        directory_version: of our directory that it was sent last; -1: none.
         offer: its last answer to an ASK, tag and description; None: none yet.
         posted: our messages that it has not asked for, oldest first, by tag.
         wants: what it has asked for and we have not posted, likewise.
         unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
-        paths, its_paths: how many paths this rank has taken to it, and it to this rank.
+        connections, its_connections: how many this rank has used to it, one after the other, and it to this rank.
         counted: the latest meeting with it that counts here; -1: none.
         silent_ticks: for how many ticks of the protocol it has said nothing.
         longest_silence: of those that ended, in ticks.
@@ -101,18 +98,16 @@ class Counterpart:
 
     rank: int
     seen: Seen = Seen()
-    direct: Link | None = None
     outbox: Outbox = field(default_factory=Outbox)
     address: Address | None = None
-    apart: float = float("-inf")
-    silences: int = 0
-    informed: int = -1
+    apart_since: float = float("-inf")
+    directory_version: int = -1
     offer: tuple[int, bytes] | None = None
     posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
     wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
     unconfirmed: dict[int, Send] = field(default_factory=dict)
-    paths: int = 0
-    its_paths: int = 0
+    connections: int = 0
+    its_connections: int = 0
     counted: int = -1
     silent_ticks: int = 0
     longest_silence: int = 0
@@ -127,15 +122,14 @@ class Counterpart:
         self.seen = self.seen._replace(**changes)
 
     @property
-    def silent(self) -> bool:
-        """Whether it is tried over a relay, and nothing has come for ten seconds."""
-        waited = time.monotonic() - self.outbox.since > _SILENCE_SECONDS
-        return self.outbox.relayed and waited and not self.seen.present
+    def linked(self) -> bool:
+        """Whether there is a link to it over which messages can pass."""
+        return self.outbox.link is not None and self.outbox.link.up
 
     @property
-    def both_paths(self) -> int:
-        """How many paths the two ranks have taken to each other; what belongs to fewer is void."""
-        return self.paths + self.its_paths
+    def connections_of_both(self) -> int:
+        """How many connections the two ranks have used to each other; what belongs to fewer is void."""
+        return self.connections + self.its_connections
 
     def wants_waiting(self) -> int:
         return sum(map(len, self.wants.values()))

@@ -4,8 +4,8 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES,
 
 | kind | sender | meaning | number | offset | length |
 |---|---|---|---|---|---|
-| HELLO | every rank, twice a second | the sender runs | latest meeting | first open meeting | paths so far |
-| WANT | receiver of a message | a receive is posted under `tag` | its ticket | both paths | bytes of the message |
+| HELLO | every rank, twice a second | the sender runs | latest meeting | first open meeting | connections so far |
+| WANT | receiver of a message | a receive is posted under `tag` | its ticket | both connections | bytes of it |
 | DATA | sender of a message | one chunk | the ticket | of the first byte | bytes of the chunk |
 | GOT | receiver of DATA | one chunk has come, wanted or not | the ticket | 1: the message is complete | 0 |
 | ADDRESSES | every rank | addresses, see `rendezvous` | 1: asks for ours | its ranks | bytes that follow |
@@ -17,18 +17,15 @@ The first four bytes of a frame, the version that follows them and the kind REFU
 from 6 on. A frame of another version, or of another run, is answered with a REFUSAL, so that both sides know why
 they do not exchange. A REFUSAL of another version is not answered.
 
-A frame whose `receiver` is another rank is passed on by a rank that relays. A `relayed` frame is sent that way;
-the bytes that follow its header are then encrypted for its receiver, where the federation has keys.
-
 Exchange n is meeting 2 n of the ranks, and the evaluation that may follow it is meeting 2 n + 1. `offset` of a
 HELLO is the first meeting that its sender may have with its receiver. Whatever is under way between the two for
 earlier ones is void. So a HELLO also answers a WANT for an exchange in which the sender has another partner. `tag`
 of a HELLO is the latest exchange with its receiver that counts for its sender. A receiver that misses a token of
 that exchange is then in doubt, as the sender did not skip it. Meetings are sent plus 1 where they can be -1.
 
-`length` of a HELLO is the number of paths, direct or over a relay, that its sender has taken to its receiver. With
-each new one all that was under way is void on both sides. `offset` of a WANT is the sum for both ways; one
-that was sent before is dropped.
+`length` of a HELLO is the number of connections that its sender has used to its receiver, one after the other.
+With each new connection all that was under way is void on both sides. `offset` of a WANT is the sum of this number
+and of the receiver's; a WANT with an earlier sum is dropped.
 
 A ticket is a number that a process gives to one of its receives and never uses again. `to_epoch` is the epoch of
 the process that gave the ticket, so a frame for a process that has ended never reaches the next one.
@@ -49,8 +46,8 @@ import torch
 from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message, RankLostError
 
-_HEADER = struct.Struct("!4sBBBBIIQQQQQQQI")
-_MAGIC, VERSION = b"nlco", 6
+_HEADER = struct.Struct("!4sBBBIIQQQQQQQI")
+_MAGIC, VERSION = b"nlco", 7
 _PREFIX = struct.Struct("!4sBB")  # magic, version, kind: alike in all versions
 SIZE = _HEADER.size + 4  # the last four bytes are a checksum of those before
 LARGEST = 2**63 - 1
@@ -91,12 +88,11 @@ class Frame(NamedTuple):
     offset: int = 0
     length: int = 0
     dtype: int = 0  # in WANT and DATA
-    checksum: int = 0  # of the bytes that follow, before they are encrypted
-    relayed: bool = False
+    checksum: int = 0  # of the bytes that follow
 
     def pack(self) -> bytes:
         numbers = self.epoch, self.to_epoch, self.tag, self.number, self.offset, self.length
-        start = _MAGIC, VERSION, self.kind, self.dtype, self.relayed, self.sender, self.receiver, self.run
+        start = _MAGIC, VERSION, self.kind, self.dtype, self.sender, self.receiver, self.run
         head = _HEADER.pack(*start, *numbers, self.checksum)
         return head + zlib.crc32(head).to_bytes(4, "big")
 
@@ -134,15 +130,13 @@ def read(header: bytes) -> Frame | None:
     """Parse a header; returns None for anything that is not a valid one."""
     if len(header) != SIZE or zlib.crc32(header[:-4]) != int.from_bytes(header[-4:], "big"):
         return None
-    magic, version, kind, dtype, relayed, sender, receiver, run, *numbers, checksum = _HEADER.unpack(
-        header[:-4]
-    )
-    if (magic, version) != (_MAGIC, VERSION) or kind >= len(Kind) or dtype >= len(_DTYPES) or relayed > 1:
+    magic, version, kind, dtype, sender, receiver, run, *numbers, checksum = _HEADER.unpack(header[:-4])
+    if (magic, version) != (_MAGIC, VERSION) or kind >= len(Kind) or dtype >= len(_DTYPES):
         return None
     if max(numbers) > LARGEST:
         return None
     epoch, to_epoch, tag, number, offset, length = numbers
-    rest = to_epoch, tag, number, offset, length, dtype, checksum, bool(relayed)
+    rest = to_epoch, tag, number, offset, length, dtype, checksum
     return Frame(Kind(kind), run, sender, receiver, epoch, *rest)
 
 

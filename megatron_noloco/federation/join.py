@@ -212,6 +212,5 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ma
         keys,
         partial(reachable_address, rendezvous.hosts),
         federation.advertise,
-        federation.relay,
         digests=digests,
     )

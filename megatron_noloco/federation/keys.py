@@ -1,4 +1,4 @@
-"""The key of a federation, which all its members have, and the keys that a process draws for what is relayed.
+"""The key of a federation, which all its members have.
 
 One pair of Curve25519 keys serves all jobs of a run. ZeroMQ's CURVE (http://curvezmq.org) then authenticates both
 ends of each connection and encrypts what passes, with new keys for each connection.
@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
-from nacl.exceptions import CryptoError
-from nacl.public import Box, PrivateKey, PublicKey
 from zmq.utils import z85
 
 _DOMAIN = "megatron_noloco"
@@ -72,35 +69,3 @@ class Keys:
         is_member = (domain, mechanism, credentials) == (_DOMAIN.encode(), b"CURVE", [own])
         status = (b"200", b"OK") if is_member else (b"400", b"not a member")
         return [version, identifier, *status, b"", b""]
-
-
-class Sealing:
-    """Encrypts what a rank relays, so that it cannot be read there: X25519, XSalsa20, Poly1305.
-
-    Every process draws a pair of keys; the directory of addresses tells the others its public key. All members
-    hold the key of the federation, and are trusted: a relay that forged the directory could read what it relays.
-
-    Attributes:
-        public: this process's public key, 32 bytes.
-    """
-
-    def __init__(self) -> None:
-        self._secret = PrivateKey.generate()
-        self.public = bytes(self._secret.public_key)
-        self._boxes: dict[bytes, Box] = {}
-
-    def seal(self, data: np.ndarray, receiver: bytes) -> np.ndarray:
-        """Return the data, uint8, encrypted for the process with this public key: 40 bytes longer."""
-        return np.frombuffer(self._box(receiver).encrypt(data.tobytes()), np.uint8)
-
-    def open(self, data: np.ndarray, sender: bytes) -> np.ndarray | None:
-        """Return what the process with this public key has sealed for us; None for anything else."""
-        try:
-            return np.frombuffer(self._box(sender).decrypt(data.tobytes()), np.uint8)
-        except (CryptoError, ValueError, TypeError):
-            return None
-
-    def _box(self, public: bytes) -> Box:
-        if public not in self._boxes:
-            self._boxes[public] = Box(self._secret, PublicKey(public))
-        return self._boxes[public]

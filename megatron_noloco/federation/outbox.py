@@ -1,8 +1,8 @@
-"""What waits to be sent to one rank, and the path that it takes."""
+"""What waits to be sent to one rank, and the link that it takes."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from megatron_noloco.federation.frames import Frame
 from megatron_noloco.federation.links import Link
 
 Chunks = Iterator[tuple[Frame, np.ndarray]]
-Seal = Callable[[np.ndarray], np.ndarray]
 
 _FEWEST_CHUNKS, _MOST_CHUNKS = 4, 32  # under way at a time
 _SOON_SECONDS, _LATE_SECONDS = 0.5, 1.0  # for a confirmation
@@ -19,23 +18,20 @@ _MOST_CONTROL = 4096  # small frames that wait; a rank that reads none gets no m
 
 
 class Outbox:
-    """Sends frames to one rank, directly or by way of a rank that relays. Never blocks: `flush` sends the rest.
+    """Sends frames to one rank. Never blocks: `flush` sends the rest.
 
     A chunk is under way until the receiver has confirmed it. 4 may be at a time at first, one more for each
     confirmation that took less than half a second, one less for each that took more than a second. So a fast
-    connection is kept busy, and little waits in front of a slow one, or in a rank that relays. Chunks may be lost
-    on the way, since a relay drops what it cannot pass on: after a minute without a confirmation others are sent.
+    connection is kept busy, and little waits in front of a slow one. Confirmations may be lost while the link
+    stays up: where both ranks have opened a connection, they come over the other one. So after a minute without a
+    confirmation further chunks are sent.
 
     Attributes:
-        link: to the rank, or to the one that relays; None: there is no path.
-        relayed: whether that is a relay.
-        since: when it was taken, on the monotonic clock.
+        link: to the rank; None: there is none.
     """
 
     def __init__(self) -> None:
         self.link: Link | None = None
-        self.relayed, self.since = False, 0.0
-        self._seal: Seal = lambda data: data
         self._hello: Frame | None = None
         self._control: deque[tuple[Frame, np.ndarray | None]] = deque()
         self._chunks: deque[tuple[int, Chunks]] = deque()
@@ -44,10 +40,9 @@ class Outbox:
         self._confirmed = 0.0  # when the last confirmation came, or the first chunk under way was sent
         self._most = _FEWEST_CHUNKS
 
-    def take_path(self, link: Link | None, relayed: bool = False, seal: Seal = lambda data: data) -> None:
-        """Send over another link from now on; what waits is dropped. `seal` encrypts what is relayed."""
-        self.link, self.relayed, self._seal = link, relayed, seal
-        self.since = time.monotonic()
+    def use(self, link: Link | None) -> None:
+        """Send over another link from now on; what waits is dropped."""
+        self.link = link
         self._control.clear()
         self._chunks.clear()
         self._under_way.clear()
@@ -71,7 +66,7 @@ class Outbox:
 
     def confirm(self) -> None:
         """Note that the receiver has one chunk more."""
-        if self._under_way:  # else it was sent before `take_path`
+        if self._under_way:  # else it was sent over an earlier link
             self._confirmed = time.monotonic()
             seconds = self._confirmed - self._under_way.popleft()
             self._most += (seconds < _SOON_SECONDS) - (seconds > _LATE_SECONDS)
@@ -115,7 +110,4 @@ class Outbox:
     def _send(self, frame: Frame, data: np.ndarray | None = None) -> bool:
         if self.link is None:
             return False
-        header = frame._replace(relayed=self.relayed).pack()
-        if data is None:
-            return self.link.send(header)
-        return self.link.send(header, self._seal(data) if self.relayed else data)
+        return self.link.send(frame.pack(), *(() if data is None else (data,)))

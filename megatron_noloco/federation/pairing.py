@@ -6,9 +6,9 @@ R are a pair. So every two replicas are a pair in exactly one row. The rows are 
 are both still left over are partners. Replicas that know the same others compute the same pairs, without any
 message, and at most one replica is left without a partner.
 
-Two replicas that no other can connect to ("hidden") are not a pair while another choice is left: where the plan
-pairs them, they change partners with a planned pair of which both can be reached, and a hidden replica left over
-is first given one that can be reached.
+Two replicas that no other can connect to ("hidden") are never a pair. Where the plan pairs them, they change
+partners with a planned pair of which both can be reached. A hidden replica that is left over comes before the
+others that are.
 """
 
 from collections.abc import Iterable, Set
@@ -46,18 +46,17 @@ def choose(grouping: Grouping, replica: int, at: tuple[int, int], others: Others
     """
     labels = draw_permutation(grouping.replicas, grouping.seed, Stream.CHOICES, *at).tolist()
     pairs = [frozenset(group) for group in grouping.groups(at[0], fragment=at[1]) if len(group) == 2]
-    planned = _partners(_exchanged(pairs, labels, {replica, *others.present}, others.hidden))
+    planned = _partners(_without_hidden_pairs(pairs, labels, {replica, *others.present}, others.hidden))
     if planned.get(replica) in others.free:
         return planned[replica]
     if others.waiting:
         return min(others.waiting, key=lambda other: (labels[replica] + labels[other]) % len(labels))
-    seen = others.present & others.hidden
-    unseen = others.hidden if replica in others.hidden and not seen else set()  # they may be there
+    unseen = others.hidden if replica in others.hidden else set()  # they may be there
     left_over = {other for other in others.free if planned.get(other) not in {*others.present, *unseen}}
     return _left_over_pairs(labels, {replica, *left_over}, others.hidden).get(replica)
 
 
-def _exchanged(
+def _without_hidden_pairs(
     pairs: list[frozenset[int]], labels: list[int], present: Set[int], hidden: Set[int]
 ) -> list[frozenset[int]]:
     """Return the pairs without those of two hidden replicas, which change partners with a pair of none, if any."""
@@ -82,7 +81,7 @@ def _left_over_pairs(labels: list[int], left_over: Set[int], hidden: Set[int]) -
     """Return the partner of each replica that has one, taking the rows in order: hidden replicas first."""
     by_label = {labels[replica]: replica for replica in left_over}
     pairs: dict[int, int] = {}
-    for hidden_members in (1, 0, 2):
+    for hidden_members in (1, 0):
         for row in range(len(labels)):
             for label in list(by_label):
                 other = (row - label) % len(labels)

@@ -28,10 +28,8 @@ from megatron_noloco.federation.frames import (
     another_version,
     read,
 )
-from megatron_noloco.federation.keys import Sealing
 from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.links import Link
-from megatron_noloco.federation.paths import CONNECTION_LOST, Paths
 from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of
 from megatron_noloco.transport.protocol import EXCHANGE_TAGS, RankLostError
 
@@ -42,6 +40,7 @@ _STOP_TICKS = 2  # a round that is almost over may end before
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 TAKES_OVER = "takes over a state"
 _ALL_TAGS = range(LARGEST + 1)
+_CONNECTION_LOST = "has gone: the connection was lost"
 
 
 class FederationProtocol:
@@ -49,25 +48,16 @@ class FederationProtocol:
 
     Args:
         counterparts: the ranks at the same place in other replicas.
-        relays: whether this rank passes frames on between counterparts.
-        sealing: encrypts what is relayed; None: nothing is encrypted.
 
     Attributes:
         counterparts: by rank.
         dropped: how many frames were dropped, by reason.
         directory: the addresses of all ranks.
-        paths: to the counterparts.
         when_asked: called with rank, tag and `chosen` of each ASK; answers with `offer`, now or later.
         stopped: whether this job was asked to stop.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        counterparts: Iterable[int],
-        relays: bool = False,
-        sealing: Sealing | None = None,
-    ) -> None:
+    def __init__(self, member: Member, counterparts: Iterable[int]) -> None:
         self.counterparts: Mapping[int, Counterpart] = {rank: Counterpart(rank) for rank in counterparts}
         self.dropped: Counter[str] = Counter()
         self.directory = Directory(member)
@@ -76,9 +66,6 @@ class FederationProtocol:
         )
         self.stopped: Callable[[], bool] = lambda: False
         self._stopped_ticks = 0
-        self.paths = Paths(
-            member.rank, self.counterparts, self.directory, relays, sealing, self.lost, self.send_hello
-        )
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
         self._begun = -1
@@ -104,21 +91,39 @@ class FederationProtocol:
             self._warnings.add(line)
             sys.stderr.write(f"rank {self.member.rank}: {line}\n")
 
-    # Connections that end
+    # Connections
 
-    def lost(self, counterpart: Counterpart, why: str) -> None:
-        """End whatever is under way with a counterpart."""
+    def use(self, rank: int, link: Link) -> None:
+        """Send to a counterpart over a link that is up, unless the one that is used is up as well."""
+        counterpart = self.counterparts[rank]
+        self.leave_broken_links(rank)
+        if counterpart.outbox.link is None and link.up:
+            counterpart.connections += 1
+            counterpart.outbox.use(link)
+            counterpart.update(connected=True)
+            self.send_hello(rank)
+
+    def leave_broken_links(self, *ranks: int) -> None:
+        """End what is under way with those of these counterparts, or of all, whose link is down."""
+        for counterpart in map(self.counterparts.__getitem__, ranks or self.counterparts):
+            if not counterpart.linked and counterpart.outbox.link is not None:
+                self.lost(counterpart)
+
+    def lost(self, counterpart: Counterpart, why: str = _CONNECTION_LOST) -> None:
+        """End whatever is under way with a counterpart, and use its link no more."""
         counterpart.update(connected=False)
-        counterpart.informed, counterpart.apart = -1, time.monotonic()
+        counterpart.directory_version, counterpart.apart_since = -1, time.monotonic()
         self.cancel(counterpart, failure=RankLostError(counterpart.rank, why))
-        counterpart.outbox.take_path(None)
+        counterpart.outbox.use(None)
 
     def claim_rank(self) -> None:
         """Be the latest process of this rank for the others, or say which one is; see `Directory.claim`."""
         if self.directory.claim():
-            for counterpart in self.counterparts.values():
+            for rank, counterpart in self.counterparts.items():
+                link = counterpart.outbox.link
                 self.lost(counterpart, "took this process for an earlier one")
-            self.paths.check_all()
+                if link is not None:
+                    self.use(rank, link)
         elif rival := self.directory.rival:
             self.warn(
                 f"another process of this rank, at {rival.endpoint}, counts for the others: is --replica that of "
@@ -129,8 +134,7 @@ class FederationProtocol:
         """Name the ranks that announce this host's address, where nobody answers, and were never heard of."""
         own = self.directory.addresses.get(self.member.rank)
         for counterpart in self.counterparts.values():
-            linked = counterpart.direct is not None and counterpart.direct.up
-            if own and counterpart.address and not linked and not counterpart.seen.epoch:
+            if own and counterpart.address and not counterpart.linked and not counterpart.seen.epoch:
                 host = host_of(counterpart.address.endpoint)
                 if host and host == host_of(own.endpoint):
                     self._name_namesake(counterpart.rank, "does not answer there")
@@ -165,7 +169,7 @@ class FederationProtocol:
             rank,
             tag=receive.tag,
             number=self._tickets,
-            offset=self.counterparts[rank].both_paths,
+            offset=self.counterparts[rank].connections_of_both,
             length=receive.message.buffer.nbytes,
             dtype=receive.dtype,
         )
@@ -240,7 +244,7 @@ class FederationProtocol:
         self._cancel_void()
 
     def send_hello(self, *ranks: int) -> None:
-        """Send a HELLO, and the addresses if they have changed, to these ranks or to all that have a path."""
+        """Send a HELLO, and the addresses if they have changed, to these ranks or to all that have a link."""
         for rank in ranks or self.counterparts:
             counterpart = self.counterparts[rank]
             outbox, open_from = counterpart.outbox, self._open_from(rank)
@@ -248,10 +252,10 @@ class FederationProtocol:
                 continue
             begun, counted = self._begun + 1, counterpart.counted + 1
             hello = self.member.frame(Kind.HELLO, rank, number=begun, offset=open_from, tag=counted)
-            outbox.hello(hello._replace(length=counterpart.paths))
-            if counterpart.informed != self.directory.version and not outbox.relayed:
+            outbox.hello(hello._replace(length=counterpart.connections))
+            if counterpart.directory_version != self.directory.version:
                 outbox.control(*self.directory.frame(rank))
-                counterpart.informed = self.directory.version
+                counterpart.directory_version = self.directory.version
 
     def _open_from(self, rank: int) -> int:
         """Return the first meeting that this rank may have with that one: under way, or the next."""
@@ -330,7 +334,7 @@ class FederationProtocol:
         if frame.receiver not in (self.member.rank, ANYONE):
             if (frame.sender, frame.epoch) == (self.member.rank, self.member.epoch):
                 self._name_namesake(frame.receiver, "this rank itself answers there")
-            return self.paths.pass_on(frame, header, parts)
+            return "for another rank"
         data = np.frombuffer(parts[0].buffer if parts else b"", np.uint8)
         if frame.kind == Kind.ADDRESSES:
             if 0 < frame.offset <= self.member.rank:
@@ -347,13 +351,8 @@ class FederationProtocol:
         if not self._admit(counterpart, frame, link):
             self._answer(frame, link, counterpart.seen.epoch)
             return "earlier process"
-        self.paths.came(counterpart, link, frame.relayed)
-        if frame.relayed and parts:
-            opened = self.paths.open(frame.sender, data)
-            if opened is None:
-                return "cannot be decrypted"
-            data = opened
-        counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
+        self.use(frame.sender, link)
+        counterpart.update(heard=time.monotonic())
         counterpart.note_sign_of_life()
         return self._actions[frame.kind](counterpart, frame, data)
 
@@ -405,9 +404,9 @@ class FederationProtocol:
         if frame.kind not in (Kind.HELLO, Kind.WANT, Kind.ASK):
             return (frame.epoch, frame.to_epoch) == (counterpart.seen.epoch, self.member.epoch)
         if frame.epoch > counterpart.seen.epoch:
-            if counterpart.seen.epoch or link is not counterpart.direct:
+            if counterpart.seen.epoch or link is not counterpart.outbox.link:
                 self.lost(counterpart, "was started anew")
-                counterpart.direct, counterpart.its_paths = None, 0
+                counterpart.its_connections = 0
             counterpart.update(epoch=frame.epoch, begun=-1, open_from=0, takes_over=False)
         return frame.epoch == counterpart.seen.epoch
 
@@ -418,9 +417,9 @@ class FederationProtocol:
         self.cancel(counterpart, _before(min(hello.tag, hello.offset)), counts)
         withdrawn = WithdrawnError(counterpart.rank, "has no part in this exchange")
         self.cancel(counterpart, _before(hello.offset), withdrawn)
-        if counterpart.its_paths < hello.length:  # what was under way is void there, so it is here
-            counterpart.its_paths = hello.length
-            self.cancel(counterpart, failure=RankLostError(counterpart.rank, CONNECTION_LOST))
+        if counterpart.its_connections < hello.length:  # what was under way is void there, so it is here
+            counterpart.its_connections = hello.length
+            self.cancel(counterpart, failure=RankLostError(counterpart.rank, _CONNECTION_LOST))
         if goes_on:  # it trains, and takes nothing over any more
             counterpart.update(takes_over=False)
             trains = RankLostError(counterpart.rank, "trains")
@@ -430,8 +429,8 @@ class FederationProtocol:
     def _take_want(self, counterpart: Counterpart, want: Frame, _: np.ndarray) -> str:
         if want.tag in _before(self._open_from(counterpart.rank)):
             return "void"
-        if want.offset != counterpart.both_paths:
-            return "earlier path"
+        if want.offset != counterpart.connections_of_both:
+            return "earlier connection"
         if counterpart.outbox.link is None:
             return "no way back"
         if counterpart.wants_waiting() >= _MOST_WANTS:
@@ -485,8 +484,7 @@ class FederationProtocol:
 
 def _is_question(frame: Frame) -> bool:
     """Whether a frame that is dropped is answered; an answer is not."""
-    asks = frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number > 0)
-    return asks and not frame.relayed
+    return frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number > 0)
 
 
 def _before(meeting: int) -> range:

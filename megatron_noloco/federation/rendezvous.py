@@ -21,7 +21,7 @@ from megatron_noloco.federation.frames import ANYONE, LARGEST, VERSION, Frame, K
 from megatron_noloco.federation.likeness import differences
 from megatron_noloco.files import write_text
 
-_ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, length of the endpoint that follows
+_ENTRY = struct.Struct("!IQB")  # rank, epoch, length of the endpoint that follows
 _LONGEST_ENDPOINT = 255  # bytes
 _LISTENING = re.compile(r"tcp://(?:\*|[A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
@@ -40,14 +40,10 @@ class Address:
 
     Attributes:
         endpoint: "" where no other rank can connect to it.
-        key: its public key, 32 bytes, see `keys.Sealing`; zeros where nothing is encrypted.
-        relay: whether it passes frames on between two ranks that cannot be reached.
     """
 
     endpoint: str
     epoch: int
-    key: bytes = bytes(32)
-    relay: bool = False
 
 
 def is_endpoint(text: str) -> bool:
@@ -194,9 +190,7 @@ class Directory:
         entries = []
         for rank, address in sorted(self.addresses.items()):
             endpoint = address.endpoint.encode()
-            entries.append(
-                _ENTRY.pack(rank, address.epoch, address.key, address.relay, len(endpoint)) + endpoint
-            )
+            entries.append(_ENTRY.pack(rank, address.epoch, len(endpoint)) + endpoint)
         return b"".join(entries)
 
     def unpack(self, data: bytes) -> dict[int, Address] | None:
@@ -207,9 +201,9 @@ class Directory:
             stop = start + _ENTRY.size
             if stop > len(data):
                 return None
-            rank, epoch, key, relay, length = _ENTRY.unpack(data[start:stop])
+            rank, epoch, length = _ENTRY.unpack(data[start:stop])
             start = stop + length
-            address = Address(data[stop:start].decode("ascii", "replace"), epoch, key, bool(relay))
+            address = Address(data[stop:start].decode("ascii", "replace"), epoch)
             if start > len(data) or rank <= last or not self._is_valid(address):
                 return None
             found[rank], last = address, rank
@@ -222,7 +216,7 @@ class Directory:
 
     def _is_valid(self, address: Address) -> bool:
         valid = is_endpoint(address.endpoint) or not address.endpoint
-        return 0 < address.epoch <= LARGEST and valid and len(address.key) == 32
+        return 0 < address.epoch <= LARGEST and valid
 
 
 class Found(NamedTuple):
@@ -257,7 +251,7 @@ class SharedFolder:
 
     def publish(self, rank: int, address: Address) -> None:
         """Write the file of a rank, over that of an earlier process. Raises OSError."""
-        content = asdict(address) | {"key": address.key.hex(), "version": VERSION, "alike": self.digests}
+        content = asdict(address) | {"version": VERSION, "alike": self.digests}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / f"rank_{rank:05d}{self._ending}", json.dumps(content) + "\n")
@@ -271,8 +265,7 @@ class SharedFolder:
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
                 content = json.loads(path.read_text())
-                key, relay = bytes.fromhex(content["key"]), bool(content["relay"])
-                address = Address(str(content["endpoint"]), int(content["epoch"]), key, relay)
+                address = Address(str(content["endpoint"]), int(content["epoch"]))
                 found[int(path.name.removeprefix("rank_").removesuffix(self._ending))] = address
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_noloco.federation.frames import SIZE, Member
-from megatron_noloco.federation.keys import Keys, Sealing
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link, Links
 from megatron_noloco.federation.protocol import FederationProtocol
 from megatron_noloco.federation.rendezvous import Address, is_numeric, look_up
@@ -39,12 +39,10 @@ class Service:
         counterparts: the ranks at the same place in other replicas.
         listen: an endpoint of ZeroMQ, such as "tcp://*:0"; None: no other rank can connect to this one.
         longest_chunk: bytes; a connection that sends more is closed.
-        relays: whether this rank passes frames on between counterparts.
 
     Attributes:
         endpoint: where the socket is bound; "" where there is none.
         protocol: its methods are work for `do`.
-        sealing: encrypts what is relayed; None without keys.
 
     Raises ValueError when the socket cannot be bound.
     """
@@ -56,10 +54,8 @@ class Service:
         listen: str | None,
         longest_chunk: int,
         keys: Keys | None = None,
-        relays: bool = False,
     ) -> None:
-        self.sealing = None if keys is None else Sealing()
-        self.protocol = FederationProtocol(member, counterparts, relays, self.sealing)
+        self.protocol = FederationProtocol(member, counterparts)
         longest = max(longest_chunk, SIZE, self.protocol.directory.longest)
         self._links = Links(listen, longest, keys, self.protocol.warn)
         self.endpoint = self._links.endpoint
@@ -156,39 +152,36 @@ class Service:
             if rank not in addresses:
                 continue
             if counterpart.address != addresses[rank]:
-                counterpart.address, counterpart.apart = addresses[rank], time.monotonic()
+                counterpart.address, counterpart.apart_since = addresses[rank], time.monotonic()
             name = addresses[rank].endpoint
             endpoint = name if is_numeric(name) else self._found.get(name, "")
             if rank in self._dialled and self._dialled[rank].endpoint != endpoint:
                 self._hang_up(rank)
-            late = time.monotonic() - counterpart.apart > _BACK_SECONDS
-            linked = counterpart.direct is not None and counterpart.direct.up
-            if endpoint != name and not linked:
+            late = time.monotonic() - counterpart.apart_since > _BACK_SECONDS
+            if endpoint != name and not counterpart.linked:
                 apart.add(name)
             if not endpoint:
                 continue
             if rank not in self._dialled:
-                if linked or not (own > rank or not self.endpoint or late):
+                if counterpart.linked or not (own > rank or not self.endpoint or late):
                     continue
                 link = self._links.dial(endpoint)
                 if link is not None:  # else tried again at the next HELLO
                     self._dialled[rank] = link
-                    if link.up:
-                        self.protocol.paths.linked(counterpart, link)
-            elif linked and not self._dialled[rank].up:  # the other side has connected
+                    self.protocol.use(rank, link)
+            elif counterpart.linked and not self._dialled[rank].up:  # the other side has connected
                 self._hang_up(rank)
-            elif self._dialled[rank].up:  # the one that the other side has opened is lost
-                self.protocol.paths.linked(counterpart, self._dialled[rank])
+            else:  # the one that the other side has opened may be lost
+                self.protocol.use(rank, self._dialled[rank])
         self._apart = apart
 
     def _hang_up(self, rank: int) -> None:
         link, counterpart = self._dialled.pop(rank), self.protocol.counterparts[rank]
-        if counterpart.direct is link:  # which may lead to another rank, and stay
-            counterpart.direct = None
-        if link not in self._dialled.values():
+        if counterpart.outbox.link is link:
+            self.protocol.lost(counterpart)
+        if link not in self._dialled.values():  # else it leads to another rank, and stays
             self._asking.pop(link, None)
             self._links.hang_up(link)
-            self.protocol.paths.check_all()  # nothing is sent over it any more
 
     def _run(self) -> None:
         try:
@@ -196,7 +189,7 @@ class Service:
             while not self._closing:
                 if (now := time.monotonic()) >= next_hello:
                     self._follow_directory()
-                    self.protocol.paths.check_all()
+                    self.protocol.leave_broken_links()
                     self.protocol.send_hello()
                     self.protocol.tick()
                     self._end_questions()
@@ -220,10 +213,7 @@ class Service:
         for link in self._links.changed():
             self._send_addresses(link)
             for rank in [rank for rank, dialled in self._dialled.items() if dialled is link]:
-                if link.up:
-                    self.protocol.paths.linked(self.protocol.counterparts[rank], link)
-                else:
-                    self.protocol.paths.check(self.protocol.counterparts[rank])
+                self.protocol.use(rank, link)
         for link, parts in self._links.messages():
             self.protocol.take(link, parts)
         if self.protocol.directory.version != self._followed:

@@ -59,7 +59,6 @@ class Network:
         host: returns the address of this host; needed where ranks listen on all interfaces.
         advertise: where the others reach the first rank of a replica, its other ranks at the ports that follow;
             None: where it listens.
-        relays: whether ranks pass on what two others, which cannot connect to each other, send each other.
         chunk_bytes: the same on all ranks.
 
     Raises ValueError for an address to listen at or to advertise that is not one, or leads to no known port.
@@ -71,7 +70,6 @@ class Network:
     keys: Keys | None = None
     host: Callable[[], str] = socket.gethostname
     advertise: str | None = None
-    relays: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     digests: Mapping[str, str] = field(default_factory=dict)
 
@@ -275,9 +273,7 @@ class FederationTransport:
         network.check_ports(place.ranks_per_replica)
         at = self.rank % place.ranks_per_replica
         listen = None if network.listen is None else listen_at(network.listen, at)
-        self.service = Service(
-            member, self._others, listen, network.chunk_bytes, network.keys, network.relays
-        )
+        self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
         self._protocol = self.service.protocol
         self.partners = FederationPartners(self.service, patience, agree)
         self._protocol.stopped = stopped
@@ -301,8 +297,7 @@ class FederationTransport:
                 f"no address of this host is known, as it has no default route, so others look for {name}: where "
                 f"they do not know that name, {ADVERTISE}"
             )
-        key = self.service.sealing.public if self.service.sealing else bytes(32)
-        address = Address(endpoint, epoch, key, network.relays)
+        address = Address(endpoint, epoch)
         self.service.do(self._protocol.directory.announce, address)
         network.rendezvous.publish(self.rank, address)
         return address

@@ -45,23 +45,13 @@ def connected(
 
 
 @contextmanager
-def members(
-    folder: Path, listens: str, relays: int | None = None, keys: Keys | None = None
-) -> Iterator[list[FederationTransport]]:
-    """Replicas that others can connect to ("p") or not ("h"), of which one may relay."""
+def members(folder: Path, listens: str) -> Iterator[list[FederationTransport]]:
+    """Replicas that others can connect to ("p") or not ("h")."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(closing(FederationTransport(Place(slot, len(listens)), network, PATIENCE)))
             for slot, listen in enumerate(listens)
-            for network in [
-                Network(
-                    SharedFolder(folder, RUN),
-                    RUN,
-                    LOCAL if listen == "p" else None,
-                    keys,
-                    relays=slot == relays,
-                )
-            ]
+            for network in [Network(SharedFolder(folder, RUN), RUN, LOCAL if listen == "p" else None)]
         ]
 
 
@@ -114,9 +104,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def swap(one: FederationTransport, other: FederationTransport, tag: int) -> None:
-    """Exchange vectors between two ranks, once both know of the same paths: what is of an earlier one is void."""
+    """Exchange vectors between two ranks, once both know of the same connections: else messages are void."""
     there, here = one.service.protocol.counterparts[other.rank], other.service.protocol.counterparts[one.rank]
-    until(lambda: (there.paths, there.its_paths) == (here.its_paths, here.paths))
+    until(lambda: there.connections == here.its_connections and here.connections == there.its_connections)
     mine, theirs = torch.zeros(1000), torch.zeros(1000)
     flights = [
         one.post([Message(other.rank, torch.full((1000,), 1.0))], [Message(other.rank, mine)], tag),

@@ -68,7 +68,6 @@ DOORS = {
     "megatron": (f"{PACKAGE}/model/", f"{PACKAGE}/pipeline/"),
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/preflight/pair.py"),
     "pydantic": (f"{PACKAGE}/config/", SETTINGS, FIELDS),
-    "nacl": (f"{PACKAGE}/federation/keys.py",),
     "zmq": (f"{PACKAGE}/federation/",),
     "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),
 }

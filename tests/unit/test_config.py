@@ -292,6 +292,7 @@ OLD_FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("noloco.grouping", "replica", {}, "leave it out"),
     ("checkpoint.fewer_replicas", "drop", {}, "leave it out"),
     ("federation.local_steps", "all", {"skip_local_steps": False}, 'write "skip_local_steps": false'),
+    ("federation.relay", False, {}, "leave it out"),
 ]
 
 
@@ -337,6 +338,7 @@ def test_the_old_form_of_a_setting_is_read_with_a_line_that_says_the_new_one(
         ),
         ("noloco.grouping", "stage", "noloco.grouping is not a known key"),
         ("federation.local_steps", "some", "federation.local_steps is not a known key"),
+        ("federation.relay", True, "federation.relay is not a known key"),
     ],
 )
 def test_what_no_version_accepted_is_refused(name: str, value: Any, line: str) -> None:

@@ -32,7 +32,7 @@ from tools import bench_pairing
 
 
 def test_a_frame_is_read_as_it_was_packed() -> None:
-    frame = Frame(Kind.DATA, 2**60, 3, 9, 4, 5, 2**45, 7, 8, 9, 2, 2**32 - 1, relayed=True)
+    frame = Frame(Kind.DATA, 2**60, 3, 9, 4, 5, 2**45, 7, 8, 9, 2, 2**32 - 1)
     assert len(frame.pack()) == SIZE
     assert read(frame.pack()) == frame
     assert read(frame._replace(number=LARGEST).pack()) is not None
@@ -158,7 +158,7 @@ def test_a_second_connection_is_used_when_the_first_is_lost(tmp_path: Path) -> N
         second._closing.set()  # it looks for no addresses
         second._looking.join()
         services[1].do(hang_up)
-        until(lambda: services[0].protocol.counterparts[1].direct is services[0]._dialled.get(1))
+        until(lambda: services[0].protocol.counterparts[1].outbox.link is services[0]._dialled.get(1))
         until(lambda: bool(first.present() and second.present()))
         swap(first, second, tag=1)
 
@@ -195,7 +195,7 @@ def garbage(draw: random.Random, sound: list[bytes], victim_epoch: int) -> list[
             return [Frame(Kind.HELLO, RUN + 1, 1, 0, epoch, tag=LARGEST).pack()]
         case 4:
             sender, receiver = draw.choice([(draw.randrange(2, 1 << 32), 0), (1, draw.randrange(1, 1 << 31))])
-            return [Frame(Kind.HELLO, RUN, sender, receiver, epoch, relayed=draw.random() < 0.5).pack()]
+            return [Frame(Kind.HELLO, RUN, sender, receiver, epoch).pack()]
         case 5:  # without, or with too many parts
             kind = draw.choice(list(Kind))
             return frame(kind, *([] if kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER) else [noise]))

@@ -1,4 +1,4 @@
-"""Ranks that no other rank can connect to, ranks that relay, and a thread that fails."""
+"""Ranks that no other rank can connect to, and a thread that fails."""
 
 import io
 import os
@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.federation import counterpart, join, paths, service
+from megatron_noloco.federation import join, service
 from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.handover import Handover
 from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keeping_up import KeepingUp
-from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Links
 from megatron_noloco.federation.outbox import Outbox
-from megatron_noloco.federation.paths import Paths
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import FederationTransport, Network
@@ -122,7 +120,7 @@ def test_a_rank_that_can_open_no_more_files_joins_others_later(tmp_path: Path, s
         swap(first, second, tag=1)
 
 
-def test_without_a_relay_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
+def test_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
     with members(tmp_path, "phh") as ranks:
         until(lambda: present(ranks) == [[1, 2], [0], [0]])
         assert ranks[1].wait_for(2, SECONDS)
@@ -131,43 +129,6 @@ def test_without_a_relay_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
         flight = ranks[1].post([], [Message(2, torch.zeros(1))], tag=1)
         with pytest.raises(ConnectionError, match="rank 2 is not connected"):
             list(flight.arrivals(SECONDS))
-
-
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_a_relay_passes_on_what_it_cannot_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
-) -> None:
-    """Messages of several chunks, both ways, while the relay exchanges as well."""
-    passed: list[np.ndarray] = []
-    pass_on = Paths.pass_on
-
-    def noted(self: Paths, frame: Frame, header: bytes, parts: list) -> str:
-        if frame.kind == Kind.DATA:
-            passed.append(np.frombuffer(parts[0].bytes, np.uint8))
-        return pass_on(self, frame, header, parts)
-
-    monkeypatch.setattr(Paths, "pass_on", noted)
-    keys = Keys.make(tmp_path / "key") if encrypted else None
-    with members(tmp_path, "phh", relays=0, keys=keys) as ranks:
-        until(lambda: present(ranks) == [[1, 2], [0, 2], [0, 1]])
-        one, other = ranks[1:]
-        length = 3 * one.chunk_bytes + 5
-        sent = [torch.arange(length, dtype=torch.int64).to(torch.uint8) + rank for rank in (1, 2)]
-        came = [torch.zeros(length, dtype=torch.uint8) for _ in sent]
-        flights = [
-            one.post([Message(2, sent[0])], [Message(2, came[1])], tag=1),
-            other.post([Message(1, sent[1])], [Message(1, came[0])], tag=1),
-        ]
-        swap(ranks[0], one, tag=2)
-        for flight in flights:
-            list(flight.arrivals(SECONDS))
-            flight.finish(SECONDS)
-        assert all(torch.equal(*pair) for pair in zip(sent, came, strict=True))
-        readable = [any(np.array_equal(part, chunk) for chunk in sent[0].numpy().reshape(1, -1)[:, : len(part)])
-                    for part in passed]  # fmt: skip
-        assert any(readable) != encrypted
-        assert {len(part) - one.chunk_bytes for part in passed} >= ({40} if encrypted else {0})
-    assert sum(ranks[0].service.protocol.dropped.values()) == 0
 
 
 @pytest.mark.parametrize("continues", [False, True])
@@ -205,12 +166,14 @@ class Lossy:
         return not self.full
 
 
-def test_chunks_that_a_relay_lost_keep_no_later_ones_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_whose_confirmations_are_lost_keep_no_later_chunks_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As long as confirmations come, however seldom, no more are sent."""
     clock = 1000.0
     monkeypatch.setattr("megatron_noloco.federation.outbox.time.monotonic", lambda: clock)
     link, outbox = Lossy(), Outbox()
-    outbox.take_path(link, relayed=True)  # type: ignore[arg-type]
+    outbox.use(link)  # type: ignore[arg-type]
     chunk = Frame(Kind.DATA, RUN, 0, 1, 1), np.zeros(1, np.uint8)
     outbox.chunks(1, iter([chunk] * 5))
     outbox.drop({1})
@@ -231,32 +194,11 @@ def test_chunks_that_a_relay_lost_keep_no_later_ones_waiting(monkeypatch: pytest
 
 def test_a_rank_that_reads_nothing_costs_no_memory() -> None:
     link, outbox = Lossy(), Outbox()
-    outbox.take_path(link)  # type: ignore[arg-type]
+    outbox.use(link)  # type: ignore[arg-type]
     link.full = True
     for _ in range(5000):
         outbox.control(Frame(Kind.GOT, RUN, 0, 1, 1))
     assert len(outbox._control) < 5000
-
-
-def test_two_that_lose_their_relay_are_apart_until_there_is_another(tmp_path: Path) -> None:
-    folder = SharedFolder(tmp_path, RUN)
-    relay = Network(folder, RUN, LOCAL, relays=True)
-    with ExitStack() as stack:
-        one, other = (
-            stack.enter_context(
-                closing(FederationTransport(Place(slot, 4), Network(folder, RUN, None), PATIENCE))
-            )
-            for slot in (0, 1)
-        )
-        with closing(FederationTransport(Place(2, 4), relay, PATIENCE)):
-            until(lambda: present([one, other]) == [[1, 2], [0, 2]])
-            flight = one.post([], [Message(1, torch.zeros(1))], tag=1)
-        with pytest.raises(ConnectionError, match="rank 1 has gone"):
-            list(flight.arrivals(SECONDS))
-        until(lambda: present([one, other]) == [[], []])
-        stack.enter_context(closing(FederationTransport(Place(3, 4), relay, PATIENCE)))
-        until(lambda: present([one, other]) == [[1, 3], [0, 3]])
-        swap(one, other, tag=2)
 
 
 def test_jobs_with_more_slots_exchange_with_those_that_have_fewer(
@@ -279,7 +221,7 @@ def test_a_failure_of_the_thread_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with transport(tmp_path, 0) as one:
-        monkeypatch.setattr(one.service.protocol.paths, "check_all", lambda: 1 / 0)
+        monkeypatch.setattr(one.service.protocol, "tick", lambda: 1 / 0)
         until(lambda: not one.service._thread.is_alive())
         for use in (one.present, lambda: one.partners.begin(1, None), lambda: one.partners.standing(1, 1)):
             with pytest.raises(ServiceFailedError, match="has failed: ZeroDivisionError"):
@@ -290,20 +232,3 @@ def test_a_failure_of_the_thread_ends_the_job(
         assert handover._closed
         assert one._closing.is_set()
     assert "the federation's thread has failed" in capfd.readouterr().err
-
-
-def test_a_relay_that_does_not_reach_the_other_is_replaced_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(counterpart, "_SILENCE_SECONDS", 3.0)  # no busy machine is silent for so long
-    monkeypatch.setattr(paths, "_RELAY_SECONDS", 1.0)
-    folder = SharedFolder(tmp_path, RUN)
-    relay, hidden = Network(folder, RUN, LOCAL, relays=True), Network(folder, RUN, None)
-    with ExitStack() as stack:
-        first, _, one, other = (
-            stack.enter_context(closing(FederationTransport(Place(slot, 4), network, PATIENCE)))
-            for slot, network in enumerate((relay, relay, hidden, hidden))
-        )
-        monkeypatch.setattr(first.service.protocol.paths, "pass_on", lambda *_: "no way on")
-        until(lambda: present([one, other]) == [[0, 1, 3], [0, 1, 2]])
-        swap(one, other, tag=1)

@@ -40,17 +40,15 @@ def test_at_most_one_replica_is_left_without_a_partner(
 
 
 @settings(max_examples=300)
-@given(st.integers(2, 9), st.integers(0, 5), st.booleans(), st.data())
-def test_hidden_replicas_are_a_pair_only_where_no_other_choice_is_left(
-    replicas: int, round_index: int, relayed: bool, data: st.DataObject
-) -> None:
-    """Without a relay they do not see each other. While none has gone there are as many pairs as can be."""
+@given(st.integers(2, 9), st.integers(0, 5), st.data())
+def test_hidden_replicas_are_never_a_pair(replicas: int, round_index: int, data: st.DataObject) -> None:
+    """They do not see each other. While none has gone there are as many pairs as can be."""
     grouping = Grouping(replicas, 2, seed=3)
     gone, hidden = (data.draw(st.sets(st.integers(0, replicas - 1), max_size=most)) for most in (2, replicas))
     present = set(range(replicas)) - gone
     partners = {}
     for replica in present:
-        apart = hidden if replica in hidden and not relayed else set()
+        apart = hidden if replica in hidden else set()
         others = known(present - {replica} - apart, hidden=hidden)
         partners[replica] = choose(grouping, replica, (round_index, 0), others)
     pairs = {
@@ -59,9 +57,8 @@ def test_hidden_replicas_are_a_pair_only_where_no_other_choice_is_left(
     public, behind = len(present - hidden), len(present & hidden)
     directly = min(public, behind) + (max(0, public - behind) // 2)
     if not gone & hidden:
-        assert sum(not pair <= hidden for pair in pairs) >= directly - bool(gone)
-        assert len(pairs) >= (len(present) // 2 if relayed else directly - bool(gone))
-    assert relayed or not any(pair <= hidden for pair in pairs)
+        assert len(pairs) >= directly - bool(gone)
+    assert not any(pair <= hidden for pair in pairs)
 
 
 def test_a_replica_that_waits_is_preferred_to_all_but_the_planned_partner() -> None:

@@ -12,9 +12,9 @@ the same vector: MPI's own choice, Open MPI's ring, recursive doubling and tree,
 
 check: the lab itself. Every second host sends to the next one, over a plain TCP connection.
 
-nat: four jobs of the trainer, of which two, and then three, are behind routers: their `federation.listen` is
-"off", and no other host can connect to them. Needs nft. Counts for each replica the rounds with each partner, and
-the bytes that each host sent.
+nat: four jobs of the trainer, of which two are behind routers: their `federation.listen` is "off", and no other
+host can connect to them. Needs nft. Counts for each replica the rounds with each partner, and the bytes that each
+host sent.
 
 run: `--module MODULE ARGUMENTS`, the last options, under MPI, a rank on each host. Prints what that prints.
 

@@ -12,22 +12,17 @@ from tools.netlab.lab import Lab, Tcp, lab
 from tools.netlab.network import Link
 from tools.processes import Federation, base_config
 
-_REPLICAS = 4
+_REPLICAS, _HOMES = 4, 2
 _STEPS = 60
 _SECONDS = 600.0
 
 
 def measure(link: Link, tcp: Tcp) -> Iterator[dict[str, Any]]:
-    """Yield a row for two replicas behind routers, and for three, where the one that can be reached relays."""
-    for homes in (2, 3):
-        with (
-            lab([link] * _REPLICAS, tcp) as there,
-            ExitStack() as stack,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            hidden = range(_REPLICAS - homes, _REPLICAS)
-            names = {replica: stack.enter_context(there.behind(there.names[replica])) for replica in hidden}
-            yield _run(there, names, Path(folder))
+    """Yield a row for two replicas behind routers, which exchange with two that can be reached."""
+    with lab([link] * _REPLICAS, tcp) as there, ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        hidden = range(_REPLICAS - _HOMES, _REPLICAS)
+        names = {replica: stack.enter_context(there.behind(there.names[replica])) for replica in hidden}
+        yield _run(there, names, Path(folder))
 
 
 def _run(there: Lab, names: dict[int, str], folder: Path) -> dict[str, Any]:
@@ -36,16 +31,14 @@ def _run(there: Lab, names: dict[int, str], folder: Path) -> dict[str, Any]:
         "slots": _REPLICAS, "start_with": _REPLICAS, "skip_local_steps": False, "rounds_behind": 1000,
         "encryption": "curve", "key_file": str(folder / "key"),
     }  # fmt: skip
-    relays = len(names) > _REPLICAS // 2
     base = base_config(_STEPS)
     base["noloco"] |= {"payload": "int8"}
-    with Federation(folder, base, settings | {"relay": relays}, there, names) as federation:
+    with Federation(folder, base, settings, there, names) as federation:
         for replica in range(_REPLICAS):
             federation.start(replica)
         federation.wait(_SECONDS)
         return {
             "behind_routers": sorted(names),
-            "relay": relays,
             "exit_codes": federation.exit_codes(),
             "partners": {replica: _partners(federation, replica) for replica in range(_REPLICAS)},
             "missed_rounds": {one: federation.total(one, "missed_rounds") for one in range(_REPLICAS)},
