@@ -67,7 +67,9 @@ class EvaluationConfig(Block):
     )
     full: bool = field(False, "Whether an evaluation takes all of the validation split, not iters.")
     mean_model: bool = field(
-        True, "Whether the mean of the replicas is evaluated too; needs their weights exchanged."
+        True,
+        "Whether the mean of the replicas of this job is evaluated too; their weights are then exchanged. In a "
+        "federation without effect: each job evaluates its own replica.",
     )
 
 

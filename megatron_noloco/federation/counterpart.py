@@ -36,11 +36,11 @@ class Seen(NamedTuple):
 
     Attributes:
         epoch: of its process; 0: it was never heard of.
-        begun: the meeting that it began last, see `frames`; -1: none.
-        open_from: the first meeting that it may have with this rank.
+        begun: the exchange that it began last; -1: none.
+        open_from: the first exchange that it may have with this rank.
         heard: the time of its last frame, on the monotonic clock; -inf: never.
         connected: whether our frames can reach it.
-        takes_over: whether it has asked for our state, and has begun no meeting since.
+        takes_over: whether it has asked for our state, and has begun no exchange since.
     """
 
     epoch: int = 0
@@ -49,11 +49,6 @@ class Seen(NamedTuple):
     heard: float = float("-inf")
     connected: bool = False
     takes_over: bool = False
-
-    @property
-    def exchange(self) -> int:
-        """The exchange that it began last; -1: none."""
-        return self.begun // 2
 
     @property
     def present(self) -> bool:
@@ -91,7 +86,7 @@ class Counterpart:
         wants: what it has asked for and we have not posted, likewise.
         unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
         connections, its_connections: how many this rank has used to it, one after the other, and it to this rank.
-        counted: the latest meeting with it that counts here; -1: none.
+        counted: the latest exchange with it that counts here; -1: none.
         silent_ticks: for how many ticks of the protocol it has said nothing.
         longest_silence: of those that ended, in ticks.
     """

@@ -4,7 +4,7 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES,
 
 | kind | sender | meaning | number | offset | length |
 |---|---|---|---|---|---|
-| HELLO | every rank, twice a second | the sender runs | latest meeting | first open meeting | connections so far |
+| HELLO | every rank, twice a second | the sender runs | latest exchange | first open one | connections so far |
 | WANT | receiver of a message | a receive is posted under `tag` | its ticket | both connections | bytes of it |
 | DATA | sender of a message | one chunk | the ticket | of the first byte | bytes of the chunk |
 | GOT | receiver of DATA | one chunk has come, wanted or not | the ticket | 1: the message is complete | 0 |
@@ -17,11 +17,11 @@ The first four bytes of a frame, the version that follows them and the kind REFU
 from 6 on. A frame of another version, or of another run, is answered with a REFUSAL, so that both sides know why
 they do not exchange. A REFUSAL of another version is not answered.
 
-Exchange n is meeting 2 n of the ranks, and the evaluation that may follow it is meeting 2 n + 1. `offset` of a
-HELLO is the first meeting that its sender may have with its receiver. Whatever is under way between the two for
-earlier ones is void. So a HELLO also answers a WANT for an exchange in which the sender has another partner. `tag`
-of a HELLO is the latest exchange with its receiver that counts for its sender. A receiver that misses a token of
-that exchange is then in doubt, as the sender did not skip it. Meetings are sent plus 1 where they can be -1.
+`offset` of a HELLO is the first exchange that its sender may have with its receiver. Whatever is under way between
+the two for earlier exchanges is void. So a HELLO also answers a WANT for an exchange in which the sender has
+another partner. `tag` of a HELLO is the latest exchange with its receiver that counts for its sender. A receiver
+that misses a token of that exchange is then in doubt, as the sender did not skip it. The numbers of exchanges are
+sent plus 1 where they can be -1.
 
 `length` of a HELLO is the number of connections that its sender has used to its receiver, one after the other.
 With each new connection all that was under way is void on both sides. `offset` of a WANT is the sum of this number

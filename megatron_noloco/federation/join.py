@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_noloco.federation.commit import CommittedExchange, committing
 from megatron_noloco.federation.counterpart import FINAL
-from megatron_noloco.federation.evaluation import MeanOfThoseThere
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keeping_up import Health, KeepingUp
 from megatron_noloco.federation.keys import Keys
@@ -28,12 +27,9 @@ from megatron_noloco.federation.transport import (
 from megatron_noloco.job.agreement import of_all_ranks, voting
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import (
-    Channel,
     Exchange,
     ExchangeReport,
-    MeanModel,
     OuterOptimizer,
-    Rounds,
     Weights,
 )
 from megatron_noloco.plans.topology import Place
@@ -122,15 +118,9 @@ class Membership:
         if end is None:
             return []
         at_end, seconds = self.keeping_up.is_at_its_end, self.noloco.deadline_seconds
-        mean = TreeMean(self.transport, Channel.FINAL, seconds, at_end, end.left_out)
+        mean = TreeMean(self.transport, seconds, at_end, end.left_out)
         reports = outer.settle(mean, [end.group], FINAL)
         return [] if mean.stopped else reports
-
-    def mean_model(self, outer: Rounds) -> MeanModel:
-        """Return what evaluates the mean of those that are there."""
-        before = self.keeping_up.exchange_before
-        exchange = MeanOfThoseThere(self.transport, before, self.noloco.deadline_seconds)
-        return MeanModel(outer, exchange, self.transport.place.replicas)
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one."""

@@ -51,24 +51,24 @@ class _Awaited:
     @property
     def at_end(self) -> bool:
         """Whether it is there, and waits at its end."""
-        return self.seen.present and is_at_end(self.seen.exchange)
+        return self.seen.present and is_at_end(self.seen.begun)
 
     @property
     def last(self) -> int:
         """The last exchange before its end, if it is `at_end`."""
-        return self.seen.exchange - AT_ITS_END - 1
+        return self.seen.begun - AT_ITS_END - 1
 
     def why_away(self, seconds: float) -> str:
         """Say why it was not waited for any longer."""
-        if self.seen.exchange == LEFT:
+        if self.seen.begun == LEFT:
             return "has left"
         return f"began no round for {seconds:g} s" if self.seen.present else "is not there"
 
     def look(self, seen: Seen, at: float) -> None:
         before, self.seen = self.seen, seen
-        if seen.exchange > self.furthest:
-            self.furthest, self.since, self.spared = seen.exchange, at, False
-        elif not self.spared and (seen.exchange, seen.present) != (before.exchange, before.present):
+        if seen.begun > self.furthest:
+            self.furthest, self.since, self.spared = seen.begun, at, False
+        elif not self.spared and (seen.begun, seen.present) != (before.begun, before.present):
             self.since, self.spared = at, True  # once: one that comes and goes must not hold others up
 
 
@@ -121,7 +121,7 @@ class KeepingUp:
         self._few = noloco.local_steps // (4 * noloco.fragments)
         self._takes_all = not federation.skip_local_steps
         self._look_interval = noloco.local_steps if self._takes_all else max(1, self._few)
-        self._untrained = self._ended = False
+        self._untrained = False
 
     def start(self, done: int) -> None:
         """Announce after how many local steps this replica begins, or goes on with the state of another."""
@@ -196,7 +196,6 @@ class KeepingUp:
         """
         own = self._last_exchange(done)
         self.partners.leave_out(AT_ITS_END + 1 + own)
-        self._ended = True
         found, place = self._wait_at_end(stopped), self._transport.place
         awaited = found or {}
         left_out = self._left_out({place.rank: own}, awaited)
@@ -238,11 +237,11 @@ class KeepingUp:
             at = time.monotonic()
             for rank, seen in self._transport.seen().items():
                 if rank not in awaited:
-                    awaited[rank] = _Awaited(seen, seen.exchange, at if seen.present else -math.inf)
+                    awaited[rank] = _Awaited(seen, seen.begun, at if seen.present else -math.inf)
                 awaited[rank].look(seen, at)
             left = at - self._longest_seconds
             if not any(
-                one.since > left and not one.at_end and one.seen.exchange < FINAL for one in awaited.values()
+                one.since > left and not one.at_end and one.seen.begun < FINAL for one in awaited.values()
             ):
                 return awaited
             time.sleep(_LOOK_SECONDS)
@@ -250,15 +249,11 @@ class KeepingUp:
 
     def is_at_its_end(self, rank: int) -> bool:
         """Whether a rank averages at its end, or will as soon as its connection stands again."""
-        return is_at_end(self._transport.seen()[rank].exchange)
+        return is_at_end(self._transport.seen()[rank].begun)
 
     def leave(self) -> None:
         """Announce that this replica is at its end and waits for none."""
         self.partners.leave_out(LEFT)
-
-    def exchange_before(self, done: int) -> int:
-        """Return the number of the last exchange so far; -1 where there was none."""
-        return FINAL if self._ended else self._last_exchange(done)
 
     def _announce(self, done: int) -> None:
         """Tell the others that this replica skips the exchanges before this step, so that none waits for it."""

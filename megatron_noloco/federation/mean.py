@@ -1,4 +1,4 @@
-"""The mean over some replicas of a federation, over a tree of pairs of ranks.
+"""The mean over the replicas of a federation that come to their end, over a tree of pairs of ranks.
 
 The parent of a slot is the slot without the lowest of its binary digits that are 1; where that one is not there,
 the parent's parent, and so on. Sums go up the tree, and the mean of the root comes down. So all get the same bits,
@@ -26,7 +26,7 @@ from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import MOST_SLOTS
 from megatron_noloco.transport.protocol import Message
 
-LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.02
 
 
 def parent_of(slot: int, members: Set[int], hidden: Set[int] = frozenset()) -> int | None:
@@ -54,7 +54,6 @@ class TreeMean:
     All ranks of a replica leave out the same sums.
 
     Args:
-        channel: of its messages.
         deadline_seconds: for a child; for the parent as many times more as the tree may have levels.
         may_come: whether a rank that is waited for may still do its part; one that has lost its connection is
             waited for, too, as long as this is so.
@@ -71,13 +70,12 @@ class TreeMean:
     def __init__(
         self,
         transport: FederationTransport,
-        channel: Channel,
         deadline_seconds: float,
         may_come: Callable[[int], bool],
         left_out: Mapping[int, str] | None = None,
     ) -> None:
         self._transport, self._place = transport, transport.place
-        self._channel, self._deadline_seconds, self._may_come = channel, deadline_seconds, may_come
+        self._deadline_seconds, self._may_come = deadline_seconds, may_come
         self._left_out = left_out or {}
         self._vector, self._what, self._tag, self.stopped = torch.empty(0), "", 0, False
         self.report = ExchangeReport(())
@@ -85,7 +83,7 @@ class TreeMean:
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
         self._vector, self.report = vector.to("cpu"), ExchangeReport(group)
-        self._what, self._tag = what, tag_of(number, self._channel)
+        self._what, self._tag = what, tag_of(number, Channel.FINAL)
 
     def progress(self) -> Iterator[MeanPiece]:
         return iter(())
@@ -156,16 +154,9 @@ class TreeMean:
             return False
         return math.isfinite(squared_distance)
 
-    def _move(
-        self,
-        slot: int,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
-        seconds: float,
-        phase: int = 0,
-    ) -> bool:
+    def _move(self, slot: int, sends: Sequence[Tensor], receives: Sequence[Tensor], seconds: float) -> bool:
         """Send to a slot, and receive its answer; return whether all came. A lost connection begins it anew."""
-        rank, tag, until = self._place.rank_of(slot), self._tag + phase, time.monotonic() + seconds
+        rank, until = self._place.rank_of(slot), time.monotonic() + seconds
         now.part(f"waiting for rank {rank} (replica {slot}) in {self._what}")
         messages = [[Message(rank, part) for part in parts] for parts in (sends, receives)]
         awaited = None
@@ -175,9 +166,9 @@ class TreeMean:
             may_come = goes_on and self._may_come(rank)
             try:
                 if awaited is None and may_come:
-                    awaited = self._transport.post(messages[0], [], tag)
+                    awaited = self._transport.post(messages[0], [], self._tag)
                     if receives:  # whoever answers has what was sent
-                        awaited = self._transport.post([], messages[1], tag)
+                        awaited = self._transport.post([], messages[1], self._tag)
                 if awaited is not None:
                     awaited.arrived()
                     if awaited.done():
@@ -187,4 +178,4 @@ class TreeMean:
                 awaited = None
             if not may_come:
                 return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)

@@ -69,7 +69,7 @@ class FederationProtocol:
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
         self._begun = -1
-        self._under_way: dict[int, int | None] = {}  # the partner, by meeting
+        self._under_way: dict[int, int | None] = {}  # the partner, by exchange
         self._warnings: set[str] = set()
         self._actions = {
             Kind.HELLO: self._take_hello,
@@ -220,27 +220,24 @@ class FederationProtocol:
             for send in sends:
                 send.report(failure)
 
-    # Meetings, see `frames`
+    # Exchanges
 
-    def begin(self, meeting: int, rank: int | None) -> None:
-        """Tell all counterparts that this meeting has begun here, with `rank`; ANYONE: with all of them.
-
-        The others have no part in it.
-        """
-        self._begun = max(self._begun, meeting)
-        self._under_way[meeting] = rank
+    def begin(self, number: int, rank: int | None) -> None:
+        """Tell all counterparts that this exchange has begun here, with `rank`; the others have no part in it."""
+        self._begun = max(self._begun, number)
+        self._under_way[number] = rank
         self._cancel_void()
 
-    def leave_out(self, meeting: int) -> None:
-        """Tell all counterparts that the meetings up to this one, except those under way, never begin here."""
-        self._begun = max(self._begun, meeting)
+    def leave_out(self, number: int) -> None:
+        """Tell all counterparts that the exchanges up to this one, except those under way, never begin here."""
+        self._begun = max(self._begun, number)
         self._cancel_void()
 
-    def end(self, meeting: int, counts: bool = False) -> None:
-        """Tell all counterparts that this meeting is over here, and its messages void; and whether it counts."""
-        partner = self._under_way.pop(meeting, None)
+    def end(self, number: int, counts: bool = False) -> None:
+        """Tell all counterparts that this exchange is over here, and its messages void; and whether it counts."""
+        partner = self._under_way.pop(number, None)
         if counts and partner is not None:
-            self.counterparts[partner].counted = meeting
+            self.counterparts[partner].counted = number
         self._cancel_void()
 
     def send_hello(self, *ranks: int) -> None:
@@ -258,12 +255,12 @@ class FederationProtocol:
                 counterpart.directory_version = self.directory.version
 
     def _open_from(self, rank: int) -> int:
-        """Return the first meeting that this rank may have with that one: under way, or the next."""
-        with_it = (meeting for meeting, partner in self._under_way.items() if partner in (rank, ANYONE))
+        """Return the first exchange that this rank may have with a counterpart: under way, or the next."""
+        with_it = (number for number, partner in self._under_way.items() if partner == rank)
         return min(with_it, default=self._begun + 1)
 
     def _cancel_void(self) -> None:
-        """Cancel what is under way for meetings that are not open any more, and tell the counterparts."""
+        """Cancel what is under way for exchanges that are not open any more, and tell the counterparts."""
         for counterpart in self.counterparts.values():
             self.cancel(counterpart, _before(self._open_from(counterpart.rank)))
         self.send_hello()
@@ -487,9 +484,9 @@ def _is_question(frame: Frame) -> bool:
     return frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number > 0)
 
 
-def _before(meeting: int) -> range:
-    """Return the tags of all meetings before this one."""
-    return range(meeting * EXCHANGE_TAGS // 2)
+def _before(number: int) -> range:
+    """Return the tags of all exchanges before this one."""
+    return range(number * EXCHANGE_TAGS)
 
 
 def _away(rank: int) -> RankLostError:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 
 from megatron_noloco.federation.counterpart import Seen, Standing, is_far_behind
-from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
+from megatron_noloco.federation.frames import DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.protocol import TAKES_OVER
 from megatron_noloco.federation.rendezvous import (
@@ -160,9 +160,9 @@ class FederationPartners:
         reason = self._why_away(rank, seen, number)
         if reason:
             return Standing.AWAY, reason
-        if seen.open_from > 2 * number:
-            return Standing.BUSY, "is ahead" if seen.exchange > number else "is not free"
-        waits = seen.exchange >= number and seen.open_from == 2 * number
+        if seen.open_from > number:
+            return Standing.BUSY, "is ahead" if seen.begun > number else "is not free"
+        waits = seen.begun >= number and seen.open_from == number
         return (Standing.WAITING if waits else Standing.FREE), ""
 
     def reachable(self, rank: int) -> bool:
@@ -176,24 +176,24 @@ class FederationPartners:
         if seen.takes_over:
             return TAKES_OVER
         epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
-        if epoch == seen.epoch and seen.exchange < until:
+        if epoch == seen.epoch and seen.begun < until:
             return why
         # Compare with the exchange before: a replica near it does not skip ahead. One that has begun none may be
         # about to take over a state.
         before = number - 1 if seen.begun >= 0 else number
-        return "is behind" if is_far_behind(seen.exchange, before, self._patience.behind) else ""
+        return "is behind" if is_far_behind(seen.begun, before, self._patience.behind) else ""
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
         """Treat a counterpart as away until it has begun so many more exchanges, or has restarted."""
         seen = self._protocol.counterparts[rank].seen
-        self._avoided[rank] = seen.epoch, seen.exchange + exchanges, why
+        self._avoided[rank] = seen.epoch, seen.begun + exchanges, why
 
     def begin(self, number: int, rank: int | None) -> None:
         """Announce that this rank begins an exchange with `rank`; None: that it skips it.
 
         Messages that other counterparts have under way for this exchange fail with a WithdrawnError.
         """
-        self._service.do(self._protocol.begin, 2 * number, rank)
+        self._service.do(self._protocol.begin, number, rank)
 
     def end(self, number: int, counts: bool = False) -> None:
         """Announce that the exchange is over; its messages still under way become void on both sides.
@@ -201,32 +201,11 @@ class FederationPartners:
         Args:
             counts: whether this rank uses the mean. The partner's messages then do not fail with a WithdrawnError.
         """
-        self._service.do(self._protocol.end, 2 * number, counts)
+        self._service.do(self._protocol.end, number, counts)
 
     def leave_out(self, number: int) -> None:
         """Tell the others that this rank skips the exchanges up to this one; those under way go on."""
-        self._service.do(self._protocol.leave_out, 2 * number)
-
-    def begin_evaluation(self, number: int) -> None:
-        """Announce that this rank has come to the evaluation after an exchange."""
-        self._service.do(self._protocol.begin, 2 * number + 1, ANYONE)
-
-    def end_evaluation(self, number: int) -> None:
-        """Announce that the evaluation is over here; its messages still under way become void on both sides."""
-        self._service.do(self._protocol.end, 2 * number + 1)
-
-    def at_evaluation(self, number: int) -> dict[int, bool]:
-        """Return whether a rank has come to the evaluation, for those that may: not past it, nor far behind."""
-        self._service.check()
-        seen = {rank: counterpart.seen for rank, counterpart in self._protocol.counterparts.items()}
-        return {
-            rank: one.begun > 2 * number
-            for rank, one in seen.items()
-            if one.present
-            and not one.takes_over
-            and one.open_from <= 2 * number + 1
-            and not is_far_behind(one.exchange, number, self._patience.behind)
-        }
+        self._service.do(self._protocol.leave_out, number)
 
     def agree(self, votes: Sequence[int]) -> list[int]:
         """Return the smallest vote of all ranks of this replica, place by place. A collective of the replica."""
@@ -331,7 +310,7 @@ class FederationTransport:
 
     def begun(self) -> dict[int, int]:
         """Return the exchange that each connected counterpart began last, by rank."""
-        return {rank: seen.exchange for rank, seen in self.seen().items() if seen.present}
+        return {rank: seen.begun for rank, seen in self.seen().items() if seen.present}
 
     def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
         """Wait until this many counterparts are there, or this job is to stop; returns False when time is up.

@@ -132,9 +132,8 @@ class Console:
             first = self.last_evaluation["replica"] if len(losses) == 1 else 0
             for replica, loss in enumerate(losses, first):
                 yield f"validation loss, replica {replica}", f"{figures.loss(loss)} nats per token"
-            if self.last_evaluation["validation/mean_model_replicas"] > 1:
-                name = figures.mean_model(self.last_evaluation)
-                yield f"validation loss, {name}", f"{figures.loss(mean)} nats per token"
+            if len(losses) > 1 and not math.isnan(mean):
+                yield "validation loss, mean model", f"{figures.loss(mean)} nats per token"
         unigram = self.facts.unigram_entropy
         if not math.isnan(unigram):
             yield "unigram entropy of the corpus", f"{figures.loss(unigram)} nats per token"

@@ -105,13 +105,6 @@ def checkpoint_line(row: Row) -> str:
     return f" checkpoint at iteration {row['step']} | pause (ms): {milliseconds(row['time/save_seconds'])} |"
 
 
-def mean_model(row: Row) -> str:
-    """Return how a row of kind "evaluation" names the mean model: in a federation with the replicas in it."""
-    replicas = row["validation/mean_model_replicas"]
-    others = replicas > len(row["validation/replica_losses"])
-    return f"mean model of {replicas} replicas" if others else "mean model"
-
-
 def validation_lines(row: Row, unigram_entropy: float) -> list[str]:
     """Return the log lines of a row of kind "evaluation": one line, and one for each dataset of a blend."""
     spread, mean = row["validation/spread"], row["validation/mean_model_loss"]
@@ -120,7 +113,7 @@ def validation_lines(row: Row, unigram_entropy: float) -> list[str]:
         f"replicas: {losses(row['validation/replica_losses'])}",
     ]
     if not math.isnan(mean):
-        parts.append(f"{mean_model(row)}: {loss(mean)}")
+        parts.append(f"mean model: {loss(mean)}")
         if not math.isnan(spread):
             parts.append(f"spread: {scientific(spread)}")
     prefix = "validation/replica_losses of "

@@ -82,7 +82,6 @@ class Evaluation:
 
     replica_losses: list[float]  # of the replicas of this job
     mean_model_loss: float  # nan where it is not evaluated
-    mean_model_replicas: int  # in that mean; 0 where it is not evaluated
     spread: float  # of this rank's slow weights over these replicas; nan where not compared
     datasets: list[DatasetLosses] = field(default_factory=list)  # of a blend; empty for a single dataset
 
@@ -94,7 +93,6 @@ class Evaluation:
             "validation/perplexity": math.exp(min(own, _LARGEST_EXPONENT)),
             "validation/replica_losses": self.replica_losses,
             "validation/mean_model_loss": self.mean_model_loss,
-            "validation/mean_model_replicas": self.mean_model_replicas,
             "validation/spread": self.spread,
         }
         for dataset in self.datasets:

@@ -13,17 +13,14 @@ PHASES = EXCHANGE_TAGS // CHANNELS  # a coded exchange uses 6, others the first 
 
 
 class Channel(IntEnum):
-    """The channels in use; the others, up to CHANNELS - 1, are free.
-
-    The second half is for what comes after exchange `number` and before the next one, in a federation.
-    """
+    """The channels in use; the others, up to CHANNELS - 1, are free."""
 
     ROUNDS = 0
     LOSSES = 2
     CONTACTS = 3
     FINAL = 4
     COMMITS = 5
-    MEAN_MODEL = 32
+    MEAN_MODEL = 6
 
 
 def tag_of(number: int, channel: int) -> int:

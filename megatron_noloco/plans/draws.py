@@ -26,7 +26,6 @@ class Stream(IntEnum):
     SKETCH = 7
     CHECKSUM = 8
     CHOICES = 9
-    LEADS = 10
 
 
 def draw_words(count: int, seed: int, stream: Stream, *counters: int) -> np.ndarray:

@@ -25,7 +25,6 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.join import Joined, checkpoint_settings
 from megatron_noloco.training.monitoring import build_monitor
@@ -57,8 +56,12 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)
-    losses = Exchange(transport, place, Channel.LOSSES, config.noloco.deadline_seconds)
-    mean_model = _mean_model(config, outer, joined, place) if config.evaluation.mean_model else None
+    losses, weights = (
+        Exchange(transport, place, channel, config.noloco.deadline_seconds)
+        for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
+    )
+    averages = config.evaluation.mean_model and membership is None
+    mean_model = MeanModel(outer, weights, place.replicas) if averages else None
     evaluator = Evaluator(engine, routing, prepared.validation, losses, mean_model)
     evaluator.stops_before = joined.stopping.before_part
     return Run(
@@ -88,13 +91,6 @@ def _model(prepared: Prepared) -> tuple[Groups, Stage]:
     pretrained = config.training.pretrained
     with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
         return groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
-
-
-def _mean_model(config: RunConfig, outer: Rounds, joined: Joined, place: Place) -> MeanModel:
-    if joined.membership is not None:
-        return joined.membership.mean_model(outer)
-    exchange = Exchange(joined.transport, place, Channel.MEAN_MODEL, config.noloco.deadline_seconds)
-    return MeanModel(outer, exchange, place.replicas)
 
 
 def _overlap(config: RunConfig, outer: Rounds, start: Start) -> OverlapChoice | None:

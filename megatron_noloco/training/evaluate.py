@@ -1,8 +1,8 @@
 """Measures the loss of every replica of this job and of the mean model, on the same validation microbatches.
 
-An evaluation is the one thing in which all replicas communicate. Without the mean model (`evaluation.mean_model`
-false) those of one job exchange losses only; without evaluations (`evaluation.iters` 0) nothing. In a federation
-each evaluates itself, and the mean model of those that are there.
+In an evaluation all replicas of a job communicate. Without the mean model (`evaluation.mean_model` false) they
+exchange losses only; without evaluations (`evaluation.iters` 0) nothing. In a federation each job evaluates its
+own replica, and sends nothing.
 """
 
 import math
@@ -34,7 +34,7 @@ class Evaluator:
     Args:
         sources: the validation microbatches of each dataset.
         losses: carries the losses of the replicas of this job.
-        mean_model: None: the replicas exchange no weights.
+        mean_model: of the replicas of this job; None: they exchange no weights.
 
     Attributes:
         stops_before: see `Stopping.before_part`.
@@ -77,21 +77,17 @@ class Evaluator:
     def _measure(self, done: int) -> Evaluation:
         own_losses = self._losses()
         if self.alone:
-            return self._evaluation([own_losses], own_losses, 1, math.nan)
+            return self._evaluation([own_losses], own_losses, math.nan)
         self._begin_part()
         by_replica = [own_losses] if self.replicas == 1 else self._exchanged(own_losses, done)
-        not_measured = [math.nan] * len(own_losses)
         if self.mean_model is None:
-            return self._evaluation(by_replica, not_measured, 0, math.nan)
+            return self._evaluation(by_replica, [math.nan] * len(own_losses), math.nan)
         with self.mean_model.in_place(done) as report:
-            count = len(report.group)
-            if count < 2:  # of a federation: no other has come
-                return self._evaluation(by_replica, not_measured, 0, math.nan)
             mean_losses = self._losses()
-        return self._evaluation(by_replica, mean_losses, count, report.standard_deviation)
+        return self._evaluation(by_replica, mean_losses, report.standard_deviation)
 
     def _evaluation(
-        self, by_replica: list[list[float]], mean_losses: list[float], count: int, spread: float
+        self, by_replica: list[list[float]], mean_losses: list[float], spread: float
     ) -> Evaluation:
         """Build the result from losses per dataset, which are averaged in the proportions of the blend."""
         weights = [source.weight for source in self.sources]
@@ -106,7 +102,6 @@ class Evaluator:
         return Evaluation(
             [blended(losses) for losses in by_replica],
             blended(mean_losses),
-            count,
             spread,
             datasets if len(datasets) > 1 else [],
         )

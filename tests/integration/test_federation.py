@@ -129,11 +129,6 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert "replica 3 is new: a clone of replica" in federation.log(3)
         assert federation.missed(0) + federation.missed(1) > 0
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
-        found = [row for replica in range(4) for row in federation.rows(replica, "evaluation")]
-        formed = [row for row in found if row["validation/mean_model_replicas"] > 1]
-        assert len(formed) > len(found) / 2
-        assert {row["validation/mean_model_replicas"] for row in formed} >= {2, 3}
-        assert all(row["validation/mean_model_loss"] < row["validation/loss"] + 0.1 for row in formed)
 
 
 def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, text: str) -> None:
@@ -283,7 +278,7 @@ def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
 def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path, text: str) -> None:
     """Three of four slots. One waits for another one, is stopped, and comes back.
 
-    The evaluation at the end is that of the one model, which is the mean model, too.
+    The evaluation at the end is that of the one model.
     """
     goes_on = tmp_path / "goes_on"
     more = {
@@ -309,8 +304,7 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
             assert " final average of replicas 0, 1, 2 |\n" in federation.log(replica)
         ends = [federation.rows(replica, "evaluation")[-1] for replica in range(3)]
         assert len({end["validation/loss"] for end in ends}) == 1
-        assert [end["validation/mean_model_replicas"] for end in ends] == [3] * 3
-        assert {end["validation/mean_model_loss"] for end in ends} == {ends[0]["validation/loss"]}
+        assert [end["validation/mean_model_loss"] for end in ends] == [None] * 3
 
 
 def test_slots_are_raised_by_restarting_one_job_after_the_other(tmp_path: Path, text: str) -> None:

@@ -85,7 +85,7 @@ def test_the_line_of_a_checkpoint() -> None:
 )
 def test_the_lines_of_an_evaluation(mean_model: float, spread: float, middle: str) -> None:
     datasets = [DatasetLosses("a", [2.0, 4.0], math.nan), DatasetLosses("b", [1.0, 2.0], math.nan)]
-    evaluation = Evaluation([1.5, 3.0], mean_model, 2, spread, datasets)
+    evaluation = Evaluation([1.5, 3.0], mean_model, spread, datasets)
     assert validation_lines({"step": 8, **evaluation.numbers(0)}, 3.5) == [
         f" validation at iteration 8 | replicas: 1.5000 3.0000 | {middle}unigram: 3.5000 |",
         "   a | replicas: 2.0000 4.0000 |",

@@ -232,7 +232,6 @@ def test_a_giver_waits_for_no_rank_that_waits_for_its_state(tmp_path: Path) -> N
         assert time.monotonic() - started < SECONDS / 2
         assert committed.report.missed == "replica 1 takes over a state"
         assert partners.standing(1, 1) == (Standing.AWAY, "takes over a state")
-        assert partners.at_evaluation(0) == {}
         until(
             lambda: between_steps(giving, 6, live(6))
         )  # the question for the state itself may still be on its way

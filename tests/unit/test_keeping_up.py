@@ -121,7 +121,7 @@ def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragment
         return round_index * fragments + fragment - 1
 
     def is_waited_for(ahead: int, behind: int) -> bool:
-        seen = Seen(1, 2 * last_exchange(behind), heard=float("inf"), connected=True)
+        seen = Seen(1, last_exchange(behind), heard=float("inf"), connected=True)
         service: Any = SimpleNamespace(
             check=lambda: None, protocol=SimpleNamespace(counterparts={1: SimpleNamespace(seen=seen)})
         )
@@ -211,7 +211,7 @@ class AtTheEnd(Others):
     def seen(self) -> dict[int, Seen]:
         exchange, present = self._looks[round(self.at) % len(self._looks)]
         heard = float("inf") if present else float("-inf")
-        return {1: Seen(1, 2 * exchange, heard=heard, connected=present)}
+        return {1: Seen(1, exchange, heard=heard, connected=present)}
 
     def sleep(self, seconds: float) -> None:
         self.at += 1

@@ -1,4 +1,4 @@
-"""The mean over replicas of a federation: at the end, and in evaluations."""
+"""The mean over replicas of a federation at the end."""
 
 import math
 import time
@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.federation.evaluation import MeanOfThoseThere, lead_of
 from megatron_noloco.federation.keeping_up import AT_ITS_END, FINAL, AtEnd, KeepingUp
 from megatron_noloco.federation.mean import TreeMean, parent_of
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network, Patience
-from megatron_noloco.outer import Channel, ExchangeReport
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -63,7 +62,7 @@ def final(
         end = own.members_at_end(done)
         assert end is not None
         members, left_out = end
-    mean = TreeMean(rank, Channel.FINAL, SECONDS, own.is_at_its_end, left_out)
+    mean = TreeMean(rank, SECONDS, own.is_at_its_end, left_out)
     return averaged(mean, vector, members, FINAL)
 
 
@@ -289,7 +288,7 @@ class Late:
 
 def late(own: int, in_time: int, members: Group) -> tuple[Late, Tensor, ExchangeReport]:
     transport: Any = Late(Place(own, 4), in_time)
-    mean = TreeMean(transport, Channel.FINAL, 0.05, lambda rank: True)
+    mean = TreeMean(transport, 0.05, lambda rank: True)
     return transport, *averaged(mean, torch.full((10,), 5.0), members, FINAL)
 
 
@@ -324,107 +323,7 @@ class Hasty(Late):
 
 def test_a_parent_that_leaves_as_soon_as_it_has_sent_the_mean_is_not_lost() -> None:
     transport: Any = Hasty(Place(1, 2))
-    mean = TreeMean(transport, Channel.FINAL, SECONDS, transport.may_come)
+    mean = TreeMean(transport, SECONDS, transport.may_come)
     found, report = averaged(mean, torch.full((10,), 5.0), (0, 1), FINAL)
     assert (found == 3.0).all()
     assert report.group == (0,), "that is what it says of itself"
-
-
-# In evaluations
-
-
-def evaluation(rank: FederationTransport, exchange: int = 0) -> MeanOfThoseThere:
-    return MeanOfThoseThere(rank, lambda done: exchange, SECONDS)
-
-
-def evaluated(mean: MeanOfThoseThere, vector: Tensor) -> tuple[Tensor, ExchangeReport]:
-    return averaged(mean, vector, tuple(range(8)), 10)
-
-
-def impatient(ranks: list[FederationTransport], seconds: float = 0.5) -> None:
-    for rank in ranks:
-        rank.partners._patience = Patience(seconds, seconds)
-
-
-@pytest.mark.parametrize("listens", ["ppp", "hph", "pphp"])
-def test_all_that_come_to_an_evaluation_get_the_same_mean(tmp_path: Path, listens: str) -> None:
-    """Once for each exchange, before which there is no other mean."""
-    weights = vectors(len(listens))
-    with members(tmp_path, listens) as ranks:
-        others = {"p": len(listens) - 1, "h": listens.count("p")}
-        until(lambda: [len(rank.present()) for rank in ranks] == [others[kind] for kind in listens])
-        means = [evaluation(rank) for rank in ranks]
-        for times in range(2):
-            found = together(*(lambda at=at: evaluated(means[at], weights[at]) for at in range(len(ranks))))
-            if times == 0:
-                all_have(found, weights)
-            groups = [report.group for _, report in found]
-            everyone = tuple(range(len(ranks)))
-            assert groups == [everyone if times == 0 else (at,) for at in range(len(ranks))]
-        assert [report.group for _, report in [evaluated(evaluation(ranks[0], -1), weights[0])]] == [(0,)]
-
-
-def lead(ranks: list[FederationTransport], number: int = 0) -> int:
-    return lead_of(set(range(len(ranks))), set(), number)
-
-
-@pytest.mark.parametrize("leads", [False, True])
-def test_one_that_does_not_come_costs_a_deadline_and_later_waits_for_nobody(
-    tmp_path: Path, leads: bool
-) -> None:
-    """Where it is the one that would lead, the others have no mean."""
-    weights = vectors(4)
-    with connected(tmp_path, 4) as ranks:
-        impatient(ranks)
-        late = lead(ranks) if leads else (lead(ranks) + 1) % 4
-        others = [at for at in range(4) if at != late]
-        found = together(*(lambda at=at: evaluated(evaluation(ranks[at]), weights[at]) for at in others))
-        if leads:
-            assert [report.group for _, report in found] == [(at,) for at in others]
-        else:
-            all_have(found, [weights[at] for at in others])
-        impatient(ranks, 10 * SECONDS)
-        until(lambda: ranks[late].partners.at_evaluation(0) == {})
-        assert evaluated(evaluation(ranks[late]), weights[late])[1].group == (late,)
-
-
-def test_one_that_is_lost_in_an_evaluation_holds_nobody_up(tmp_path: Path) -> None:
-    weights = vectors(4)
-    with connected(tmp_path, 4) as ranks, ThreadPoolExecutor(4) as pool:
-        lost = next(at for at in (1, 3) if at != lead(ranks))  # a leaf of the tree
-
-        class Lost(MeanOfThoseThere):
-            def _meet(self) -> Group:
-                found = super()._meet()
-                ranks[lost].close()
-                return found
-
-        def one(at: int) -> tuple[Tensor, ExchangeReport]:
-            kind = Lost if at == lost else MeanOfThoseThere
-            return evaluated(kind(ranks[at], lambda done: 0, SECONDS), weights[at])
-
-        running = [pool.submit(one, at) for at in range(4)]
-        found = [running[at].result(SECONDS) for at in range(4) if at != lost]
-        running[lost].exception(SECONDS)
-    all_have(found, [weights[at] for at in range(4) if at != lost])
-    assert all(report.missed == f"without replica {lost}: was lost, or is not finite" for _, report in found)
-
-
-def test_an_exchange_under_way_outlasts_an_evaluation(tmp_path: Path) -> None:
-    """As with overlap: its messages move on meanwhile, and those of the evaluation are void after it."""
-    with connected(tmp_path) as (first, second):
-        for one, other in ((first, 1), (second, 0)):
-            one.partners.begin(3, other)
-        round_, between = (
-            first.post([], [Message(1, torch.zeros(5))], (2 * 3 + meeting) * 192) for meeting in range(2)
-        )
-        second.partners.begin_evaluation(3)
-        until(lambda: first.partners.at_evaluation(3) == {1: True})
-        second.partners.end_evaluation(3)
-        until(lambda: first.begun() == {1: 3})
-        assert round_.arrived() == between.arrived() == []
-        second.post([Message(0, torch.ones(5))], [], 2 * 3 * 192)
-        list(round_.arrivals(SECONDS))
-        second.partners.end(3)
-        with pytest.raises(ConnectionError, match="has no part"):
-            list(between.arrivals(SECONDS))

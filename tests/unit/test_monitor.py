@@ -32,7 +32,7 @@ def train(rank: int, world_size: int) -> Rows:
         watched.local_step([RoundReport(done, exchange, 0.0, 0.5)] if partner else [])
         if done == 1:
             clock.now += 30
-            watched.evaluation(done, Evaluation([1.0, 1.0], 1.0, 2, 0.0), 30.0)
+            watched.evaluation(done, Evaluation([1.0, 1.0], 1.0, 0.0), 30.0)
         if done == 3:
             clock.now += 14
             watched.saved(done, 7.0, None)

@@ -179,10 +179,10 @@ def test_what_is_asked_for_an_exchange_that_is_over_is_void() -> None:
     want = Frame(
         Kind.WANT, RUN, 1, 0, THEIRS, offset=rank.protocol.counterparts[1].connections_of_both, length=1
     )
-    for tag in (EXCHANGE_TAGS // 2 - 1, EXCHANGE_TAGS // 2):
+    for tag in (EXCHANGE_TAGS - 1, EXCHANGE_TAGS):
         rank.take(rank.link, want._replace(tag=tag))
     assert rank.protocol.dropped == {"void": 1}
-    assert list(rank.protocol.counterparts[1].wants) == [EXCHANGE_TAGS // 2]
+    assert list(rank.protocol.counterparts[1].wants) == [EXCHANGE_TAGS]
 
 
 def test_a_process_whose_clock_is_behind_that_of_an_earlier_one_is_told() -> None:

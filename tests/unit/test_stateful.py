@@ -128,7 +128,7 @@ class Process(FederationTransport):
 
     def post_beside(self, channel: int, sends: bool) -> None:
         """Post a message of the round under way with the partner, if there is one, besides those of `begin`."""
-        if self.protocol._under_way.get(2 * self.number) != self.partner:
+        if self.protocol._under_way.get(self.number) != self.partner:
             return
         tag = tag_of(self.number, cast(Channel, channel))
         buffer = content(self.rank, self.life, tag) if sends else torch.zeros(5, dtype=torch.int64)

@@ -34,7 +34,7 @@ def _write_evaluations(folder: Path, start_step: int, steps: list[int], loss: fl
 def test_a_diverged_replica_leaves_json(tmp_path: Path) -> None:
     nan = math.nan
     files = ReplicaFiles(tmp_path, tensorboard=True, start_step=0)
-    evaluation = Evaluation([nan, 3.0], nan, 0, nan, [DatasetLosses("a", [math.inf, 3.0], nan)])
+    evaluation = Evaluation([nan, 3.0], nan, nan, [DatasetLosses("a", [math.inf, 3.0], nan)])
     files.write({"kind": "evaluation", "step": 5, **evaluation.numbers(0)})
     files.close()
     (row,) = _rows(tmp_path / "metrics.jsonl")
