@@ -12,8 +12,8 @@ from megatron_noloco.federation.rendezvous import Address
 from megatron_noloco.transport.protocol import RankLostError
 
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
-AT_ITS_END = 2**51  # plus 1 and its last exchange: for the others that of a replica that waits at its end
-LEFT = FINAL + 1  # for the others the exchange of a replica that has left
+AT_ITS_END = 2**51  # a replica that waits at its end says that it has begun this plus 1 and its last exchange
+LEFT = FINAL + 1  # what a replica that has left says that it has begun
 _SILENCE_SECONDS = 10.0  # after which a rank counts as absent
 _LONGEST_SILENCE = 60  # ticks of half a second
 
@@ -32,7 +32,7 @@ class Standing(IntEnum):
 
 
 class Seen(NamedTuple):
-    """What this rank knows of a counterpart. It is replaced as a whole, so other threads read one moment of it.
+    """Holds what this rank knows of a counterpart. A change replaces it, so other threads read one moment of it.
 
     Attributes:
         epoch: of its process; 0: it was never heard of.

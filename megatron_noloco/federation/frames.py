@@ -62,7 +62,7 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Kind(IntEnum):
-    """What a frame means; see above. The values are part of the format."""
+    """The meaning of a frame; see above. The values are part of the format."""
 
     HELLO = 0
     WANT = 1
@@ -151,8 +151,8 @@ def another_version(header: bytes) -> tuple[int, bool] | None:
 def checksum_of(data: np.ndarray) -> int:
     """Return the CRC-32 of the sums of the 64-bit words in 512 columns, and of the rest.
 
-    It notices each changed word and each burst of errors in a tenth of the time of a CRC-32 of the whole. It does
-    not notice whole rows of 4096 bytes that change places, which transmission errors do not do.
+    This checksum notices each changed word and each burst of errors, in a tenth of the time of a CRC-32 of the
+    whole. It does not notice whole rows of 4096 bytes that change places, which transmission errors do not do.
 
     Args:
         data: uint8, contiguous.

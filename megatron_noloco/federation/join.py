@@ -56,7 +56,7 @@ class Boundary(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """One rank's part in a federation.
+    """The part of a rank in a federation.
 
     Attributes:
         transport: to the counterparts in the other jobs.
@@ -93,8 +93,8 @@ class Membership:
                 is worth taking; takes one over, and returns its local steps, or None where there is none to take.
         """
         votes = [not self.handover.wanted(done), self.keeping_up.due(done)]
-        nobody_asks, due = self.transport.partners.agree(votes)
-        gave = not nobody_asks and self.handover.give(copy)
+        not_wanted, due = self.transport.partners.agree(votes)
+        gave = not not_wanted and self.handover.give(copy)
         step = self.keeping_up.next_step(done, due)
         if step is not None:
             return Boundary(step, gave)
@@ -136,7 +136,7 @@ class Membership:
         """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to
         stop. A collective.
 
-        A job that finds others past their first round waits for no more. One that continues from a checkpoint
+        A job that finds others past their first round waits for no more. A job that continues from a checkpoint
         waits for half a minute at most, in which others that are started again with it may come.
         """
         self.transport.wait_for(1, FIRST_SECONDS)

@@ -1,4 +1,4 @@
-"""What the training loop of a federation's job does beside rounds: keep up with the others, and stay finite."""
+"""Has a job of a federation keep up with the others, and end where its weights are no longer finite."""
 
 import math
 import statistics
@@ -77,7 +77,7 @@ class AtEnd(NamedTuple):
 
     Attributes:
         group: the slots that have come to their end, this one included; all get the mean.
-        left_out: why slots are not in it, by slot. One of the group ended too far behind; others have not come.
+        left_out: why slots are not in it, by slot. A slot of the group ended too far behind; others have not come.
     """
 
     group: Group

@@ -1,4 +1,4 @@
-"""What waits to be sent to one rank, and the link that it takes."""
+"""Keeps what waits to be sent to one rank, and sends it over a link."""
 
 import time
 from collections import deque

@@ -20,7 +20,7 @@ from megatron_noloco.plans.grouping import Grouping
 
 @dataclass(frozen=True)
 class Others:
-    """What a replica knows of the other replicas when it begins a round.
+    """The other replicas, as a replica knows them when it begins a round.
 
     Attributes:
         present: those that take part in the round, or will.

@@ -1,4 +1,4 @@
-"""What a rank has under way with its counterparts, and what it does with each frame that arrives.
+"""Keeps what a rank has under way with its counterparts, and acts on each frame that arrives.
 
 A message moves when both ends have posted it: the receiver asks for it (WANT), and then gets its chunks (DATA). So
 nothing arrives that has no place, and messages that come early take no memory. Every frame is checked against what

@@ -29,8 +29,8 @@ PLACES = "with a HOST that is a name or an IPv4 address (IPv6 is not supported),
 ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
 _EPOCHS = 2**30  # nanoseconds: a second
 _FOLDER, _SEEDS = "file://", "tcp://"
-# One look in ten is taken although others are there, so that two halves find each other again; and looks up names
-# of hosts again, whose addresses may change.
+# Every tenth look is taken although others are there, so that two halves find each other again. This look also
+# looks up the names of hosts again, whose addresses may change.
 SELDOM = 10
 
 
@@ -136,8 +136,8 @@ class Directory:
     def claim(self) -> bool:
         """Become the latest process of this rank where there is a `rival`, once; returns whether it did.
 
-        The rival may have ended: its epoch is of a clock that was ahead. One that runs claims the rank as well,
-        so that of two the one that was later stays it.
+        The rival may have ended: its epoch is of a clock that was ahead. A rival that runs claims the rank as
+        well, so that of two processes the later one stays the latest.
         """
         rival = self.rival
         if rival is None or self._own is None or self._claimed:
@@ -167,11 +167,11 @@ class Directory:
 
     def latest(self, rank: int, epoch: int) -> tuple[Frame, np.ndarray]:
         """Return as `frame` the address of a rank alone, whose latest process has this epoch; 0: of no rank."""
-        told = Directory(self.member)
+        single = Directory(self.member)
         if epoch:
             known = self.addresses.get(rank, Address("", epoch))
-            told.addresses[rank] = replace(known, epoch=max(known.epoch, epoch))
-        return told.frame(rank)
+            single.addresses[rank] = replace(known, epoch=max(known.epoch, epoch))
+        return single.frame(rank)
 
     def take(self, frame: Frame, data: np.ndarray) -> str:
         """Merge the addresses that another rank has sent; returns why they are dropped, or an empty string."""
@@ -220,7 +220,7 @@ class Directory:
 
 
 class Found(NamedTuple):
-    """What a look has found.
+    """The result of a look for addresses.
 
     Attributes:
         addresses: of ranks.
@@ -301,7 +301,7 @@ class SharedFolder:
 
 
 class Seeds:
-    """Addresses of ranks of any replicas. One that answers is enough; this rank's own may be among them."""
+    """Addresses of ranks of any replicas. One rank that answers is enough; this rank's own may be among them."""
 
     def __init__(self, places: list[tuple[str, int]]) -> None:
         self._places = places

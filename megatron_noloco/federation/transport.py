@@ -178,8 +178,8 @@ class FederationPartners:
         epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
         if epoch == seen.epoch and seen.begun < until:
             return why
-        # Compare with the exchange before: a replica near it does not skip ahead. One that has begun none may be
-        # about to take over a state.
+        # Compare with the exchange before: a replica near it does not skip ahead. A replica that has begun none
+        # may be about to take over a state.
         before = number - 1 if seen.begun >= 0 else number
         return "is behind" if is_far_behind(seen.begun, before, self._patience.behind) else ""
 
@@ -215,9 +215,9 @@ class FederationPartners:
 class FederationTransport:
     """Sends messages between a rank and its counterparts in other jobs.
 
-    The number of a rank in the federation is slot * ranks of a replica + its rank in its job. It exchanges only
-    with the ranks at the same place in other slots. Messages to or from a counterpart that is lost, or not there,
-    fail with a RankLostError; others go on. A send ends when the receiver has confirmed all of it.
+    The number of a rank in the federation is slot * ranks of a replica + its rank in its job. A rank exchanges
+    only with the ranks at the same place in other slots. Messages to or from a counterpart that is lost, or not
+    there, fail with a RankLostError; others go on. A send ends when the receiver has confirmed all of it.
 
     Args:
         place: of this rank; its replica is the slot.
