@@ -114,7 +114,7 @@ def _first_difference(
 ) -> tuple[str, list[int], list[int]] | None:
     """Return the first text that has other tokens, with both lists; special tokens in it are these tokens."""
     for text in sample_texts(
-        [*ours.special_tokens, *theirs.all_special_tokens] if ours.special_tokens else ()
+        [*ours.special_tokens, *theirs.get_added_vocab()] if ours.special_tokens else ()
     ):
         tokens = ours.encode_with_starts([text], from_template=True)[0][0].tolist()
         if with_ends:

@@ -104,6 +104,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
     match record:
+        case {"messages": _, "prompt": _} | {"messages": _, "completion": _}:
+            raise ValueError(
+                'has "messages" and also "prompt" or "completion"; leave out what is not to be learnt'
+            )
+        case {"weight": weight} if weight != 1:
+            raise ValueError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
         case {"messages": [_, *_] as messages}:
             for key in _UNREAD:
                 if record.get(key):

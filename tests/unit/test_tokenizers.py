@@ -289,6 +289,22 @@ class TestAutoTokenizer:
         with pytest.raises(ValueError, match="training reads 'Byte by byte"):
             check_exported(other, tmp_path / "export")
 
+    @pytest.mark.parametrize("special", [True, False])
+    def test_a_token_that_only_the_config_adds_is_another_token(self, special: bool, tmp_path: Path) -> None:
+        token = {
+            "content": "<tool>",
+            "special": special,
+            "normalized": False,
+            "lstrip": False,
+            "rstrip": False,
+        }
+        folder = write_tokenizer(tmp_path / "tok")
+        known = FastTokenizer(folder).vocab_size
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        added = {str(known): token | {"single_word": False}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+        assert "reads '<tool>the' as" in folder_problem(FastTokenizer(folder))
+
     @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
     def test_a_family_for_which_autotokenizer_takes_a_class_of_its_own_is_named(self, tmp_path: Path) -> None:
         """The export itself is right: it is read by its files."""
