@@ -45,12 +45,9 @@ def folder_problem(tokenizer: Tokenizer) -> str:
         theirs = load_auto(folder)
     except Exception:  # it raises anything for files that it does not expect
         return ""
-    found = _first_difference(tokenizer, theirs, with_ends=False)
-    if found is None:
-        return ""
-    text, ours, other = found
-    return (
-        f"tokenizer_model {folder}: its tokenizer.json reads {text!r} as {ours}, AutoTokenizer as {other}; "
+    found = _first_difference(tokenizer, "AutoTokenizer", theirs, with_ends=False)
+    return found and (
+        f"tokenizer_model {folder}: its tokenizer.json reads {found}; "
         'to train with the first, set tokenizer_class in its tokenizer_config.json to "PreTrainedTokenizerFast"; '
         f'with the second, give what AutoTokenizer.from_pretrained("{folder}").save_pretrained(...) writes'
     )
@@ -76,16 +73,15 @@ def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
     What training puts before each document counts, too. For some families AutoTokenizer takes a class of its own,
     whatever the files say. Raises ValueError where the files themselves read a text as other tokens.
     """
-    if found := _first_difference(tokenizer, load_as_written(folder), with_ends=True):
-        text, ours, other = found
-        raise ValueError(f"{folder}: training reads {text!r} as {ours}, the exported tokenizer as {other}")
-    if found := _first_difference(tokenizer, load_auto(folder), with_ends=True):
-        text, ours, other = found
-        return (
-            f"{folder}: training reads {text!r} as {ours}, AutoTokenizer as {other}, whatever the exported files "
-            "say; load the tokenizer with PreTrainedTokenizerFast.from_pretrained"
-        )
-    return ""
+    if found := _first_difference(
+        tokenizer, "the exported tokenizer", load_as_written(folder), with_ends=True
+    ):
+        raise ValueError(f"{folder}: training reads {found}")
+    found = _first_difference(tokenizer, "AutoTokenizer", load_auto(folder), with_ends=True)
+    return found and (
+        f"{folder}: training reads {found}, whatever the exported files say; load the tokenizer with "
+        "PreTrainedTokenizerFast.from_pretrained"
+    )
 
 
 def adds_bos(theirs: Any) -> bool:
@@ -109,10 +105,11 @@ def load_as_written(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def _first_difference(
-    ours: Tokenizer, theirs: Any, with_ends: bool
-) -> tuple[str, list[int], list[int]] | None:
-    """Return the first text that has other tokens, with both lists; special tokens in it are these tokens."""
+def _first_difference(ours: Tokenizer, who: str, theirs: Any, with_ends: bool) -> str:
+    """Return in words the first text that has other tokens, with both lists; "" where there is none.
+
+    Special tokens in a text are these tokens. `who` names the other tokenizer.
+    """
     for text in sample_texts(
         [*ours.special_tokens, *theirs.get_added_vocab()] if ours.special_tokens else ()
     ):
@@ -121,5 +118,5 @@ def _first_difference(
             tokens = [*ours.before_document, *tokens]
         other = list(theirs(text, add_special_tokens=with_ends).input_ids)
         if tokens != other:
-            return text, tokens, other
-    return None
+            return f"{text!r} as {tokens}, {who} as {other}"
+    return ""
