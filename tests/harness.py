@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.preflight.mpi import find_mpirun
+from megatron_noloco.preflight.mpi_check import find_mpirun
 from tools.netlab.lab import NIC, Lab, LabUnavailableError, hosts, lab, run, run_in
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of

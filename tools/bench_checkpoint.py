@@ -35,10 +35,10 @@ from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
-from megatron_noloco.training.join import checkpoint_settings
+from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 from tools.options import command_line
 

@@ -25,8 +25,8 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.interface import Message
 from megatron_noloco.transport.mpi import MpiTransport, library
-from megatron_noloco.transport.protocol import Message
 from tools.options import command_line
 
 DEADLINE_SECONDS = 300.0

@@ -24,10 +24,10 @@ import psutil
 import torch
 
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
 from tools.options import command_line
 

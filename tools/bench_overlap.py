@@ -40,7 +40,7 @@ from megatron_noloco.job.leaving import leave
 from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.interface import Transport
 from tools.federated import DEADLINE_SECONDS, join_as_jobs
 from tools.options import command_line
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from megatron_noloco.federation.commit import committing
-from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from megatron_noloco.cli.main import run
-from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.job.start_up import before_engines
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 from tools.options import command_line
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.network import FederationTransport, Network, Patience
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network, Patience
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 

@@ -50,7 +50,7 @@ def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]]
     before_engines()
     with importing():
         from megatron_noloco.training.build import build
-        from megatron_noloco.training.join import join_job
+        from megatron_noloco.training.joined import join_job
         from megatron_noloco.training.prepare import prepare
     prepared = prepare(config, os.environ)
     joined = join_job(prepared)

@@ -41,7 +41,7 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.chunks import ChunkFlight, ReportedTransfers, cut
-from megatron_noloco.transport.protocol import Message, RankLostError
+from megatron_noloco.transport.interface import Message, RankLostError
 from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
 from tools.memory import allocated_bytes, resident_bytes
 from tools.options import command_line

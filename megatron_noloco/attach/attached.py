@@ -38,12 +38,12 @@ from megatron_noloco.settings import (
     NolocoSettings,
     groups_problem,
 )
-from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.interface import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
     from megatron_noloco.federation.handover import Snapshot
-    from megatron_noloco.federation.join import Membership
+    from megatron_noloco.federation.membership import Membership
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 
@@ -128,12 +128,12 @@ class Attached:
         return reports
 
     def _copy(self) -> "Callable[[], Snapshot]":
-        from megatron_noloco.attach.takeover import copy_state
+        from megatron_noloco.attach.state_loader import copy_state
 
         return copy_state(self.outer, self.done, self._inner, self._trained.modules)
 
     def _take_over(self, least: int) -> int | None:
-        from megatron_noloco.attach.takeover import StateLoader, take_state
+        from megatron_noloco.attach.state_loader import StateLoader, take_state
 
         assert self._membership is not None
         self.outer.wait()
@@ -311,8 +311,8 @@ def attach(
         outer = OuterOptimizer(trained.weights, transport, place, settings, seed)
         return Attached(trained, outer, first, state, inner=own_inner)
 
-    from megatron_noloco.attach.takeover import StateLoader, take_state
-    from megatron_noloco.federation.join import join_federation
+    from megatron_noloco.attach.state_loader import StateLoader, take_state
+    from megatron_noloco.federation.membership import join_federation
 
     compared: dict[str, Any] = {name: [one.first[name].hex() for one in statements] for name in first}
     compared |= {"seed": seed, "ranks": [one.lengths for one in statements]}

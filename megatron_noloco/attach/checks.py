@@ -14,7 +14,7 @@ from megatron_noloco.attach.trained import Trained, check_reduced_over
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, federation_problems
-from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.interface import Transport
 
 _AT_ONCE = 1 << 24  # weights that a digest reads at a time
 _SAVED = ("slow_weights", "local_steps_done", "first_weights")

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import OUTER_VECTORS, FileRecord, Manifest
-from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.outer import Rounds
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron_noloco.checkpoint.catalog import OUTER_VECTORS, WEIGHTS, Manifest
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader, Place
 from megatron_noloco.checkpoint.resume import same_sizes, source_replica
-from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.engine.state import PREFIXES

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, IncompleteError, Manifest, verify
-from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0, wait_for_all
 from megatron_noloco.plans.topology import Position, Topology
 

@@ -240,7 +240,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _findings(hostfile: Path | None, seconds: float) -> list["Finding"]:
     from megatron_noloco.preflight import machine
-    from megatron_noloco.preflight.mpi import check_mpi
+    from megatron_noloco.preflight.mpi_check import check_mpi
 
     findings = [*machine.check_packages(), *machine.check_gpus(), *machine.check_network()]
     findings += machine.check_shared_memory()

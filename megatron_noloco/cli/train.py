@@ -80,7 +80,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _run(prepared: "Prepared", progress: str) -> int:
-    from megatron_noloco.training.join import StoppedAtStartError, join_job
+    from megatron_noloco.training.joined import StoppedAtStartError, join_job
 
     try:
         with activity.now.doing("joining the other ranks"):

@@ -22,7 +22,7 @@ from megatron_noloco.data.samples import (
 )
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.plans.samples import (
+from megatron_noloco.plans.sample_order import (
     BLEND_RESOLUTION,
     BlendedOrder,
     SampleOrder,

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.monitor.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
-from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
+from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
 
 VALIDATION_SEED = 0  # not the run's seed: all runs are evaluated on the same samples

@@ -4,7 +4,7 @@ The training data of an indexed dataset is shuffled twice:
 
 - `ShuffledDataset` lays the sequences (documents, or pieces of long ones) end to end in an order drawn from the
   run's seed, and cuts them into samples, so that neighbours in the files do not share samples.
-- `plans/samples.py` shuffles the samples, anew in every epoch.
+- `plans/sample_order.py` shuffles the samples, anew in every epoch.
 
 Megatron-core's GPTDataset shuffles both as well, and keeps the orders in index files. Here every element of an
 order is computed when it is needed, so there are no index files to build, share or verify.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_noloco.plans.samples import slots_of
+from megatron_noloco.plans.sample_order import slots_of
 
 
 @dataclass(frozen=True)

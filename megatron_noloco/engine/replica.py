@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.engine import state
-from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.gradients import PartialGradients
+from megatron_noloco.engine.initialize import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now

@@ -34,17 +34,17 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.counterpart import Standing, WithdrawnError
+from megatron_noloco.federation.network import FederationPartners
 from megatron_noloco.federation.pairing import Others, choose
-from megatron_noloco.federation.transport import FederationPartners
 from megatron_noloco.outer.exchange import Exchange
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, PartnerLostError, tag_of
 from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.vectors import Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, RankLostError
+from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Message, RankLostError
 
 Choose = Callable[[int, Others], int | None]
 """choose(number, others): the partner in an exchange, see `pairing.choose`."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megatron_noloco.federation.frames import Frame, Send
 from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import Address
-from megatron_noloco.transport.protocol import RankLostError
+from megatron_noloco.transport.interface import RankLostError
 
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
 AT_ITS_END = 2**51  # a replica that waits at its end says that it has begun this plus 1 and its last exchange

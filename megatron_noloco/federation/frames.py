@@ -44,7 +44,7 @@ import numpy as np
 import torch
 
 from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
-from megatron_noloco.transport.protocol import Message, RankLostError
+from megatron_noloco.transport.interface import Message, RankLostError
 
 _HEADER = struct.Struct("!4sBBBIIQQQQQQQI")
 _MAGIC, VERSION = b"nlco", 7

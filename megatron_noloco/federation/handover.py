@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.frames import DTYPE_CODES, HANDOVER_TAG, Send
+from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.service import ServiceFailedError
-from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.activity import line_of
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, RankLostError
+from megatron_noloco.transport.interface import ExchangeTimeoutError, Message, RankLostError
 
 _LOOK_SECONDS = 0.02
 _ANSWER_SECONDS = 10.0  # for the step that a rank can give, and for one that was lost to come back

@@ -31,7 +31,7 @@ from megatron_noloco.federation.frames import (
 from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of
-from megatron_noloco.transport.protocol import EXCHANGE_TAGS, RankLostError
+from megatron_noloco.transport.interface import EXCHANGE_TAGS, RankLostError
 
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them

@@ -23,7 +23,7 @@ from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_archi
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.plans.samples import SampleOrder
+from megatron_noloco.plans.sample_order import SampleOrder
 
 _BATCH_TOKENS = 1 << 12
 _MAX_SEQ_LENGTH = 2048  # default for a Hugging Face model, whose context may be too long for the memory

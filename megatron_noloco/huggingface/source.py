@@ -11,7 +11,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest, verify
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
-from megatron_noloco.checkpoint.settings import TOKENS, tokenizer_folder
+from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer, find_tokenizer
 from megatron_noloco.model.architecture import Architecture

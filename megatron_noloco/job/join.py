@@ -21,8 +21,8 @@ from torch.torch_version import TorchVersion
 from megatron_noloco.job import launcher
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.launcher import Environ, World
+from megatron_noloco.transport.interface import Transport
 from megatron_noloco.transport.mpi import MpiTransport, finalize, library
-from megatron_noloco.transport.protocol import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 _PATIENCE = timedelta(minutes=30)  # a cluster does not start all its processes at once

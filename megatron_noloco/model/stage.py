@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_noloco.model import weights
+from megatron_noloco.model import parameters
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
@@ -82,7 +82,7 @@ class Chunk(LanguageModel):
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
         """Yield every parameter with its row of the family's table; raises ValueError where they do not match."""
         first_layer = self.decoder.layers[0].layer_number - 1  # core counts from 1
-        return weights.match_rows(self, table_of(self.architecture), first_layer, self.experts)
+        return parameters.match_rows(self, table_of(self.architecture), first_layer, self.experts)
 
 
 class Stage(nn.Module):
@@ -109,14 +109,14 @@ class Stage(nn.Module):
         for chunk in self.chunks:
             yield from cast(Chunk, chunk).named_rows()
 
-    def fill(self, read: weights.Read) -> None:
+    def fill(self, read: parameters.Read) -> None:
         """Fill this stage's weights by `read`, which returns full tensors by their names in the unsplit model.
 
         Raises ValueError when a tensor has the wrong shape.
         """
         tp = cast(Chunk, self.chunks[0]).pg_collection.tp
         for row, parameter in self.named_rows():
-            weights.fill(parameter, row, read, tp.rank(), tp.size())
+            parameters.fill(parameter, row, read, tp.rank(), tp.size())
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -129,7 +129,11 @@ class Stage(nn.Module):
 
 
 def build_stage(
-    architecture: Architecture, compute: Compute, groups: Groups, seed: int, read: weights.Read | None = None
+    architecture: Architecture,
+    compute: Compute,
+    groups: Groups,
+    seed: int,
+    read: parameters.Read | None = None,
 ) -> Stage:
     """Build this rank's part of the model, with its weights, on the host.
 
@@ -141,7 +145,7 @@ def build_stage(
     """
     seed_dropout(seed, groups)
     stage = empty_stage(architecture, compute, groups)
-    stage.fill(read or weights.initial_weights(architecture, seed))
+    stage.fill(read or parameters.initial_weights(architecture, seed))
     return stage
 
 

@@ -25,7 +25,7 @@ from megatron_noloco.monitor.metrics import (
     Record,
 )
 from megatron_noloco.outer import ExchangeReport, RoundReport
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 
 DELAY_STEPS = "delay_steps"  # counter of the chosen overlap, as checkpoints name it
 

@@ -6,7 +6,7 @@ of its own optimizer; see `examples/plain_torch.py`.
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import AnyExchange, Exchange
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.mean_model import MeanModel
 from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError
 from megatron_noloco.outer.optimizer import NoRounds, OuterOptimizer, Rounds

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.exchange import STRETCH, Exchange
-from megatron_noloco.outer.mean import MeanPiece
+from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.payload import (
     BLOCK,
     CELLS,
@@ -46,7 +46,7 @@ from megatron_noloco.outer.vectors import Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import keeps_rounding
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import Flight, Transport
+from megatron_noloco.transport.interface import Flight, Transport
 
 _SEGMENT = 8192  # blocks coded and posted at a time in a pair, so that coding overlaps with sending
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.job.activity import now
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import CHANNELS, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.stretch import Session, Stretch, in_fp32
 from megatron_noloco.outer.vectors import Buffers, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Transport
+from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Transport
 
 _NAMED = 3  # of those that an exchange waits for
 STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB

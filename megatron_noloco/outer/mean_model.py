@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_noloco.outer.exchange import AnyExchange
-from megatron_noloco.outer.mean import ExchangeReport
+from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.optimizer import Rounds
 
 

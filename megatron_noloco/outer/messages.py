@@ -6,7 +6,7 @@ import torch
 
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Flight, Message, Transport
+from megatron_noloco.transport.interface import EXCHANGE_TAGS, Flight, Message, Transport
 
 CHANNELS = 64
 PHASES = EXCHANGE_TAGS // CHANNELS  # a coded exchange uses 6, others the first two

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange
-from megatron_noloco.outer.mean import ExchangeReport
+from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.messages import Channel, Contacts
 from megatron_noloco.outer.round import Round, RoundReport, cut
 from megatron_noloco.outer.vectors import OuterVectors
@@ -19,7 +19,7 @@ from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Group, averaging_cycle
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
-from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.interface import Transport
 
 
 class OuterOptimizer:

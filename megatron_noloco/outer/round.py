@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.exchange import AnyExchange
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 

@@ -20,10 +20,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece, finite_mean
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece, finite_mean
 from megatron_noloco.outer.vectors import Buffers
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import Flight, Message, Transport
+from megatron_noloco.transport.interface import Flight, Message, Transport
 
 
 @dataclass(frozen=True)

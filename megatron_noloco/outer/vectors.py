@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer import step
-from megatron_noloco.outer.mean import MeanPiece, gathered
+from megatron_noloco.outer.finite_mean import MeanPiece, gathered
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.settings import NolocoSettings
 

@@ -25,9 +25,9 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
-from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.join import Joined, checkpoint_settings
-from megatron_noloco.training.monitoring import build_monitor
+from megatron_noloco.training.evaluator import Evaluator
+from megatron_noloco.training.joined import Joined, checkpoint_settings
+from megatron_noloco.training.outputs import build_monitor
 from megatron_noloco.training.prepare import Prepared
 from megatron_noloco.training.rounds import OverlapChoice, build_final_average, build_outer
 from megatron_noloco.training.run import Run, Schedule

@@ -19,7 +19,7 @@ from megatron_noloco.checkpoint.catalog import (
     step_of,
     steps,
 )
-from megatron_noloco.checkpoint.settings import tokenizer_folder
+from megatron_noloco.checkpoint.run_settings import tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
 from megatron_noloco.data.datasets import Datasets, build_datasets
@@ -29,13 +29,13 @@ from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.federation.frames import checksum_of
-from megatron_noloco.federation.join import network_of
+from megatron_noloco.federation.membership import network_of
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, check_fits, check_tokenizer
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
 
 
@@ -207,7 +207,7 @@ def _check_kernel(optimizer: Mapping[str, Any]) -> None:
     else:
         return
     before_engines()
-    from megatron_noloco.engine.build import load_kernel  # DeepSpeed, which takes seconds to import
+    from megatron_noloco.engine.initialize import load_kernel  # DeepSpeed, which takes seconds to import
 
     try:
         load_kernel(kernel)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.federation.join import Membership
+from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job import agreement
 from megatron_noloco.outer import (
     AnyExchange,
@@ -19,7 +19,7 @@ from megatron_noloco.outer import (
     Weights,
 )
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.interface import Transport
 
 FinalAverage = Callable[[int], list[ExchangeReport]]
 """final_average(done): called on all ranks after the last local step; makes all replicas equal to their mean.

@@ -12,15 +12,15 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.handover import Snapshot
-from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keeping_up import Health
+from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, Rounds
-from megatron_noloco.training.evaluate import Evaluator
+from megatron_noloco.training.checkpoint_takeover import take_over_between_steps
+from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.rounds import FinalAverage, OverlapChoice
-from megatron_noloco.training.takeover import take_over_between_steps
 
 
 @dataclass(frozen=True)

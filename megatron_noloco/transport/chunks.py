@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Message, RankLostError
+from megatron_noloco.transport.interface import Arrival, ExchangeTimeoutError, Message, RankLostError
 
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024  # long enough that calls are cheap, short enough to overlap the update
 

@@ -15,7 +15,7 @@ from megatron_noloco.transport.chunks import (
     check_messages,
     cut,
 )
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 
 
 @dataclass

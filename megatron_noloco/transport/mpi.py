@@ -14,7 +14,7 @@ from megatron_noloco.transport.chunks import (
     check_messages,
     cut,
 )
-from megatron_noloco.transport.protocol import Arrival, Message
+from megatron_noloco.transport.interface import Arrival, Message
 
 _COUNT_LIMIT = 2**31  # MPI counts are C ints
 _YIELD_SECONDS = 1e-3  # a wait begins with yields, not sleeps: chunks from the same host arrive within it

@@ -25,7 +25,7 @@ from megatron_noloco.transport.chunks import (
     check_messages,
     cut,
 )
-from megatron_noloco.transport.protocol import Message, RankLostError
+from megatron_noloco.transport.interface import Message, RankLostError
 
 _NEVER = timedelta(days=365)  # the group's time-out, which must not come before the caller's deadline
 

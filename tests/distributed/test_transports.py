@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.network import FederationTransport, Network, Patience
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network, Patience
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.interface import ExchangeTimeoutError, Message, RankLostError
 from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.mpi import library_name
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, RankLostError
 from megatron_noloco.transport.torch_dist import TorchTransport, _Threads
 from tests.distributed.transport_suite import (
     BIG_ELEMENTS,

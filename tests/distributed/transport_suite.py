@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Flight, Message, Transport
+from megatron_noloco.transport.interface import Arrival, ExchangeTimeoutError, Flight, Message, Transport
 from tests.harness import say
 
 WORLD_SIZE = 3

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.attach.attached import own_state
-from megatron_noloco.attach.takeover import StateLoader, copy_state
+from megatron_noloco.attach.state_loader import StateLoader, copy_state
 from megatron_noloco.attach.trained import Stateful
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.grouping import Grouping

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
-from megatron_noloco.federation import join
+from megatron_noloco.federation import membership
 from tests.harness import REPOSITORY, run_script, run_torchrun
 from tests.integration.jobs import SECONDS, federation, paper, run_jobs, wait_for
 
@@ -229,7 +229,7 @@ def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Loop], Any]:
     """Return a function that begins training in a federation of which nobody else is there."""
-    monkeypatch.setattr(join, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "FIRST_SECONDS", 0.0)
 
     def begin(folder: Path, loop: Loop) -> Any:
         here = federation(folder, loop.slot, 2, start_with=1)

@@ -14,7 +14,7 @@ from tests.integration.tiny import MUON, already_joined, build_run, tiny, write_
 NORM = "megatron_noloco.engine.gradients"  # the gradient's norm: whether it is finite, and to be clipped
 BF16_NORM = "deepspeed.runtime.utils"  # the same in DeepSpeed's bf16 optimizer, one after the other
 STEP_COUNT = "torch.optim.optimizer"  # its count of steps for each group, which lies in host memory
-EXCHANGE = "megatron_noloco.outer.mean"  # of messages: in host memory, too
+EXCHANGE = "megatron_noloco.outer.finite_mean"  # of messages: in host memory, too
 GATHER = "torch.distributed.distributed_c10d"  # of objects, in host memory
 STEPS, ROUNDS = 5, {2, 4}
 

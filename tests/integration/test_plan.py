@@ -15,7 +15,7 @@ from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.preflight import fit
 from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.plan import exchange_bytes
-from megatron_noloco.training.join import join_job
+from megatron_noloco.training.joined import join_job
 from megatron_noloco.training.prepare import prepare
 from tests.harness import run_ranks
 from tests.integration.tiny import (

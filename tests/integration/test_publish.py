@@ -28,9 +28,9 @@ from megatron_noloco.model.stage import Stage
 from megatron_noloco.outer import NoRounds
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.join import checkpoint_settings
+from megatron_noloco.training.joined import checkpoint_settings
 from tests.harness import REPOSITORY, call, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation.keeping_up import NotFiniteError
 from megatron_noloco.federation.likeness import differences, pack
-from megatron_noloco.federation.transport import Network, Patience
+from megatron_noloco.federation.network import Network, Patience
 from megatron_noloco.job import leaving
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer import PartnerLostError, RoundReport
@@ -410,7 +410,7 @@ def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation
             attach(loop.model, settings, **federation(tmp_path, slot, slots), **options)
         return caught.value.args[0]
 
-    monkeypatch.setattr("megatron_noloco.federation.join.FederationTransport", reached)
+    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
     wider = of_job(0, 0)
     wider.model = nn.Linear(4, 1)
     found = [
@@ -458,7 +458,7 @@ def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
         network: Network = caught.value.args[0]
         return network
 
-    monkeypatch.setattr("megatron_noloco.federation.join.FederationTransport", reached)
+    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
     first, second = network_of(Partly()), network_of(other)
     assert differences(first.digests, pack(second.digests)) == named
     assert first.run == network_of(torch.compile(Partly())).run != second.run  # type: ignore[arg-type]
@@ -509,7 +509,7 @@ def test_a_job_that_slept_takes_over_a_state_before_it_exchanges(tmp_path: Path)
 
 
 def test_a_job_that_met_no_other_says_so_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.join.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
     loop = of_job(0, 0)
     noloco = attach(loop.model, SETTINGS, **federation(tmp_path, 0, 2, start_with=1))
     train(loop, noloco, 3 * K)

@@ -26,9 +26,9 @@ from megatron_noloco.monitor.metrics import Reduction
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.training.build import build as build_parts
-from megatron_noloco.training.join import join_job
+from megatron_noloco.training.joined import join_job
 from megatron_noloco.training.prepare import prepare
 from megatron_noloco.training.run import Run
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.network import FederationTransport, Network, Patience
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network, Patience
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 from tests.harness import free_port
 
 RUN = 77

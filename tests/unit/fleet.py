@@ -13,8 +13,8 @@ from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
+from megatron_noloco.transport.interface import Flight, Message
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
-from megatron_noloco.transport.protocol import Flight, Message
 
 K = 4  # local steps between two rounds
 ELEMENTS = 37

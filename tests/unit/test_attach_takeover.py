@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach import attach, takeover
+from megatron_noloco.attach import attach, state_loader
 from megatron_noloco.attach.attached import own_state
-from megatron_noloco.attach.takeover import StateLoader, copy_state, take_state
+from megatron_noloco.attach.state_loader import StateLoader, copy_state, take_state
 from megatron_noloco.federation import takeover as taking
 from megatron_noloco.federation.handover import Snapshot
 from megatron_noloco.outer.weights import TorchWeights
@@ -99,7 +99,9 @@ def taken(
 
 def test_the_inner_state_may_be_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with DistributedDataParallel: each rank exchanges a part of the weights, and steps with all of them."""
-    monkeypatch.setattr(takeover, "_OTHER_BYTES", 4096)  # of names; the rest is a small part of a real state
+    monkeypatch.setattr(
+        state_loader, "_OTHER_BYTES", 4096
+    )  # of names; the rest is a small part of a real state
     state, outer, inner = taken(step=20, told=20)
     assert state is not None
     assert int(state["local_steps_done"]) == 20
@@ -177,8 +179,8 @@ def test_a_giver_whose_connection_is_lost_is_asked_again(
 
 def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the state of the inner optimizer that was taken does not fit."""
-    monkeypatch.setattr(takeover, "take_state", Mock(side_effect=KeyError("moments")))
-    monkeypatch.setattr("megatron_noloco.federation.join.FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(state_loader, "take_state", Mock(side_effect=KeyError("moments")))
+    monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
     where = FederationSettings(slots=2, rendezvous=f"file://{tmp_path}", encryption="none")
     with pytest.raises(KeyError, match="moments"):
         attach(torch.nn.Linear(2, 2), NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)

@@ -22,9 +22,9 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training.join import checkpoint_settings
+from megatron_noloco.training.joined import checkpoint_settings
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

@@ -19,12 +19,12 @@ from megatron_noloco.federation.commit import CommittedExchange, Guard, Poisoned
 from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
-from megatron_noloco.outer.mean import finite_mean
+from megatron_noloco.outer.finite_mean import finite_mean
 from megatron_noloco.outer.messages import CHANNELS, PHASES
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight
+from megatron_noloco.transport.interface import Message
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
-from megatron_noloco.transport.protocol import Message
 from tests.unit.fleet import SECONDS, noise
 
 LENGTH = 5000

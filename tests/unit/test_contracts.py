@@ -100,7 +100,7 @@ ASSIGNED: list[tuple[Any, str]] = [
         "tp pp mp dp dp_cp cp embd pos_embd "  # and of experts
         "ep tp_cp expt_tp tp_ep expt_dp tp_dp_cp",
     ),
-    # engine/build.py, engine/gradients.py
+    # engine/initialize.py, engine/gradients.py
     (vars(cuda_accelerator), "pynvml"),
     (vars(DeepSpeedZeroOptimizer), "check_overflow scaled_global_norm unscale_and_clip_grads"),
 ]
@@ -276,7 +276,7 @@ class TestMixture:
 
 
 class TestEngine:
-    """engine/build.py and engine/gradients.py."""
+    """engine/initialize.py and engine/gradients.py."""
 
     def test_the_slow_build_can_be_switched_off(self) -> None:
         looked_up = "deepspeed.ops.__compatible_ops__.get(builder.NAME, False)"
@@ -290,7 +290,7 @@ class TestEngine:
         assert "self.scaled_global_norm()" in inspect.getsource(DeepSpeedZeroOptimizer.step)
 
     def test_experts_are_reduced_over_their_own_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """engine/build.py announces their ranks and has the engine look for groups with `moe`."""
+        """engine/initialize.py announces their ranks and has the engine look for groups with `moe`."""
         monkeypatch.setitem(groups._get_expert_parallel_group_dict(), "experts", "some")
         monkeypatch.setitem(groups._get_expert_data_parallel_group_dict(), "experts", "others")
         monkeypatch.setattr(groups, "expert_tensor_parallel_world_size", 3)

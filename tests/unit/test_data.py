@@ -27,7 +27,7 @@ from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.samples import TokenDataset
 from megatron_noloco.data.sources import Blend, Needs, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
 
 SPLIT = "949,50,1"
 END = ByteTokenizer.end_of_document

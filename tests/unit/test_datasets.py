@@ -29,7 +29,7 @@ from megatron_noloco.data.sources import Blend, Needs, Split, TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder, slots_of
+from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder, slots_of
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.prepare import prepare
 from tests.unit.test_preprocess import make_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.preflight import machine, mpi
+from megatron_noloco.preflight import machine, mpi_check
 from megatron_noloco.preflight.machine import Finding
 
 Usage = namedtuple("Usage", "free")
@@ -74,15 +74,15 @@ def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 3\n")
     mpirun.chmod(0o755)
-    monkeypatch.setattr(mpi, "find_mpirun", lambda: str(mpirun))
-    assert lines(mpi.check_mpi(None, 1.0)) == [f"2 ranks under {mpirun} did not exchange: no such host"]
+    monkeypatch.setattr(mpi_check, "find_mpirun", lambda: str(mpirun))
+    assert lines(mpi_check.check_mpi(None, 1.0)) == [f"2 ranks under {mpirun} did not exchange: no such host"]
     framed = "----\nPRTE detected a parse error in the hostfile:\n   hosts\n\non line 1.\n----"
-    assert mpi._first_words(framed) == "PRTE detected a parse error in the hostfile: hosts on line 1"
+    assert mpi_check._first_words(framed) == "PRTE detected a parse error in the hostfile: hosts on line 1"
     mpirun.write_text('#!/bin/sh\nif [ $1 = -n ]; then shift 2; exec "$@"; fi\n')
-    (line,) = lines(mpi.check_mpi(None, 1.0))
+    (line,) = lines(mpi_check.check_mpi(None, 1.0))
     assert "did not exchange: each of the ranks is alone: mpi4py runs on " in line
-    monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
-    assert lines(mpi.check_mpi(None, 1.0), "note")[0].startswith("no mpirun")
+    monkeypatch.setattr(mpi_check, "find_mpirun", lambda: None)
+    assert lines(mpi_check.check_mpi(None, 1.0), "note")[0].startswith("no mpirun")
 
 
 def test_mpirun_and_profile_are_those_of_the_launch_scripts(
@@ -99,7 +99,7 @@ def test_mpirun_and_profile_are_those_of_the_launch_scripts(
         ("lan", "LAUNCH_PROFILE=lan is unknown: it must be wan, ethernet or ib"),
     ):
         monkeypatch.setenv("LAUNCH_PROFILE", profile)
-        (line,) = lines(mpi.check_mpi(None, 1.0))
+        (line,) = lines(mpi_check.check_mpi(None, 1.0))
         assert line.startswith(f"2 ranks under {mpirun} did not exchange: {said}")
 
 
@@ -109,10 +109,10 @@ def test_mpirun_is_a_path_or_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("PATH", str(tmp_path))
     for given in ("mpirun.other", str(tmp_path / "mpirun.other")):
         monkeypatch.setenv("MPIRUN", given)
-        assert mpi.find_mpirun() == str(tmp_path / "mpirun.other")
+        assert mpi_check.find_mpirun() == str(tmp_path / "mpirun.other")
     for given in ("mpirun.missing", "/nowhere/mpirun"):
         monkeypatch.setenv("MPIRUN", given)
-        assert lines(mpi.check_mpi(None, 1.0)) == [f"MPIRUN={given}: there is no such program"]
+        assert lines(mpi_check.check_mpi(None, 1.0)) == [f"MPIRUN={given}: there is no such program"]
 
 
 MEASURED: dict[str, Any] = {
@@ -140,16 +140,16 @@ MEASURED: dict[str, Any] = {
 def test_what_an_exchange_shows(
     differs: dict[str, Any], note: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpi, "pair", lambda *arguments: MEASURED | differs)
-    notes = lines(mpi.check_mpi(None, 1.0), "note")
+    monkeypatch.setattr(mpi_check, "pair", lambda *arguments: MEASURED | differs)
+    notes = lines(mpi_check.check_mpi(None, 1.0), "note")
     assert len(notes) == (note is not None)
     assert note is None or notes[0].startswith(note)
 
 
 def test_a_faster_network_that_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mpi, "pair", lambda *arguments: MEASURED)
-    monkeypatch.setattr(mpi, "_INFINIBAND", tmp_path)
-    (over_tcp,) = lines(mpi.check_mpi(None, 1.0), "note")
+    monkeypatch.setattr(mpi_check, "pair", lambda *arguments: MEASURED)
+    monkeypatch.setattr(mpi_check, "_INFINIBAND", tmp_path)
+    (over_tcp,) = lines(mpi_check.check_mpi(None, 1.0), "note")
     assert "go over tcp" in over_tcp
 
 

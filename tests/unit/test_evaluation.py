@@ -23,7 +23,7 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
-from megatron_noloco.training.evaluate import Evaluator
+from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 
 CHUNK_BYTES = 64

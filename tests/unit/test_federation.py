@@ -18,13 +18,13 @@ from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.network import FederationTransport, Patience
 from megatron_noloco.federation.rendezvous import Address
-from megatron_noloco.federation.transport import FederationTransport, Patience
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 from tests.unit.federated import RUN, SECONDS, ask_to_stop, connected, swap, transport, until
 from tools import bench_pairing
 

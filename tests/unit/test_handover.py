@@ -18,17 +18,17 @@ from megatron_noloco.federation import handover as module
 from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.handover import Handover, Snapshot
-from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keeping_up import KeepingUp
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.membership import Membership
+from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.takeover import furthest
-from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
-from megatron_noloco.transport.protocol import ExchangeTimeoutError
+from megatron_noloco.transport.interface import ExchangeTimeoutError
 from tests.unit.federated import (
     LOCAL,
     PATIENCE,

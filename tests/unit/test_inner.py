@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.inner import check_no_weights
-from megatron_noloco.federation import join
+from megatron_noloco.federation import membership
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 
@@ -51,7 +51,7 @@ def test_only_what_is_near_to_the_weights_counts_as_weights() -> None:
 def test_an_optimizer_with_weights_is_refused_before_the_first_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "FIRST_SECONDS", 0.0)
     model = nn.Linear(3, 2)
     optimizer = Keeping(model.parameters(), lambda parameter: parameter.detach().clone())
     federation = FederationSettings(

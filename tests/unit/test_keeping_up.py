@@ -18,7 +18,7 @@ from megatron_noloco.federation.keeping_up import (
     NotFiniteError,
     UntrainedError,
 )
-from megatron_noloco.federation.transport import FederationPartners, Patience
+from megatron_noloco.federation.network import FederationPartners, Patience
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.topology import Place

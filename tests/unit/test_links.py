@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.federation import join, service
+from megatron_noloco.federation import membership, service
 from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.handover import Handover
-from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keeping_up import KeepingUp
 from megatron_noloco.federation.links import Links
+from megatron_noloco.federation.membership import Membership
+from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.service import ServiceFailedError
-from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.activity import now
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 from tests.harness import free_port
 from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, members, swap, transport, until
 
@@ -135,17 +135,17 @@ def test_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
 def test_a_job_that_continues_or_finds_trained_ones_does_not_wait_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, continues: bool
 ) -> None:
-    monkeypatch.setattr(join, "TOGETHER_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "TOGETHER_SECONDS", 0.1)
     settings = FederationSettings(slots=3, start_with=3)
     with members(tmp_path, "ph") as (first, second):
         noloco = NolocoSettings(deadline_seconds=0.3)
-        membership = Membership(second, Mock(), Mock(), noloco, settings)
+        joining = Membership(second, Mock(), Mock(), noloco, settings)
         assert second.wait_for(1, SECONDS)
-        assert membership.wait_for_start(continues) == continues
+        assert joining.wait_for_start(continues) == continues
         assert now.state.part == "2 of 3 replicas are there"
         first.partners.begin(1, None)
         until(lambda: second.begun() == {0: 1})
-        assert membership.wait_for_start(continues=False)
+        assert joining.wait_for_start(continues=False)
     with members(tmp_path / "hidden", "hhp") as ranks:  # two of them never see each other
         assert all(rank.wait_for(2, SECONDS) for rank in ranks)
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.federation.keeping_up import AT_ITS_END, FINAL, AtEnd, KeepingUp
-from megatron_noloco.federation.mean import TreeMean, parent_of
+from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.federation.tree_mean import TreeMean, parent_of
 from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 from tests.harness import free_port
 from tests.unit.federated import PATIENCE, RUN, SECONDS, Wire, ask_to_stop, connected, members, until
 

@@ -6,7 +6,7 @@ from megatron_noloco.monitor import monitor
 from megatron_noloco.monitor.metrics import Reduction
 from megatron_noloco.monitor.monitor import Evaluation, Monitor, Throughput
 from megatron_noloco.outer import ExchangeReport, RoundReport
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 from tests.harness import run_ranks
 from tests.unit.rows import Rows, begin
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping, prime_factors
-from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
 from megatron_noloco.plans.stability import Gossip, cycle_spread_factor, rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Place, Position, Topology
 

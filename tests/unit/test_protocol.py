@@ -24,7 +24,7 @@ from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.protocol import FederationProtocol
 from megatron_noloco.federation.rendezvous import Address
 from megatron_noloco.transport.chunks import ReportedTransfers, cut
-from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Message, RankLostError
+from megatron_noloco.transport.interface import EXCHANGE_TAGS, Message, RankLostError
 
 RUN, OWN, THEIRS, TAG, CHUNK = 5, 10, 20, 4, 8
 

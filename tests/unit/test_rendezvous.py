@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation import links, service
 from megatron_noloco.federation.frames import LARGEST, Member
-from megatron_noloco.federation.join import network_of
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.membership import network_of
+from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import (
     Address,
     Directory,
@@ -32,7 +33,6 @@ from megatron_noloco.federation.rendezvous import (
     reachable,
     rendezvous_of,
 )
-from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -71,14 +71,14 @@ def test_one_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named_after_the_others_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_noloco.federation.network._LOOK_SECONDS", 0.05)
     (tmp_path / f"rank_00002_{RUN:016x}.json").mkdir()
     with redirect_stderr(io.StringIO()) as output, connected(tmp_path, slots=3):
         until(lambda: "rank_00002" in output.getvalue())
 
 
 def test_a_rank_that_is_not_alone_looks_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("megatron_noloco.federation.network._LOOK_SECONDS", 0.01)
     looks, turns = list[None](), list[None]()
 
     def look(folder: SharedFolder) -> Found:
@@ -133,7 +133,7 @@ def test_of_two_runs_with_one_seed_both_are_told() -> None:
 
 
 def test_of_two_runs_in_one_folder_both_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("megatron_noloco.federation.network._LOOK_SECONDS", 0.01)
     line = f"no other job of this run is found, and {tmp_path} has addresses of another run: "
     with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
         for slot, run in enumerate((RUN, RUN + 1)):
@@ -217,7 +217,7 @@ def test_a_rank_that_is_alone_names_those_with_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not those that were there before."""
-    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("megatron_noloco.federation.network._LOOK_SECONDS", 0.02)
     with redirect_stderr(io.StringIO()) as output, transport(tmp_path, 0, 4) as own:
         own.service.learn({1: Address("tcp://127.0.0.1:1", 5), 2: Address("tcp://127.0.0.2:1", 5)})
         with transport(tmp_path, 3, 4):
@@ -482,7 +482,7 @@ def test_a_host_is_looked_up_where_that_holds_up_no_message_and_again_when_it_mo
         return known[host]
 
     monkeypatch.setattr("socket.gethostbyname", look_up)
-    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_noloco.federation.network._LOOK_SECONDS", 0.05)
     folder, port = SharedFolder(tmp_path, RUN), free_port()
     networks = [
         Network(folder, RUN, f"tcp://127.0.0.1:{port}", advertise=f"tcp://host.invalid:{port}"),

@@ -15,8 +15,8 @@ from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.training import join
-from megatron_noloco.training.join import check_ranks, checkpoint_settings
+from megatron_noloco.training import joined
+from megatron_noloco.training.joined import check_ranks, checkpoint_settings
 from megatron_noloco.training.prepare import _check_load
 from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, flip_a_bit, write_checkpoint
 
@@ -220,7 +220,7 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         )
 
     told: list[dict[str, str]] = []
-    monkeypatch.setattr(join, "of_all_ranks", lambda own: told.append(own) or told)
+    monkeypatch.setattr(joined, "of_all_ranks", lambda own: told.append(own) or told)
     check_ranks(rank())
     check_ranks(rank())
     with pytest.raises(

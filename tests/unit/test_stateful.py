@@ -24,15 +24,15 @@ from megatron_noloco.federation import outbox, protocol
 from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.frames import Frame, Kind, Member, read
 from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.network import FederationPartners, FederationTransport, Patience
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.federation.rendezvous import Address
 from megatron_noloco.federation.service import Service
-from megatron_noloco.federation.transport import FederationPartners, FederationTransport, Patience
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 
 RANKS = 3
 RUN = 5

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog, resume
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
-from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
+from megatron_noloco.checkpoint.offer import check_offer, newest_saved, receive
 from megatron_noloco.checkpoint.resume import Start, find_start
-from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.handover import Handover
-from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training import takeover
-from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
+from megatron_noloco.training import checkpoint_takeover
+from megatron_noloco.training.checkpoint_takeover import SavedState, take_over_checkpoint
 from tests.unit.federated import SECONDS, connected, until
 from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
 
@@ -209,7 +209,7 @@ def damage(folder: Path, step: int, slot: int) -> Path:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     one = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda: None)
-    monkeypatch.setattr(takeover, "dist", one)
+    monkeypatch.setattr(checkpoint_takeover, "dist", one)
     monkeypatch.setattr(resume, "dist", one)
 
 
@@ -304,7 +304,7 @@ def test_a_giver_whose_connection_is_lost_meanwhile_is_asked_again(
                 until(lambda: not taker.present())
             receive(*arguments)
 
-        monkeypatch.setattr(takeover, "receive", receive_later)
+        monkeypatch.setattr(checkpoint_takeover, "receive", receive_later)
         assert start_of(giver, folders[0]) == []
         (line,) = start_of(taker, folders[1])
     assert tries == [1, 1]

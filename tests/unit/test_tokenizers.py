@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
+from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import check_exported, check_folder, folder_adds_bos, folder_problem
@@ -29,7 +29,7 @@ from megatron_noloco.data.sources import (
 )
 from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training.join import checkpoint_settings
+from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer import TorchWeights
-from megatron_noloco.outer.mean import MeanPiece, gathered
+from megatron_noloco.outer.finite_mean import MeanPiece, gathered
 from tests.unit.fleet import noise
 
 

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from megatron_noloco.engine.build import fused_adam_loads
+from megatron_noloco.engine.initialize import fused_adam_loads
 
 SHOWN = (
     "torch",

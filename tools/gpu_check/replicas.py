@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.writers import Row
-from megatron_noloco.preflight.mpi import find_mpirun
+from megatron_noloco.preflight.mpi_check import find_mpirun
 from tools.gpu_check.runner import REPOSITORY
 from tools.options import command_line
 from tools.throughput_models import SIZES, config_of

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 
 if TYPE_CHECKING:
-    from megatron_noloco.transport.protocol import Transport
+    from megatron_noloco.transport.interface import Transport
 
 DEADLINE_SECONDS = 300.0
 _MICROBATCH_SECONDS = 0.02
@@ -70,7 +70,7 @@ def round_of_federation(elements: int, folder: Path) -> Way:
 def training_round(transport: "Transport", elements: int) -> Way:
     """Return the outer optimizer's round with random pairs, after local steps that train nothing."""
     from megatron_noloco.federation.commit import committing
-    from megatron_noloco.federation.transport import FederationTransport
+    from megatron_noloco.federation.network import FederationTransport
     from megatron_noloco.outer import OuterOptimizer, TorchWeights
     from megatron_noloco.plans.topology import Place
     from megatron_noloco.settings import NolocoSettings

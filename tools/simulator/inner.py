@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_noloco.engine.build import quiet
+from megatron_noloco.engine.initialize import quiet
 from megatron_noloco.engine.schedules import build_schedule
 
 

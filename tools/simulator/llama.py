@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter
-from megatron_noloco.model.weights import initial_weights
+from megatron_noloco.model.parameters import initial_weights
 
 
 class StackedLlama:

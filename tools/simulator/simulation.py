@@ -20,7 +20,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import NoRounds, RoundReport, Rounds, TorchWeights
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.rounds import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world

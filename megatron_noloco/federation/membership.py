@@ -16,14 +16,14 @@ from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keeping_up import Health, KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import digests_of, run_number
-from megatron_noloco.federation.mean import TreeMean
-from megatron_noloco.federation.rendezvous import rendezvous_of
-from megatron_noloco.federation.service import ServiceFailedError
-from megatron_noloco.federation.transport import (
+from megatron_noloco.federation.network import (
     FederationTransport,
     Network,
     Patience,
 )
+from megatron_noloco.federation.rendezvous import rendezvous_of
+from megatron_noloco.federation.service import ServiceFailedError
+from megatron_noloco.federation.tree_mean import TreeMean
 from megatron_noloco.job.agreement import of_all_ranks, voting
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import (

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.commit import Guard, PoisonedError
-from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.job.activity import now
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, tag_of
 from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import MOST_SLOTS
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.interface import Message
 
 _LOOK_SECONDS = 0.02
 

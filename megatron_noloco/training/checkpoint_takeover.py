@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
+from megatron_noloco.checkpoint.offer import check_offer, newest_saved, receive
 from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.checkpoint.resume import Start, find_start
-from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.takeover import take_over
 from megatron_noloco.job.agreement import wait_for_all

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
-from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
+from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.old_forms import of_saved_run
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.federation.join import Membership, join_federation
 from megatron_noloco.federation.likeness import differences, digests_of, pack
+from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
@@ -33,9 +33,9 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.settings import shared
+from megatron_noloco.training.checkpoint_takeover import SavedState, take_over_checkpoint
 from megatron_noloco.training.prepare import Prepared, first_weights
-from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
-from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.interface import Transport
 
 
 class Joined(NamedTuple):

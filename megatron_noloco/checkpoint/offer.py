@@ -19,7 +19,7 @@ from megatron_noloco.checkpoint.catalog import (
     replica_folder,
     verify,
 )
-from megatron_noloco.checkpoint.settings import ChangedError, CheckpointSettings
+from megatron_noloco.checkpoint.run_settings import ChangedError, CheckpointSettings
 from megatron_noloco.files import put_in_place
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of

@@ -38,7 +38,7 @@ from megatron_noloco.transport.chunks import (
     check_messages,
     cut,
 )
-from megatron_noloco.transport.protocol import Arrival, Message, RankLostError
+from megatron_noloco.transport.interface import Arrival, Message, RankLostError
 
 _REMEMBERED = 32  # exchanges
 _FEWEST = 4  # of them, to have a median

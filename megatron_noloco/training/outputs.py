@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_noloco import __version__
 from megatron_noloco.checkpoint.resume import Start
-from megatron_noloco.checkpoint.settings import same_data
+from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
@@ -20,9 +20,9 @@ from megatron_noloco.monitor.metrics import Metrics
 from megatron_noloco.monitor.monitor import Monitor, Throughput
 from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
 from megatron_noloco.pipeline.groups import Groups
-from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
-from megatron_noloco.training.join import Joined
+from megatron_noloco.training.joined import Joined
 from megatron_noloco.training.prepare import Prepared
 
 _SAMPLES = "training_samples"  # the counter by which a run that continues sees that its data has changed
