@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
 from megatron_noloco.config.run_config import BLOCKS
+from megatron_noloco.config.wording import names_of_others
 from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
 
 WIDTH = 100
@@ -89,6 +90,9 @@ def _sections() -> Iterator[Section]:
         yield _section(params, f"optimizer.params of {_types(OPTIMIZERS, block)}", block, shared)
     for kind, block in SCHEDULES.items():
         yield _section(("scheduler", "params"), f'scheduler.params of "{kind}"', block)
+    others = [(name, here, "") for name, here in names_of_others().items()]
+    sentence = "Names of Megatron, DeepSpeed, Hugging Face and DiLoCo, in small letters, and the fields here."
+    yield Section((), "Names in other programs", sentence, others)
 
 
 def _types(kinds: dict[str, type[OptimizerParams]], block: type) -> str:

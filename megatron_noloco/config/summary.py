@@ -8,12 +8,12 @@ from typing import Any
 from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import describe_rates
+from megatron_noloco.config.round_memory import outer_state
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.engine.schedules import WSD
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
@@ -178,61 +178,9 @@ def _overlap(noloco: NolocoSettings) -> str:
     return f"training goes on during an exchange; a round is merged {when}"
 
 
-def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> str:
-    """Return what `outer` keeps beside the weights, in words.
-
-    Args:
-        kept_aside: whether a mean waits until it is certain, as in a federation.
-    """
-    state = bytes_of_state(noloco, replicas)
-    vectors = state | bytes_of_rounds(noloco, replicas, kept_aside)
-    in_pairs = noloco.in_pairs_among(replicas)
-    at_a_time = _rounds_at_a_time(noloco)
-    rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
-    return (
-        f"{sum(vectors.values()):.3g} bytes per parameter ("
-        + ", ".join(f"{vector} {size:.2g}" for vector, size in vectors.items())
-        + (")" if in_pairs else f"), and at most 128 MiB to receive in{rounds}")
-        + ("" if noloco.slow_weights == "host" else f"; {', '.join(state)} and snapshot on the accelerator")
-    )
-
-
 def _routing(routing: Routing) -> str:
     if routing.active:
         return f"reshuffled every {routing.interval}"
     if routing.interval == "off":
         return "off"
     return f"{routing.interval}, without effect ({'1 stage' if routing.pp == 1 else '1 replica'})"
-
-
-def bytes_of_state(noloco: NolocoSettings, replicas: int) -> dict[str, float]:
-    """Return the bytes per parameter of what is kept from round to round."""
-    rounding = noloco.keeps_rounding_among(replicas)
-    kept = {"outer momentum": bool(noloco.outer_momentum), "rounding errors": rounding}
-    return {"slow weights": 4.0} | {vector: 4.0 for vector, held in kept.items() if held}
-
-
-def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> dict[str, float]:
-    """Return the bytes per parameter of all rounds that are in progress at a time.
-
-    Args:
-        kept_aside: whether a mean waits until it is certain, as in a federation.
-    """
-    in_pairs = noloco.in_pairs_among(replicas)
-    of_round = {"combined vector": 4.0}
-    if in_pairs and noloco.payload_bits is None:
-        of_round["received vector"] = 4
-    elif in_pairs and noloco.payload_bits:
-        of_round |= {"quantized values": noloco.payload_bits / 4, "sketches and steps": 0.1}
-    if noloco.keeps_rounding_among(replicas):
-        of_round["new rounding errors"] = 4
-    if kept_aside:
-        of_round["mean"] = 4
-    if noloco.overlap_steps != 0:
-        of_round["snapshot"] = 4
-    share = _rounds_at_a_time(noloco) / noloco.fragments
-    return {vector: size * share for vector, size in of_round.items()}
-
-
-def _rounds_at_a_time(noloco: NolocoSettings) -> int:
-    return most_under_way(noloco.local_steps, noloco.fragments, noloco.longest_overlap_steps)

@@ -6,7 +6,7 @@ from megatron_noloco.fields import Path, Problem, dotted, nearest, shown, unknow
 from megatron_noloco.model.families import FAMILIES
 
 # What users of Megatron, DeepSpeed, Hugging Face or DiLoCo write, in small letters, and the field that it is here,
-# with the block where the name stands for a field in one block alone. A test compares them with docs/running.md.
+# with the block where the name stands for a field in one block alone.
 ALIASES = {
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "num_micro_batches": "gradient_accumulation_steps",
@@ -112,15 +112,17 @@ def unknown_type(block: str, name: str, known: Iterable[str]) -> Problem:
     return Problem((block, "type"), f"{block}.type: {shown(name)} is not a known {block}; {hint}")
 
 
+def names_of_others() -> dict[str, str]:
+    """Return the names in other programs, in small letters, each with the field here or a sentence about it."""
+    return ALIASES | HINTS | {name: f"not supported: {why}" for name, why in NOT_SUPPORTED.items()}
+
+
 def _hint(path: Path) -> str:
     """Return what there is to say of a name of other programs; "" if nothing is known of it."""
+    told = names_of_others()
     for name in (dotted(path).lower(), path[-1].lower()):
-        if name in ALIASES:
-            return f"did you mean {ALIASES[name]}?"
-        if name in NOT_SUPPORTED:
-            return f"not supported: {NOT_SUPPORTED[name]}"
-        if name in HINTS:
-            return HINTS[name]
+        if name in told:
+            return f"did you mean {told[name]}?" if name in ALIASES else told[name]
     return ""
 
 

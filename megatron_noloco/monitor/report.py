@@ -19,7 +19,6 @@ from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import notes
 from megatron_noloco.monitor.writers import Row
-from megatron_noloco.plans.topology import Topology
 
 _FORWARD_BACKWARD = "forward and backward"
 _WAITS = {  # parts of forward and backward
@@ -85,9 +84,7 @@ def _facts(run: RunLog) -> dict[str, str]:
     found = {"folder": str(run.folder.resolve())}
     if written := max(log.written for log in run.replicas):
         found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-    if config := facts.get("config"):
-        found["layout"] = _layout(config["parallel"], facts["replicas"])
-        found["method"] = _method(config["noloco"])
+    found |= {label: facts[label] for label in ("parallel", "method") if label in facts}
     if parameters := facts.get("parameters"):
         found["weights"] = f"{parameters:,}"
     if not steps:
@@ -108,22 +105,6 @@ def _facts(run: RunLog) -> dict[str, str]:
         if size := sum(row.get(f"total/{name}_bytes") or 0 for row in steps):
             found[f"sent in {words}, all replicas"] = f"{figures.megabytes(size)} MB"
     return found
-
-
-def _layout(parallel: Mapping[str, Any], replicas: int) -> str:
-    kinds = ("pipeline_model", "data", "tensor_model", "virtual_pipeline_model", "expert_model")
-    pp, dp, tp, vpp, ep = (parallel.get(f"{kind}_parallel_size", 1) for kind in kinds)
-    return Topology(pp=pp, dp=dp, tp=tp, vpp=vpp, ep=ep).in_words(replicas)
-
-
-def _method(noloco: Mapping[str, Any]) -> str:
-    if not noloco.get("enabled", True):
-        return "no rounds"
-    steps = noloco["local_steps"]
-    every = "after every local step" if steps == 1 else f"after every {steps} local steps"
-    outer = f"outer momentum {noloco['outer_momentum']}, outer rate {noloco['outer_lr']}"
-    nesterov = ", Nesterov" if noloco.get("outer_nesterov") else ""
-    return f"{noloco['method']}, a round {every}, {noloco['payload']}, {outer}{nesterov}"
 
 
 def _newest(run: RunLog, kind: str) -> list[Row]:

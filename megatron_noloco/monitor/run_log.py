@@ -11,7 +11,7 @@ from megatron_noloco.monitor.writers import Row
 
 _METRICS = "metrics.jsonl"
 _NUMBERS = ("steps", "replicas", "parameters", "synchronous_bytes_per_step")
-_METHOD = {"method", "local_steps", "outer_momentum", "outer_lr", "payload"}
+_WORDS = ("parallel", "method")
 
 
 class ReplicaLog:
@@ -86,17 +86,15 @@ def _is_whole(row: Row) -> bool:
 
 def _are_facts(found: Any) -> bool:
     """Whether this is what a run writes to `run.json`, as far as readers rely on it; facts may be missing."""
-    config = found.get("config", {}) if isinstance(found, dict) else None
-    if not isinstance(config, dict) or not all(
-        isinstance(found.get(name, 0), int | float) for name in _NUMBERS
-    ):
+    if not isinstance(found, dict):
         return False
-    blocks = [config.get(name, {}) for name in ("parallel", "noloco", "federation")]
-    if not all(isinstance(block, dict) for block in blocks):
-        return False
-    whole = "replicas" in found and {"parallel", "noloco"} <= config.keys()
-    averages = blocks[1].get("enabled", True)
-    return not config or (whole and (not averages or blocks[1].keys() >= _METHOD))
+    config = found.get("config", {})
+    return (
+        all(isinstance(found.get(name, 0), int | float) for name in _NUMBERS)
+        and all(isinstance(found.get(name, ""), str) for name in _WORDS)
+        and isinstance(config, dict)
+        and isinstance(config.get("federation", {}), dict)
+    )
 
 
 def _json(text: bytes) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import is_muon, moments
 from megatron_noloco.config.parallel_block import layers_of_chunks
-from megatron_noloco.config.summary import bytes_of_rounds, bytes_of_state
+from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.model.families import Parameter, table_of

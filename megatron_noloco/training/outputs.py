@@ -96,8 +96,11 @@ def _write_facts(prepared: Prepared, start_step: int) -> None:
     path = folder / "run.json"
     if start_step >= prepared.config.training.train_iters and path.exists():
         return
+    said = dict(line.split(": ", 1) for line in describe(prepared.config, prepared.topology))
     facts = {
         "version": __version__,
+        "parallel": said["parallel"],
+        "method": said["method"],
         "steps": prepared.config.training.train_iters,
         "replicas": prepared.topology.ensemble,
         "parameters": table_of(prepared.architecture).parameter_count,

@@ -57,7 +57,7 @@ from megatron_noloco.config.deepspeed_block import (
 )
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonParams, OptimizerParams
 from megatron_noloco.config.run_config import File
-from megatron_noloco.config.wording import ALIASES, HINTS, NOT_SUPPORTED, unknown_key
+from megatron_noloco.config.wording import names_of_others, unknown_key
 from megatron_noloco.fields import fields_of
 from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
 from megatron_noloco.model.language_model import LanguageModel
@@ -376,7 +376,7 @@ class TestConfig:
         """Of DeepSpeed's other keys none is taken for a misspelling of one that is allowed."""
         everywhere = [name for name, _ in fields_of(File)]
         known = {word for name in everywhere for word in name.split(".")}
-        for name in set(names) - known - ALIASES.keys() - HINTS.keys() - NOT_SUPPORTED.keys():
+        for name in set(names) - known - names_of_others().keys():
             line = unknown_key((name,), block.model_fields, everywhere).text
             assert line == f"{name} is not a known key; leave it out"
 

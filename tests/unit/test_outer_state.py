@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.config.summary import outer_state
+from megatron_noloco.config.round_memory import outer_state
 from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.outer.payload import BLOCK

@@ -365,9 +365,8 @@ def test_a_folder_that_is_no_run(
         b'{"replicas": "2"}',
         b'{"parameters": "2"}',
         b'{"replicas": 2, "config": []}',
-        b'{"replicas": 2, "config": {"parallel": {}, "noloco": {}}}',
-        b'{"replicas": 2, "config": {"parallel": {}, "noloco": {"enabled": false}, "federation": null}}',
-        b'{"config": {"parallel": {}, "noloco": {"enabled": false}}}',
+        b'{"replicas": 2, "config": {"federation": null}}',
+        b'{"method": {}}',
     ],
 )
 @pytest.mark.parametrize("command", [("watch", "--once"), ("report",)], ids=lambda words: words[0])

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from megatron_noloco.attach import attach
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.summary import bytes_of_rounds, bytes_of_state
+from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state
 from megatron_noloco.model.families import table_of
 from megatron_noloco.settings import NolocoSettings
 from tools.netlab.lab import REPOSITORY
