@@ -120,9 +120,13 @@ def _slot(config: RunConfig, replica: int | None) -> int:
 
 
 def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> dict[str, Any]:
-    """Return what decides what a weight means, by name; the pretrained weights are added by `first_weights`."""
+    """Return what decides what a weight means, and where the training ends, by name.
+
+    The pretrained weights are added by `first_weights`.
+    """
     return {
         "training.seed": config.training.seed,
+        "training.train_iters": config.training.train_iters,
         "model": config.model.model_dump() | asdict(architecture),
         "parallel": config.parallel.model_dump(exclude={"replicas"}),
         "tokenizer": tokenizer.digest,
