@@ -25,12 +25,15 @@ from megatron_noloco.model.families import (
     table_of,
 )
 
+UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
+
 
 def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a run that starts from the folder: the template with the folder's model and tokenizer.
 
     No weights are copied. Raises ValueError, in one line, when no run can start from the folder.
     """
+    check_finished(folder)
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
     dropout = _config_of(folder).get("attention_dropout")
     template_model = {
@@ -55,7 +58,8 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
-    """Raise ValueError, one line per problem, unless the folder has all weights of this model."""
+    """Raise ValueError, one line per problem, unless the folder has all weights of this model, and is finished."""
+    check_finished(folder)
     ours = model_fields(architecture)
     lines = [
         f"training.pretrained: model.{name} is {ours.get(name)!r}, but {value!r} in {folder / 'config.json'}"
@@ -130,6 +134,15 @@ def _same_tokens(theirs: FastTokenizer, ours: Tokenizer) -> bool:
 
 
 # The files
+
+
+def check_finished(folder: Path) -> None:
+    """Raise ValueError for an export that was not checked, or failed the check."""
+    if (folder / UNFINISHED).exists():
+        raise ValueError(
+            f"{folder / UNFINISHED}: this export ended before its check, or failed it; export the model again, or "
+            "remove the file to use the folder as it is"
+        )
 
 
 def read_architecture(folder: Path) -> Architecture:

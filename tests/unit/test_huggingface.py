@@ -20,7 +20,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.huggingface import export
+from megatron_noloco.huggingface import evaluate, export
 from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
     check_fits,
@@ -522,6 +522,38 @@ def test_import_refuses(
     code, output = import_folder(folder)
     assert_one_line(code, capsys, (str(folder), *fragments))
     assert not output.exists()
+
+
+@pytest.mark.parametrize("command", ["import", "generate", "evaluate", "pretrained"])
+def test_an_export_that_is_not_finished_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model())
+    _, imported = import_folder(folder)
+    (folder / export.UNFINISHED).touch()
+    options = {
+        "generate": ["--prompt", "a"],
+        "evaluate": ["--data", "text"],
+        "import": ["--config", str(imported), "--output", str(tmp_path / "again.json")],
+    }
+    capsys.readouterr()
+    if command == "pretrained":
+        code = main(["config", "--check", str(imported)])
+    else:
+        code = main([command, str(folder), *options[command]])
+    assert_one_line(code, capsys, (f"{folder}/UNFINISHED: this export ended before its check, or failed it",))
+
+
+@pytest.mark.parametrize(("length", "told"), [(None, False), (32, False), (33, True)])
+def test_samples_longer_than_the_context_are_reported(
+    length: int | None, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = write_folder(tmp_path / "theirs", make_model()), tmp_path / "text"
+    ByteTokenizer().save(folder, 32)
+    text.write_text("a text of more than 33 tokens " * 9)
+    evaluate.open_weights([folder], str(text), length)
+    line = "--seq-length 33: the model's context is 32 tokens; it was not trained to read longer samples\n"
+    assert capsys.readouterr().err == (line if told else "")
 
 
 def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tuple[str, ...]) -> None:
