@@ -217,8 +217,8 @@ class Attached:
                 self._until_closed.callback(self._membership.leave)
             if self._membership is not None and self._rounds and not self._rounds_met:
                 warnings.warn(
-                    f"none of the {self._rounds} rounds of this job took place: it met no other replica, and "
-                    "trained alone; lines on stderr say why",
+                    f"none of this job's {self._rounds} rounds had a partner: it trained alone; lines on stderr "
+                    "say why",
                     stacklevel=2,
                 )
             if not raising:
