@@ -4,14 +4,14 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from megatron_noloco.data.corpus import Corpus, load_corpus
-from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.indexed import IndexedTokens, open_indexed
 from megatron_noloco.data.records import Record, RecordDataset, load_records
 from megatron_noloco.data.samples import (
     JoinedDataset,
@@ -130,11 +130,12 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
             f"{_spelled_out_in(records, as_text=True)}{_spelled_out_in(records, as_text=False)}"
         )
     else:
-        open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
-        training = _indexed_training(source, needs, open_indexed)
-        validation = _indexed_validation(source, needs, open_indexed) if needs.evaluates else []
+        # Both splits are often of one dataset, whose index may be long.
+        open_once = cache(partial(open_indexed, tokenizer=tokenizer))
+        training = _indexed_training(source, needs, open_once)
+        validation = _indexed_validation(source, needs, open_once) if needs.evaluates else []
         summary = f"{_summary(training, 'training')}; {_summary(validation, 'validation')}"
-        summary += "".join(_check_beginnings(source, open_indexed, tokenizer))
+        summary += "".join(_check_beginnings(source, open_once, tokenizer))
     datasets = Datasets(training, validation, summary, needs.vocab_size)
     for part in training + validation:
         _check_tokens(part.dataset, needs.vocab_size)
@@ -156,7 +157,7 @@ def validation_datasets(
     elif isinstance(source, RecordSource):
         parts = [_record_part(source, load_records(source.path, tokenizer), _VALIDATION, tokenizer, needs)]
     else:
-        parts = _indexed_validation(source, needs, IndexedTokens)
+        parts = _indexed_validation(source, needs, partial(open_indexed, tokenizer=tokenizer))
     for part in parts:
         _check_tokens(part.dataset, needs.vocab_size)
     return [part.dataset for part in parts]
@@ -166,7 +167,11 @@ def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset
     """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
     try:
-        tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
+        tokens: np.ndarray
+        if indexed:
+            tokens = open_indexed(data, tokenizer).tokens
+        else:
+            tokens = load_corpus(data, Split(1, 0, 0), tokenizer).train
     except ValueError as error:
         raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     dataset = TokenDataset(tokens, needs, data)

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import check_folder, folder_adds_bos
+from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.datasets import validation_datasets, whole_dataset
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
+from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture, tokenizer_of
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
@@ -103,7 +102,6 @@ def open_weights(
     source = open_source(paths, "mean", tokenizer_place)
     context = source.architecture.seq_length
     architecture = replace(source.architecture, seq_length=seq_length or context)
-    _tell_of_long_samples(architecture, context)
     names = [f"replica {replica}" for replica in source.replicas]
     sets = [[replica] for replica in source.replicas]
     if len(names) > 1:
@@ -117,6 +115,7 @@ def open_weights(
         if data
         else validation_datasets(source.config.source, tokenizer, needs)
     )
+    _tell_of_long_samples(architecture, context)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:
@@ -130,12 +129,12 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Weigh
     architecture = read_architecture(folder)
     context = architecture.seq_length
     architecture = replace(architecture, seq_length=seq_length or min(context, _MAX_SEQ_LENGTH))
-    _tell_of_long_samples(architecture, context)
     weights = PretrainedWeights(folder, architecture)
     needs = Needs(architecture.vocab_size, architecture.seq_length)
-    tokenizer = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder))
+    tokenizer = tokenizer_of(folder)
     check_folder(tokenizer)
     dataset = whole_dataset(data, tokenizer, needs)
+    _tell_of_long_samples(architecture, context)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:

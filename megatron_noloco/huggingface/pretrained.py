@@ -95,12 +95,23 @@ def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     """
     if "tokenizer_type" in data or not (folder / "tokenizer.json").exists():
         return data
-    if _same_tokens(FastTokenizer(folder), ByteTokenizer()):
+    tokenizer = tokenizer_of(folder)
+    if isinstance(tokenizer, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
-    begin = {"prepend_bos": True} if folder_adds_bos(folder) else {}
+    begin = {"prepend_bos": True} if tokenizer.before_document else {}
     place = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
     return {**begin, **data, **place}
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face model: the byte-level one where it is the same, as in our exports.
+
+    Raises ValueError where there is none.
+    """
+    theirs, byte = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder)), ByteTokenizer()
+    ends = (theirs.before_document, theirs.end_of_document) == (byte.before_document, byte.end_of_document)
+    return byte if ends and _same_tokens(theirs, byte) else theirs
 
 
 def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:

@@ -28,6 +28,7 @@ from megatron_noloco.huggingface.pretrained import (
     config_for_any_version,
     model_fields,
     read_architecture,
+    tokenizer_of,
 )
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
@@ -554,6 +555,17 @@ def test_samples_longer_than_the_context_are_reported(
     evaluate.open_weights([folder], str(text), length)
     line = "--seq-length 33: the model's context is 32 tokens; it was not trained to read longer samples\n"
     assert capsys.readouterr().err == (line if told else "")
+
+
+@pytest.mark.parametrize("end", ["</s>", "<|endoftext|>"])
+def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Path) -> None:
+    """So an export is evaluated on the datasets of its run; another end of documents makes another tokenizer."""
+    ByteTokenizer().save(tmp_path, 32)
+    if end == "</s>":
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            path = tmp_path / name
+            path.write_text(path.read_text().replace('"<|endoftext|>"', '"</s>"').replace(": 256", ": 257"))
+    assert isinstance(tokenizer_of(tmp_path), ByteTokenizer if end == "<|endoftext|>" else FastTokenizer)
 
 
 def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tuple[str, ...]) -> None:
