@@ -198,7 +198,7 @@ class Attached:
             reports = self._membership.average(self.outer, self.done)
             for report in reports:
                 if report.missed:
-                    warnings.warn(f"the mean is that of {report.group}: {report.missed}", stacklevel=2)
+                    warnings.warn(f"the final average is {report.missed}", stacklevel=2)
             return reports
         return self.outer.average_all(self.done)
 
