@@ -323,7 +323,7 @@ def attach(
         if state is not None:  # others that wait for this job must not find it behind
             membership.keeping_up.start(int(state["local_steps_done"]))
         if not membership.wait_for_start(continues=state is not None):
-            warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
+            warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
             seconds = settings.deadline_seconds

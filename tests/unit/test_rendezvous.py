@@ -515,7 +515,7 @@ def test_ranks_that_ask_and_are_gone_leave_nothing_behind(
 def test_the_same_replica_twice_is_reported_by_the_one_that_no_longer_counts(tmp_path: Path) -> None:
     with redirect_stderr(io.StringIO()) as output, connected(tmp_path), transport(tmp_path, 0) as again:
         until(lambda: again.present() == [1])
-        line = f"rank 0: another process of this rank, at {again.address.endpoint}, counts for the others"
+        line = f"rank 0: the others exchange with another process of this rank, at {again.address.endpoint}: does"
         until(lambda: line in output.getvalue())
 
 
