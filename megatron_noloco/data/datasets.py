@@ -19,6 +19,7 @@ from megatron_noloco.data.samples import (
     ShuffledDataset,
     TokenDataset,
     check_vocabulary,
+    in_samples,
 )
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -129,6 +130,8 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
             f"training samples with {len(training[0].dataset.tokens)} tokens in answers"
             f"{_spelled_out_in(records, as_text=True)}{_spelled_out_in(records, as_text=False)}"
         )
+        if empty := sum(record.empty for record in records):
+            summary += f"; empty answers: {empty}, of which only the end is learnt"
     else:
         open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
         training = _indexed_training(source, needs, open_indexed)
@@ -139,10 +142,9 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     for part in training + validation:
         _check_tokens(part.dataset, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
-        tokens = sum(len(part.dataset.tokens) for part in training)
         raise ValueError(
-            f"corpus too small: {datasets.train.name} has {tokens} tokens = {len(datasets.train)} samples of "
-            f"{needs.seq_length}, one global batch needs {needs.global_batch}"
+            f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
+            f"{datasets.train.name} has {len(datasets.train)}"
         )
     return datasets
 
@@ -281,9 +283,10 @@ def split_bounds(split: Split, sequences: int) -> list[int]:
 
 
 def _summary(parts: list[Part], split_name: str) -> str:
+    slots = slots_of([part.weight for part in parts]) if parts else ()
     shares = ", ".join(
-        f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * part.weight:.4g} %)"
-        for part in parts
+        f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * slot / sum(slots):.4g} %)"
+        for part, slot in zip(parts, slots, strict=True)
     )
     return f"{split_name}: {shares or 'none'}"
 

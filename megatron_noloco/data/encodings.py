@@ -11,6 +11,16 @@ def without_mark(content: bytes) -> bytes:
     return content.removeprefix(codecs.BOM_UTF8)
 
 
+def check_whole_characters(text: str) -> None:
+    """Raise ValueError for half a character, which JSON can escape and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            "holds half a character (a surrogate such as \\ud83d without its other half)"
+        ) from None
+
+
 def check_utf_8(content: bytes) -> None:
     """Raise ValueError for text of UTF-16 or UTF-32, which the mark or zeros among its first 4 bytes show."""
     encoding = json.detect_encoding(content[:4])

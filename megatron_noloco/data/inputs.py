@@ -20,7 +20,7 @@ from megatron_noloco.data.corpus import (
     files_below,
     read_piece,
 )
-from megatron_noloco.data.encodings import check_utf_8, without_mark
+from megatron_noloco.data.encodings import check_utf_8, check_whole_characters, without_mark
 
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 
@@ -113,12 +113,7 @@ def _text(fields: Any, key: str) -> str:
     text = fields[key]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{key!r} holds {type(text).__name__}, not text (--json-keys)")
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:  # JSON can escape halves of characters, which no tokenizer takes
-        raise ValueError(
-            "holds half a character (a surrogate such as \\ud83d without its other half)"
-        ) from None
+    check_whole_characters(text or "")
     return text or ""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.samples import SampleDataset
+from megatron_noloco.data.samples import SampleDataset, in_samples
 from megatron_noloco.monitor.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder
@@ -80,8 +80,8 @@ class ValidationSource:
         needed = count * micro_batch_size
         if needed > len(dataset):
             raise ValueError(
-                f"corpus too small: {dataset.name} has {len(dataset)} samples of {dataset.seq_length}, "
-                f"{count} microbatches of {micro_batch_size} need {needed}"
+                f"corpus too small: microbatches x samples in each = {count} x {micro_batch_size} need "
+                f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}"
             )
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size

@@ -61,7 +61,7 @@ class WeightFiles:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{path}: cut short, or no safetensors file ({error}); copy it again") from None
         for name in file.keys():  # noqa: SIM118, not a dict
             if name in self._files:
                 raise ValueError(f"{path}: {name} is in {self.path(name).name}, too; remove one of the files")

@@ -303,6 +303,6 @@ class TestMicrobatches:
     def test_validation_split_too_small(self) -> None:
         dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
         with pytest.raises(
-            ValueError, match=r"corpus too small: .* 30 samples .* 11 microbatches of 3 need 33"
+            ValueError, match=r"corpus too small: .* = 11 x 3 need 33 samples of 4 tokens, dataset has 30"
         ):
             ValidationSource(dataset, 3, count=11)

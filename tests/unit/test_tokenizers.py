@@ -393,6 +393,13 @@ class TestCopy:
             changed.changes(moved.run, {}, tokenizer=saved.tokenizer)
         assert {*saved.tokenizer} == {TOKENS, TEMPLATE}
 
+    def test_another_split_alone_is_blamed_for_other_contents(self, tmp_path: Path) -> None:
+        folder = write_tokenizer(tmp_path / "tok")
+        before = run_with(folder, tmp_path / "run", text="here", split="8,2")
+        now = settings_of(run_with(folder, tmp_path / "run", text="there", split="7,3"), folder, 8)
+        with pytest.raises(ValueError, match=r"^data.split: .*; a resume cannot change it: [^\n]*$"):
+            now.changes(before.to_dict(), {"training_data": 7.0})
+
     def test_without_digests_another_path_is_refused_as_before(self, tmp_path: Path) -> None:
         first, same = write_tokenizer(tmp_path / "first"), write_tokenizer(tmp_path / "same")
         saved, moved = (settings_of(run_with(folder, tmp_path / "run"), folder) for folder in (first, same))
