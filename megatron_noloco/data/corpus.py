@@ -1,6 +1,5 @@
 """A corpus of text files: find them, split them for training, validation and test, and tokenize them."""
 
-import codecs
 import hashlib
 import io
 import os
@@ -15,7 +14,7 @@ from typing import IO, NoReturn
 
 import numpy as np
 
-from megatron_noloco.data.encodings import check_utf_8, without_mark
+from megatron_noloco.data.encodings import check_utf_8, is_utf_8, without_mark
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -209,22 +208,17 @@ def _library_folder() -> Path:
 
 
 def _only_text(paths: Iterable[Path]) -> list[Path]:
-    """Return those of `paths` that hold text: at least one byte, and all of it UTF-8."""
-    return [path for path in paths if _is_text(path.read_bytes(), final=True)]
+    return [path for path in paths if _is_text(path.read_bytes())]
 
 
 def _begins_as_text(path: Path) -> bool:
     with path.open("rb") as file:
-        return _is_text(file.read(PIECE_BYTES), final=False)
+        return _is_text(read_piece(file))
 
 
-def _is_text(content: bytes, final: bool) -> bool:
-    """Return whether the content is UTF-8 text and not empty; unless `final`, it may end within a character."""
-    try:
-        check_utf_8(content)
-        return codecs.getincrementaldecoder("utf-8-sig")().decode(content, final) != ""
-    except ValueError:
-        return False
+def _is_text(content: bytes) -> bool:
+    """Return whether bytes are UTF-8 text and not empty."""
+    return without_mark(content) != b"" and is_utf_8([content])
 
 
 def _no_text_error(path: Path) -> ValueError:
@@ -282,23 +276,17 @@ def _tokenize(texts: list[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, int
 
     The second value is the number of special tokens that the texts spell out.
     """
-    if not isinstance(tokenizer, ByteTokenizer):
-        begin, end = np.array(tokenizer.before_document, dtype=int), np.array([tokenizer.end_of_document])
-        parts, special, begins = [np.empty(0, dtype=np.int32)], 0, True
-        pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
-        while batch := list(islice(pieces, _BATCH_PIECES)):
-            decoded = [piece.decode() for piece, _ in batch]
-            special += sum(map(tokenizer.count_special, decoded))
-            for ids, (_, last) in zip(tokenizer.encode_batch(decoded), batch, strict=True):
-                parts += [*[begin] * begins, ids, *[end] * last]
-                begins = last
-        return np.concatenate(parts, dtype=np.int32), special
-    tokens = np.full(sum(map(len, texts)) + len(texts), tokenizer.end_of_document, dtype=np.uint16)
-    offset = 0
-    for text in texts:
-        tokens[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
-        offset += len(text) + 1
-    return tokens, 0
+    dtype = np.uint16 if isinstance(tokenizer, ByteTokenizer) else np.int32
+    begin, end = (np.array(t, dtype) for t in (tokenizer.before_document, [tokenizer.end_of_document]))
+    parts, special, begins = [np.empty(0, dtype)], 0, True
+    pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
+    while batch := list(islice(pieces, _BATCH_PIECES)):
+        decoded = [piece.decode() for piece, _ in batch]
+        special += sum(map(tokenizer.count_special, decoded))
+        for ids, (_, last) in zip(tokenizer.encode_batch(decoded), batch, strict=True):
+            parts += [*[begin] * begins, ids, *[end] * last]
+            begins = last
+    return np.concatenate(parts, dtype=dtype), special
 
 
 def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:

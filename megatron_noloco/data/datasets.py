@@ -39,6 +39,7 @@ _EXCERPT_TOKENS = 1 << 24
 _FINGERPRINT_TOKENS = 1 << 16
 _COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 _OpenIndexed = Callable[[str], IndexedTokens]
+_Loaded = Corpus | list[Record] | _OpenIndexed  # of text, of records, of indexed datasets
 
 
 @dataclass(frozen=True)
@@ -109,38 +110,11 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
-    if isinstance(source, TextSource):
-        corpus = load_corpus(source.text, source.split, tokenizer)
-        training = [_corpus_part(corpus, _TRAINING, needs)]
-        validation = [_corpus_part(corpus, _VALIDATION, needs)] if needs.evaluates else []
-        summary = (
-            f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
-            f"{len(corpus.validation)} validation tokens{corpus.left_out}"
-            f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
-        )
-    elif isinstance(source, RecordSource):
-        records = load_records(source.path, tokenizer)
-        training = [_record_part(source, records, _TRAINING, tokenizer, needs)]
-        validation = [_record_part(source, records, _VALIDATION, tokenizer, needs)] if needs.evaluates else []
-        cut = sum(
-            part.dataset.cut for part in training + validation if isinstance(part.dataset, RecordDataset)
-        )
-        summary = (
-            f"{source.path}, {len(records)} records ({cut} longer than a sample), {len(training[0].dataset)} "
-            f"training samples with {len(training[0].dataset.tokens)} tokens in answers"
-            f"{_spelled_out_in(records, as_text=True)}{_spelled_out_in(records, as_text=False)}"
-        )
-        if empty := sum(record.empty for record in records):
-            summary += f"; empty answers: {empty}, of which only the end is learnt"
-    else:
-        open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
-        training = _indexed_training(source, needs, open_indexed)
-        validation = _indexed_validation(source, needs, open_indexed) if needs.evaluates else []
-        summary = f"{_summary(training, 'training')}; {_summary(validation, 'validation')}"
-        summary += "".join(_check_beginnings(source, open_indexed, tokenizer))
+    loaded = _load(source, tokenizer)
+    training = _parts(source, loaded, _TRAINING, tokenizer, needs)
+    validation = _parts(source, loaded, _VALIDATION, tokenizer, needs) if needs.evaluates else []
+    summary = _summary(source, loaded, training, validation, tokenizer)
     datasets = Datasets(training, validation, summary, needs.vocab_size)
-    for part in training + validation:
-        _check_tokens(part.dataset, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
         raise ValueError(
             f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
@@ -153,14 +127,7 @@ def validation_datasets(
     source: Source, tokenizer: Tokenizer, needs: Needs
 ) -> list[TokenDataset | RecordDataset]:
     """Return a run's validation datasets without building its training datasets; raises ValueError."""
-    if isinstance(source, TextSource):
-        parts = [_corpus_part(load_corpus(source.text, source.split, tokenizer), _VALIDATION, needs)]
-    elif isinstance(source, RecordSource):
-        parts = [_record_part(source, load_records(source.path, tokenizer), _VALIDATION, tokenizer, needs)]
-    else:
-        parts = _indexed_validation(source, needs, IndexedTokens)
-    for part in parts:
-        _check_tokens(part.dataset, needs.vocab_size)
+    parts = _parts(source, _load(source, tokenizer), _VALIDATION, tokenizer, needs)
     return [part.dataset for part in parts]
 
 
@@ -184,21 +151,48 @@ def spelled_out(special_tokens: int, as_text: bool) -> str:
     return f"; special tokens spelled out: {special_tokens}, read as {how}"
 
 
-def _spelled_out_in(records: list[Record], as_text: bool) -> str:
-    return spelled_out(sum(record.spelled_out for record in records if record.as_text == as_text), as_text)
+def _load(source: Source, tokenizer: Tokenizer) -> _Loaded:
+    """Read what both splits are made of."""
+    if isinstance(source, TextSource):
+        return load_corpus(source.text, source.split, tokenizer)
+    if isinstance(source, RecordSource):
+        return load_records(source.path, tokenizer)
+    return cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
 
 
-def _corpus_part(corpus: Corpus, split: int, needs: Needs) -> Part:
-    tokens, name = (
-        (corpus.train, corpus.validation)[split],
-        f"the {_SPLIT_NAMES[split]} split of {corpus.name}",
-    )
-    return Part(TokenDataset(tokens, needs, name), 1.0)
+def _parts(source: Source, loaded: _Loaded, split: int, tokenizer: Tokenizer, needs: Needs) -> list[Part]:
+    """Return the datasets of a split; raises ValueError for one without samples, and for wrong tokens.
+
+    Validation is not shuffled, so that every run is evaluated on the same samples.
+    """
+    parts = []
+    if isinstance(loaded, Corpus):
+        name = f"the {_SPLIT_NAMES[split]} split of {loaded.name}"
+        tokens = (loaded.train, loaded.validation)[split]
+        parts.append(Part(TokenDataset(tokens, needs, name), 1.0))
+    elif isinstance(source, RecordSource):
+        assert isinstance(loaded, list)
+        records, name = _records_of(source, loaded, split)
+        padding = tokenizer.end_of_document
+        parts.append(Part(RecordDataset(records, needs.seq_length, name, source.packed, padding), 1.0))
+    else:
+        assert isinstance(source, IndexedSource)
+        assert callable(loaded)
+        for indexed, (first, stop), name, weight in _split_of_blend(source, split, loaded):
+            tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
+            shuffled = split == _TRAINING
+            dataset = (
+                ShuffledDataset(tokens, offsets, needs, name)
+                if shuffled
+                else TokenDataset(tokens, needs, name)
+            )
+            parts.append(Part(dataset, weight))
+    for part in parts:
+        _check_tokens(part.dataset, needs.vocab_size)
+    return parts
 
 
-def _record_part(
-    source: RecordSource, records: list[Record], split: int, tokenizer: Tokenizer, needs: Needs
-) -> Part:
+def _records_of(source: RecordSource, records: list[Record], split: int) -> tuple[list[Record], str]:
     first, stop = split_bounds(source.split, len(records))[split : split + 2]
     name = f"the {_SPLIT_NAMES[split]} split of {source.path}"
     if first == stop:
@@ -206,24 +200,7 @@ def _record_part(
             f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty ({len(records)} "
             "records); raise its weight or add records"
         )
-    padding = tokenizer.end_of_document
-    return Part(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding), 1.0)
-
-
-def _indexed_training(source: IndexedSource, needs: Needs, open_indexed: _OpenIndexed) -> list[Part]:
-    parts = []
-    for indexed, (first, stop), name, weight in _split_of_blend(source, _TRAINING, open_indexed):
-        tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
-        parts.append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
-    return parts
-
-
-def _indexed_validation(source: IndexedSource, needs: Needs, open_indexed: _OpenIndexed) -> list[Part]:
-    """Return the validation parts, not shuffled, so that every run is evaluated on the same samples."""
-    return [
-        Part(TokenDataset(indexed.part(*bounds), needs, name), weight)
-        for indexed, bounds, name, weight in _split_of_blend(source, _VALIDATION, open_indexed)
-    ]
+    return records[first:stop], name
 
 
 def _check_beginnings(
@@ -282,13 +259,45 @@ def split_bounds(split: Split, sequences: int) -> list[int]:
     return [*bounds[:-1], sequences]
 
 
-def _summary(parts: list[Part], split_name: str) -> str:
-    slots = slots_of([part.weight for part in parts]) if parts else ()
-    shares = ", ".join(
+def _summary(
+    source: Source, loaded: _Loaded, training: list[Part], validation: list[Part], tokenizer: Tokenizer
+) -> str:
+    """Return a line for the banner; raises ValueError as `_check_beginnings`."""
+    if isinstance(loaded, Corpus):
+        return (
+            f"{loaded.name}, {loaded.files} files, {loaded.megabytes:.1f} MB, {len(loaded.train)} training and "
+            f"{len(loaded.validation)} validation tokens{loaded.left_out}"
+            f"{spelled_out(loaded.special_tokens, tokenizer.splits_special_tokens)}"
+        )
+    if isinstance(loaded, list):
+        assert isinstance(source, RecordSource)
+        dataset = training[0].dataset
+        cut = sum(
+            part.dataset.cut for part in training + validation if isinstance(part.dataset, RecordDataset)
+        )
+        empty = sum(record.empty for record in loaded)
+        special = (
+            spelled_out(sum(record.spelled_out for record in loaded if record.as_text == as_text), as_text)
+            for as_text in (True, False)
+        )
+        return (
+            f"{source.path}, {len(loaded)} records ({cut} longer than a sample), {len(dataset)} training samples "
+            f"with {len(dataset.tokens)} tokens in answers{''.join(special)}"
+            + (f"; empty answers: {empty}, of which only the end is learnt" if empty else "")
+        )
+    assert isinstance(source, IndexedSource)
+    shares = f"training: {_shares_in_words(training)}; validation: {_shares_in_words(validation)}"
+    return "".join([shares, *_check_beginnings(source, loaded, tokenizer)])
+
+
+def _shares_in_words(parts: list[Part]) -> str:
+    if not parts:
+        return "none"
+    slots = slots_of([part.weight for part in parts])
+    return ", ".join(
         f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * slot / sum(slots):.4g} %)"
         for part, slot in zip(parts, slots, strict=True)
     )
-    return f"{split_name}: {shares or 'none'}"
 
 
 # The tokens of a dataset

@@ -12,7 +12,8 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
-from megatron_noloco.huggingface.weight_files import WeightFiles, read_object
+from megatron_noloco.files import read_object
+from megatron_noloco.huggingface.weight_files import WeightFiles
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import (
     HEAD,

@@ -376,9 +376,7 @@ class TestCopy:
         choice = TokenizerChoice("HuggingFaceTokenizer", str(wrong))
         digest = FastTokenizer(right).digest
         assert find_tokenizer(choice, [tmp_path / "none", right], digest).digest == digest
-        with pytest.raises(
-            ValueError, match=f"--tokenizer FOLDER.* {wrong}: reads other tokens than the run"
-        ):
+        with pytest.raises(ValueError, match=f"^{wrong}: reads other tokens than the run$"):
             find_tokenizer(choice, [], digest)
 
     def test_a_resume_compares_tokens_not_paths(self, tmp_path: Path) -> None:
