@@ -30,14 +30,6 @@ _BATCH_PIECES = 16  # encoded at once: a tokenizer needs hundreds of bytes per t
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text file."""
-
-    name: str  # POSIX path relative to the folder of the corpus: the same on every machine
-    text: bytes  # UTF-8
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Tokens of three splits; an end-of-document token follows each document, and BOS precedes it if asked for."""
 
@@ -69,10 +61,9 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
         name, paths = f"{text} {platform.python_version()}", standard_library_files()
     else:
         paths, others = text_files(path)
-    documents = [
-        Document(path.relative_to(folder).as_posix(), without_mark(path.read_bytes())) for path in paths
-    ]
-    megabytes = sum(len(document.text) for document in documents) / 1e6
+    # By names that are the same on every machine.
+    documents = {path.relative_to(folder).as_posix(): without_mark(path.read_bytes()) for path in paths}
+    megabytes = sum(map(len, documents.values())) / 1e6
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
     for split_name, share, part in zip(("train", "validation"), astuple(split), parts, strict=False):
@@ -233,26 +224,26 @@ def _no_text_error(path: Path) -> ValueError:
 # Splits
 
 
-def _split_by_file(documents: list[Document], split: Split) -> list[list[bytes]]:
+def _split_by_file(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:
     """Assign whole files to splits, each by a hash of its name: adding a file moves no other file."""
     parts: list[list[bytes]] = [[], [], []]
-    for document in documents:
-        digest = hashlib.sha256(os.fsencode(document.name)).digest()
+    for name, text in documents.items():
+        digest = hashlib.sha256(os.fsencode(name)).digest()
         point = int.from_bytes(digest[:6], "big") / 2**48  # 48 bits: exact, and below 1
-        parts[(point >= split.train) + (point >= split.train + split.validation)].append(document.text)
+        parts[(point >= split.train) + (point >= split.train + split.validation)].append(text)
     return parts
 
 
-def _split_by_position(documents: list[Document], split: Split) -> list[list[bytes]]:
+def _split_by_position(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:
     """Assign the beginning of each file to training, what follows to validation, its end to test."""
     parts: list[list[bytes]] = [[], [], []]
-    for document in documents:
-        size = len(document.text)
+    for text in documents.values():
+        size = len(text)
         ends = (size * split.train, size * (split.train + split.validation))
-        cuts = [0, *(_character_start(document.text, round(end)) for end in ends), size]
+        cuts = [0, *(_character_start(text, round(end)) for end in ends), size]
         for part, start, stop in zip(parts, cuts, cuts[1:], strict=False):
             if start < stop:
-                part.append(document.text[start:stop])
+                part.append(text[start:stop])
     return parts
 
 

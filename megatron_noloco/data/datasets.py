@@ -2,17 +2,17 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.corpus import Corpus, load_corpus
+from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.indexed import IndexedTokens
-from megatron_noloco.data.records import Record, RecordDataset, load_records
+from megatron_noloco.data.records import RecordDataset, load_records
 from megatron_noloco.data.samples import (
     JoinedDataset,
     SampleDataset,
@@ -39,7 +39,6 @@ _EXCERPT_TOKENS = 1 << 24
 _FINGERPRINT_TOKENS = 1 << 16
 _COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 _OpenIndexed = Callable[[str], IndexedTokens]
-_Loaded = Corpus | list[Record] | _OpenIndexed  # of text, of records, of indexed datasets
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,9 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
-    loaded = _load(source, tokenizer)
-    training = _parts(source, loaded, _TRAINING, tokenizer, needs)
-    validation = _parts(source, loaded, _VALIDATION, tokenizer, needs) if needs.evaluates else []
-    summary = _summary(source, loaded, training, validation, tokenizer)
+    splits = (_TRAINING, _VALIDATION) if needs.evaluates else (_TRAINING,)
+    (training, *others), summary = _read(source, tokenizer, needs, splits)
+    validation = others[0] if others else []
     datasets = Datasets(training, validation, summary, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
         raise ValueError(
@@ -127,7 +125,7 @@ def validation_datasets(
     source: Source, tokenizer: Tokenizer, needs: Needs
 ) -> list[TokenDataset | RecordDataset]:
     """Return a run's validation datasets without building its training datasets; raises ValueError."""
-    parts = _parts(source, _load(source, tokenizer), _VALIDATION, tokenizer, needs)
+    (parts,), _ = _read(source, tokenizer, needs, (_VALIDATION,))
     return [part.dataset for part in parts]
 
 
@@ -151,56 +149,101 @@ def spelled_out(special_tokens: int, as_text: bool) -> str:
     return f"; special tokens spelled out: {special_tokens}, read as {how}"
 
 
-def _load(source: Source, tokenizer: Tokenizer) -> _Loaded:
-    """Read what both splits are made of."""
-    if isinstance(source, TextSource):
-        return load_corpus(source.text, source.split, tokenizer)
-    if isinstance(source, RecordSource):
-        return load_records(source.path, tokenizer)
-    return cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
+def _read(
+    source: Source, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    """Return the parts of each of the splits, and a summary if training is among them.
 
-
-def _parts(source: Source, loaded: _Loaded, split: int, tokenizer: Tokenizer, needs: Needs) -> list[Part]:
-    """Return the datasets of a split; raises ValueError for one without samples, and for wrong tokens.
-
-    Validation is not shuffled, so that every run is evaluated on the same samples.
+    Raises ValueError for a part without samples, and for wrong tokens.
     """
-    parts = []
-    if isinstance(loaded, Corpus):
-        name = f"the {_SPLIT_NAMES[split]} split of {loaded.name}"
-        tokens = (loaded.train, loaded.validation)[split]
-        parts.append(Part(TokenDataset(tokens, needs, name), 1.0))
-    elif isinstance(source, RecordSource):
-        assert isinstance(loaded, list)
-        records, name = _records_of(source, loaded, split)
-        padding = tokenizer.end_of_document
-        parts.append(Part(RecordDataset(records, needs.seq_length, name, source.packed, padding), 1.0))
-    else:
-        assert isinstance(source, IndexedSource)
-        assert callable(loaded)
-        for indexed, (first, stop), name, weight in _split_of_blend(source, split, loaded):
-            tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
-            shuffled = split == _TRAINING
-            dataset = (
-                ShuffledDataset(tokens, offsets, needs, name)
-                if shuffled
-                else TokenDataset(tokens, needs, name)
-            )
-            parts.append(Part(dataset, weight))
-    for part in parts:
+    match source:
+        case TextSource():
+            found = _read_text(source, tokenizer, needs, splits)
+        case RecordSource():
+            found = _read_records(source, tokenizer, needs, splits)
+        case IndexedSource():
+            found = _read_indexed(source, tokenizer, needs, splits)
+    for part in chain(*found[0]):
         _check_tokens(part.dataset, needs.vocab_size)
-    return parts
+    return found
 
 
-def _records_of(source: RecordSource, records: list[Record], split: int) -> tuple[list[Record], str]:
-    first, stop = split_bounds(source.split, len(records))[split : split + 2]
-    name = f"the {_SPLIT_NAMES[split]} split of {source.path}"
-    if first == stop:
-        raise ValueError(
-            f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty ({len(records)} "
-            "records); raise its weight or add records"
-        )
-    return records[first:stop], name
+def _read_text(
+    source: TextSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    corpus = load_corpus(source.text, source.split, tokenizer)
+    tokens = (corpus.train, corpus.validation)
+    parts = [[Part(TokenDataset(tokens[split], needs, _name(split, corpus.name)), 1.0)] for split in splits]
+    summary = (
+        f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
+        f"{len(corpus.validation)} validation tokens{corpus.left_out}"
+        f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
+    )
+    return parts, summary
+
+
+def _read_records(
+    source: RecordSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    records, datasets = load_records(source.path, tokenizer), []
+    for split in splits:
+        first, stop = split_bounds(source.split, len(records))[split : split + 2]
+        if first == stop:
+            problem = _no_share(source.split, split, source.path)
+            raise ValueError(f"{problem} ({len(records)} records); raise its weight or add records")
+        name, padding = _name(split, source.path), tokenizer.end_of_document
+        datasets.append(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding))
+    spelled = (
+        spelled_out(sum(record.spelled_out for record in records if record.as_text == as_text), as_text)
+        for as_text in (True, False)
+    )
+    cut = sum(dataset.cut for dataset in datasets)
+    summary = (
+        f"{source.path}, {len(records)} records ({cut} longer than a sample), "
+        f"{len(datasets[0])} training samples with {len(datasets[0].tokens)} tokens in answers{''.join(spelled)}"
+    )
+    if empty := sum(record.empty for record in records):
+        summary += f"; empty answers: {empty}, of which only the end is learnt"
+    return [[Part(dataset, 1.0)] for dataset in datasets], summary if _TRAINING in splits else ""
+
+
+def _read_indexed(
+    source: IndexedSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    """Shuffle training alone, so that every run is evaluated on the same samples."""
+    open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
+    found = []
+    for split in splits:
+        found.append(list[Part]())
+        for indexed, (first, stop), name, weight in _split_of_blend(source, split, open_indexed):
+            tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
+            if split == _TRAINING:
+                found[-1].append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
+            else:
+                found[-1].append(Part(TokenDataset(tokens, needs, name), weight))
+    if _TRAINING not in splits:
+        return found, ""
+    summary = "; ".join(
+        f"{name}: {_in_words(parts)}" for name, parts in zip(_SPLIT_NAMES, [*found, []], strict=False)
+    )
+    return found, summary + "".join(_check_beginnings(source, open_indexed, tokenizer))
+
+
+def _in_words(parts: list[Part]) -> str:
+    slots = slots_of([part.weight for part in parts]) if parts else ()
+    shares = ", ".join(
+        f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * slot / sum(slots):.4g} %)"
+        for part, slot in zip(parts, slots, strict=True)
+    )
+    return shares or "none"
+
+
+def _name(split: int, of: str) -> str:
+    return f"the {_SPLIT_NAMES[split]} split of {of}"
+
+
+def _no_share(shares: Split, split: int, of: str) -> str:
+    return f"data.split: a share of {astuple(shares)[split]:.4g} leaves {_name(split, of)} empty"
 
 
 def _check_beginnings(
@@ -238,9 +281,8 @@ def _split_of_blend(
             yield indexed, (0, sequences), prefix, weight
             continue
         first, stop = split_bounds(source.split, sequences)[split : split + 2]
-        name = f"the {_SPLIT_NAMES[split]} split of {prefix}"
         if not len(indexed.part(first, stop)):
-            share = f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty"
+            share = _no_share(source.split, split, prefix)
             if sequences == 1:
                 raise ValueError(
                     f"{share}: one sequence cannot be divided; preprocess several documents, such as JSON lines, "
@@ -250,54 +292,13 @@ def _split_of_blend(
                 f"{share} ({sequences} sequences); raise its weight, or give data.train_data_path and "
                 "data.valid_data_path"
             )
-        yield indexed, (first, stop), name, weight
+        yield indexed, (first, stop), _name(split, prefix), weight
 
 
 def split_bounds(split: Split, sequences: int) -> list[int]:
     """Return where train, validation and test begin, in sequences, and where test ends; rounded as in Megatron."""
     bounds = [0, *(round(share * sequences) for share in accumulate(astuple(split)))]
     return [*bounds[:-1], sequences]
-
-
-def _summary(
-    source: Source, loaded: _Loaded, training: list[Part], validation: list[Part], tokenizer: Tokenizer
-) -> str:
-    """Return a line for the banner; raises ValueError as `_check_beginnings`."""
-    if isinstance(loaded, Corpus):
-        return (
-            f"{loaded.name}, {loaded.files} files, {loaded.megabytes:.1f} MB, {len(loaded.train)} training and "
-            f"{len(loaded.validation)} validation tokens{loaded.left_out}"
-            f"{spelled_out(loaded.special_tokens, tokenizer.splits_special_tokens)}"
-        )
-    if isinstance(loaded, list):
-        assert isinstance(source, RecordSource)
-        dataset = training[0].dataset
-        cut = sum(
-            part.dataset.cut for part in training + validation if isinstance(part.dataset, RecordDataset)
-        )
-        empty = sum(record.empty for record in loaded)
-        special = (
-            spelled_out(sum(record.spelled_out for record in loaded if record.as_text == as_text), as_text)
-            for as_text in (True, False)
-        )
-        return (
-            f"{source.path}, {len(loaded)} records ({cut} longer than a sample), {len(dataset)} training samples "
-            f"with {len(dataset.tokens)} tokens in answers{''.join(special)}"
-            + (f"; empty answers: {empty}, of which only the end is learnt" if empty else "")
-        )
-    assert isinstance(source, IndexedSource)
-    shares = f"training: {_shares_in_words(training)}; validation: {_shares_in_words(validation)}"
-    return "".join([shares, *_check_beginnings(source, loaded, tokenizer)])
-
-
-def _shares_in_words(parts: list[Part]) -> str:
-    if not parts:
-        return "none"
-    slots = slots_of([part.weight for part in parts])
-    return ", ".join(
-        f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * slot / sum(slots):.4g} %)"
-        for part, slot in zip(parts, slots, strict=True)
-    )
 
 
 # The tokens of a dataset

@@ -19,6 +19,7 @@ _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file n
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
 # Keys of tokenizer_config.json for other classes than the export's, or that add tokens at the ends of a text.
 _OF_OTHER_CLASSES = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "legacy", "use_fast")
+_DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder beside tokenizer.json
 
 
@@ -97,13 +98,13 @@ class FastTokenizer:
     @property
     def _content(self) -> dict[str, Any]:
         """What of a tokenizer.json decides tokens, without the differences between its versions."""
-        content = json.loads(self._tokenizer.to_str())
+        content = json.loads(self._tokenizer.to_str(), object_hook=_without_defaults)
         # The decoder decides no token; truncation, padding and the like are taken out already.
-        content = {name: content[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+        content = {name: content[name] for name in _DECIDING if name in content}
         if "merges" in content["model"]:  # before tokenizers 0.20 a text: "a b"
             merges = content["model"]["merges"]
             content["model"]["merges"] = [m.split(" ") if isinstance(m, str) else m for m in merges]
-        return _without_defaults(content)
+        return content
 
     @property
     def _rules(self) -> dict[str, Any]:
@@ -237,8 +238,16 @@ class FastTokenizer:
 
     def save(self, folder: Path, max_length: int) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads: it adds a BOS if training does."""
+        from tokenizers import Tokenizer, processors
+
         self._copy_to(folder)
-        self._with_beginning().save(str(folder / "tokenizer.json"))
+        whole = Tokenizer.from_str(self._tokenizer.to_str())
+        for number in self.before_document:
+            token = whole.id_to_token(number)
+            whole.post_processor = processors.TemplateProcessing(
+                single=[token, "$A"], special_tokens=[(token, number)]
+            )
+        whole.save(str(folder / "tokenizer.json"))
         given = self._read("tokenizer_config.json")
         settings = {
             # The defaults of this class remove spaces, and give inputs that no model here takes.
@@ -275,19 +284,6 @@ class FastTokenizer:
         if (self.folder / _MORE_TEMPLATES).is_dir():
             shutil.copytree(self.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
 
-    def _with_beginning(self) -> Any:
-        """Return the tokenizer without truncation and padding; it adds what documents begin with in training."""
-        from tokenizers import Tokenizer, processors
-
-        whole = Tokenizer.from_str(self._tokenizer.to_str())
-        if self.before_document:
-            (number,) = self.before_document
-            token = whole.id_to_token(number)
-            whole.post_processor = processors.TemplateProcessing(
-                single=[token, "$A"], special_tokens=[(token, number)]
-            )
-        return whole
-
     def _read(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file beside tokenizer.json, empty where there is none; raises ValueError."""
         path = self.folder / name
@@ -317,12 +313,6 @@ def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _without_defaults(content: Any) -> Any:
-    """Return a part of a tokenizer.json without what is null or false, which other versions do not write."""
-    if isinstance(content, dict):
-        return {
-            key: _without_defaults(held)
-            for key, held in content.items()
-            if held is not None and held is not False
-        }
-    return [_without_defaults(held) for held in content] if isinstance(content, list) else content
+def _without_defaults(content: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a tokenizer.json without what is null or false, which other versions do not write."""
+    return {key: held for key, held in content.items() if held is not None and held is not False}

@@ -143,18 +143,16 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file, and what it holds before compression; raises ValueError where it cannot be decompressed."""
     try:
         with path.open("rb") as raw:
-            yield raw, _decompressed(path, raw)
+            compression = COMPRESSIONS.get(path.suffix.lower())
+            if compression is None:
+                yield raw, raw
+            else:
+                stream = _pyarrow(path).CompressedInputStream(raw, compression)
+                yield raw, io.BufferedReader(stream, PIECE_BYTES)
     except OSError as error:
         if path.suffix.lower() not in COMPRESSIONS:
             raise
         raise ValueError(f"{path}: cannot be decompressed ({error})") from None
-
-
-def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    if compression is None:
-        return raw
-    return io.BufferedReader(_pyarrow(path).CompressedInputStream(raw, compression), PIECE_BYTES)
 
 
 def _pyarrow(path: Path) -> ModuleType:

@@ -28,9 +28,8 @@ class Microbatch(NamedTuple):
 
     def pinned(self) -> "Microbatch":
         """Return a copy in pinned memory, from which a GPU copies asynchronously."""
-        tokens, labels, documents = self
-        pinned = documents if documents is None else documents.pin_memory()
-        return Microbatch(tokens.pin_memory(), labels.pin_memory(), pinned)
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return Microbatch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)
 
 
 class MicrobatchSource:
