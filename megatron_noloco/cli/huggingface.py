@@ -155,6 +155,7 @@ def _import(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.data.auto_tokenizer import check_exported, load_as_written, load_auto
     from megatron_noloco.huggingface.export import export
+    from megatron_noloco.huggingface.pretrained import NotFiniteWeightError
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.whole_model import generate
 
@@ -168,7 +169,12 @@ def _generate(args: argparse.Namespace) -> int:
         exported = Path(folder) / "model"
         export(source, exported, "float32", _SHARD_BYTES)
         check_exported(source.tokenizer, exported)
-        generate(exported, load_as_written, *options)
+        try:
+            generate(exported, load_as_written, *options)
+        except NotFiniteWeightError:  # which names the file of this export
+            raise StoppedError(
+                f"{source.saved}: holds NaN or infinite weights; training has diverged, take an earlier checkpoint"
+            ) from None
     return 0
 
 
