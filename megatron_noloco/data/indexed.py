@@ -103,18 +103,13 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     )
 
 
-def token_dtype(vocab_size: int) -> type[np.generic]:
-    """Return the type in which Megatron stores the tokens of a vocabulary of this size."""
-    return np.uint16 if vocab_size < _UINT16_BELOW else np.int32
-
-
 class IndexedWriter:
     """Writes one dataset; both files have another name until `finish`, so nobody can read half a dataset."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         """Raises ValueError where the dataset exists, or another process is writing it."""
         self.prefix = prefix
-        self._dtype = token_dtype(vocab_size)
+        self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
         self._partial = Path(f"{prefix}.bin.partial")
         self._tokens = _open_alone(self._partial)
         if Path(f"{prefix}.idx").exists():

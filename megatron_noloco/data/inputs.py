@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from megatron_noloco.data.corpus import (
     COMPRESSIONS,
@@ -43,8 +43,7 @@ class Input:
         return self.path.stat().st_size
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A document, or a piece of a long text."""
 
     texts: list[str]  # of each key; "" for null
@@ -69,6 +68,15 @@ def parse_json(line: bytes) -> Any:
     except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply
         reason = str(error)
     raise ValueError(f"not JSON ({reason}); each line must hold one whole JSON object")
+
+
+def _texts(record: Any, keys: tuple[str, ...], place: str) -> list[str]:
+    """Return the text under each key of a row, or of a line of JSON; raises ValueError that names the place."""
+    try:
+        fields = parse_json(record) if isinstance(record, bytes) else record
+        return [_text(fields, key) for key in keys]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _text(fields: Any, key: str) -> str:
@@ -114,20 +122,7 @@ def read_pieces(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
         return
     read = _read_lines if item.kind == "jsonl" else _read_text
     with opened(item.path) as (raw, file):
-        before = 0
-        for texts, begins, ends in read(item, keys, file):
-            place = raw.tell()
-            yield Piece(texts, place - before, begins, ends)
-            before = place
-
-
-@contextmanager
-def naming_record(path: Path, number: int, unit: str = "line") -> Iterator[None]:
-    """Begin a ValueError that leaves the context with the file and the number of the record."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}, {unit} {number}: {error}") from None
+        yield from read(item, keys, raw, file)
 
 
 def is_text(item: Input) -> bool:
@@ -165,26 +160,26 @@ def _pyarrow(path: Path) -> ModuleType:
     return pyarrow
 
 
-def _read_lines(
-    item: Input, keys: tuple[str, ...], file: IO[bytes]
-) -> Iterator[tuple[list[str], bool, bool]]:
-    for number, line in enumerate(file, 1):
-        if not line.isspace():
-            with naming_record(item.path, number):
-                fields = parse_json(line)
-                texts = [_text(fields, key) for key in keys]
-            yield texts, True, True
+def _read_lines(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
+    number = before = 0
+    while lines := file.readlines(PIECE_BYTES):
+        read = raw.tell() - before
+        before += read
+        for number, line in enumerate(lines, number + 1):  # noqa: B020, evaluated once
+            if not line.isspace():
+                yield Piece(_texts(line, keys, f"{item.path}, line {number}"), read)
+                read = 0
 
 
-def _read_text(item: Input, keys: tuple[str, ...], file: IO[bytes]) -> Iterator[tuple[list[str], bool, bool]]:
-    """Read a file as one document, a long one in pieces of whole lines, each with whether it is first and last."""
-    begins, piece = True, without_mark(read_piece(file))
+def _read_text(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
+    """Read a file as one document, a long one in pieces of whole lines."""
+    begins, before, piece = True, 0, without_mark(read_piece(file))
     try:
         check_utf_8(piece)
         while piece or begins:
-            following = read_piece(file)
-            yield [piece.decode()], begins, not following
-            begins, piece = False, following
+            following, place = read_piece(file), raw.tell()
+            yield Piece([piece.decode()], place - before, begins, not following)
+            begins, before, piece = False, place, following
     except UnicodeDecodeError as error:
         raise ValueError(f"{item.path}: not UTF-8 text ({error.reason})") from None
     except ValueError as error:
@@ -205,8 +200,7 @@ def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
             for batch in file.iter_batches(_PARQUET_ROWS, columns=list(keys)):
                 for row in batch.to_pylist():
                     number += 1
-                    with naming_record(item.path, number, "row"):
-                        texts = [_text(row, key) for key in keys]
+                    texts = _texts(row, keys, f"{item.path}, row {number}")
                     yield Piece(texts, item.bytes * number // rows - item.bytes * (number - 1) // rows)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{item.path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None

@@ -80,6 +80,9 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     gets its name when it is complete.
     """
     tokenizer = build_tokenizer(job.encoding.tokenizer)
+    none = tokenizer.encode("")
+    begin = np.array(tokenizer.before_document, none.dtype)
+    end = np.array([tokenizer.end_of_document] * job.encoding.append_eod, none.dtype)
     writers: dict[str, IndexedWriter] = {}
     tally = Tally()
     try:
@@ -87,7 +90,7 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
             job.prefix.parent.mkdir(parents=True, exist_ok=True)
             for key in job.encoding.json_keys:
                 writers[key] = IndexedWriter(job.output(key), tokenizer.vocab_size)
-        for group in _groups(job, tally):
+        for group in _groups(job, tally, advance):
             for column, writer in enumerate(writers.values()):
                 texts = [piece.texts[column] for piece in group]
                 tally.special_tokens += sum(map(tokenizer.count_special, texts))
@@ -96,9 +99,8 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
                     if piece.begins and piece.ends and not len(tokens):
                         tally.empty += 1
                         continue
-                    begin = tokenizer.before_document if piece.begins else ()
-                    end = (tokenizer.end_of_document,) if piece.ends and job.encoding.append_eod else ()
-                    sequence = np.concatenate([begin, tokens, end], dtype=tokens.dtype, casting="unsafe")
+                    first, last = begin if piece.begins else none, end if piece.ends else none
+                    sequence = np.concatenate([first, tokens, last])
                     writer.add(sequence, piece.ends)
                     tally.tokens += len(sequence)
                     tally.documents += piece.ends
@@ -115,12 +117,13 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     return tally
 
 
-def _groups(job: Job, tally: Tally) -> Iterator[list[Piece]]:
+def _groups(job: Job, tally: Tally, advance: Callable[[int], None]) -> Iterator[list[Piece]]:
     """Read all inputs, in order, in groups of pieces that are encoded at once; count those that are no text."""
     group, characters = list[Piece](), 0
     for item in job.inputs:
         if not is_text(item):
             tally.not_text += 1
+            advance(item.bytes)
             continue
         for piece in read_pieces(item, job.encoding.json_keys):
             group.append(piece)

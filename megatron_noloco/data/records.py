@@ -13,7 +13,7 @@ import numpy as np
 from megatron_noloco.data.chat import in_words, render_conversation
 from megatron_noloco.data.corpus import files_below
 from megatron_noloco.data.encodings import check_whole_characters
-from megatron_noloco.data.inputs import naming_record, opened, parse_json, plain_name
+from megatron_noloco.data.inputs import opened, parse_json, plain_name
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 
@@ -88,10 +88,12 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
     with opened(file) as (_, lines):
         for number, line in enumerate(lines, 1):
             if line.strip():
-                with naming_record(file, number):
+                try:
                     record = parse_json(line)
                     check_whole_characters(json.dumps(record, ensure_ascii=False))
                     text = _text_of(record, tokenizer)
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number}: {error}") from None
                 yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
 
 
