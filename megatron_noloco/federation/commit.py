@@ -251,13 +251,12 @@ class CommittedExchange:
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
-        elapsed_seconds = time.monotonic() - self._token.posted
+        started = time.monotonic()
         try:
-            for _ in self._token.arrivals(elapsed_seconds + self._exchange.deadline_seconds):
-                pass
+            self._token.finish(started - self._token.posted + self._exchange.deadline_seconds)
         except _FAILURES as failure:
             self._failure = failure
-        self.report.wait_seconds += self._token.wait_seconds
+        self.report.wait_seconds += time.monotonic() - started
 
     def _post_token(self, sends: list[Message], receives: list[Message]) -> Flight:
         tag = tag_of(self._number, Channel.COMMITS)
