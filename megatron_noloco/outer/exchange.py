@@ -42,6 +42,16 @@ class AnyExchange(Protocol):
     def finish(self) -> Iterator[MeanPiece]: ...
 
 
+def group_mean(
+    exchange: AnyExchange, vector: Tensor, group: Group, number: int, what: str, out: Tensor
+) -> Tensor:
+    """Fill `out`, other memory than the vector's, with the whole mean: `begin` and `finish` in one."""
+    exchange.begin(vector, group, number, what)
+    for start, stop, mean in exchange.finish():
+        out[start:stop] = mean
+    return out
+
+
 class Exchange:
     """Averages this rank's vector with those of its counterparts (`Place.rank_of`) in the replica's group.
 
@@ -143,14 +153,6 @@ class Exchange:
             raise RuntimeError("nothing is under way: begin comes before finish")
         yield from self._pieces(time.monotonic())
         self._under_way = False
-
-    def whole_mean(self, vector: Tensor, group: Group, number: int, what: str) -> Tensor:
-        """Return the mean in new memory: `begin` and `finish` in one."""
-        whole = torch.empty_like(vector)
-        self.begin(vector, group, number, what)
-        for start, stop, mean in self.finish():
-            whole[start:stop] = mean
-        return whole
 
     def _go_on(self) -> None:
         """Post the first messages of the next stretch, if there is one."""

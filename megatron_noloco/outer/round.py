@@ -47,6 +47,15 @@ from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 
+_KEPT: dict[str, type] = {  # of an ExchangeReport, in a checkpoint
+    "bytes_sent": int,
+    "squared_deviation": float,
+    "compared_elements": int,
+    "poisoned_elements": int,
+    "squared_error": float,
+    "resent_elements": int,
+}
+
 
 class Fragment(Spans):
     """The ranges of one fragment.
@@ -187,37 +196,19 @@ class Round:
 
     def numbers(self) -> Tensor:
         """Return what a checkpoint keeps of a complete round. Times are left out: they belong to this process."""
-        exchange = self.report
-        numbers = [
-            self.fragment.index,
-            self.index,
-            self.due,
-            exchange.bytes_sent,
-            exchange.squared_deviation,
-            exchange.compared_elements,
-            exchange.poisoned_elements,
-            exchange.squared_error,
-            exchange.resent_elements,
-            *exchange.group,
-        ]
+        of_exchange = [getattr(self.report, name) for name in _KEPT]
+        numbers = [self.fragment.index, self.index, self.due, *of_exchange, *self.report.group]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def resume(self, numbers: Tensor, fragments: Sequence[Fragment], correction: Tensor) -> None:
         """Become the complete round that `numbers` describe; `correction` is that of all weights."""
-        fragment, index, due, sent, squared_deviation, compared, *more = numbers.tolist()
-        poisoned, squared_error, resent, *group = more
+        fragment, index, due, *others = numbers.tolist()
         self.index, self.due, self.complete = int(index), int(due), True
         self.fragment = fragments[int(fragment)]
         self.fragment.gather(correction, self.correction)
-        self.report = ExchangeReport(
-            tuple(int(member) for member in group if member >= 0),
-            bytes_sent=int(sent),
-            squared_deviation=squared_deviation,
-            compared_elements=int(compared),
-            poisoned_elements=int(poisoned),
-            squared_error=squared_error,
-            resent_elements=int(resent),
-        )
+        group = tuple(int(member) for member in others[len(_KEPT) :] if member >= 0)
+        kept = {name: kind(number) for (name, kind), number in zip(_KEPT.items(), others, strict=False)}
+        self.report = ExchangeReport(group, **kept)
 
     @property
     def _snapshot(self) -> Tensor | None:

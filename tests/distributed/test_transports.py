@@ -17,7 +17,6 @@ from megatron_noloco.federation.network import FederationTransport, Network, Pat
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Message, RankLostError
-from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.mpi import library_name
 from megatron_noloco.transport.torch_dist import TorchTransport, _Threads
 from tests.distributed.transport_suite import (
@@ -31,6 +30,7 @@ from tests.distributed.transport_suite import (
     swap,
 )
 from tests.harness import RankFailedError, run_mpi, run_ranks, said
+from tools.loopback import loopback_world
 
 Outcomes = list[dict[str, str]]  # per rank: case -> "passed" or a traceback
 

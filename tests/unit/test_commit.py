@@ -23,8 +23,8 @@ from megatron_noloco.outer.finite_mean import finite_mean
 from megatron_noloco.outer.messages import CHANNELS, PHASES
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Flight, Message
-from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from tests.unit.fleet import SECONDS, noise
+from tools.loopback import LoopbackTransport, loopback_world
 
 LENGTH = 5000
 SHORT_SECONDS = 0.1

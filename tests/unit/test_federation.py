@@ -20,7 +20,7 @@ from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checks
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import FederationTransport, Patience
 from megatron_noloco.federation.rendezvous import Address
-from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.outer import Channel, Exchange, group_mean
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Flight, Message
@@ -337,7 +337,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         second.partners.begin(4, 0)
         until(lambda: first.begun() == {1: 4})
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
-        theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
+        group_mean(theirs, torch.ones(100), (0, 1), 4, "a test", out=torch.empty(100))
         second.partners.end(4)
         ((_, _, mean),) = committed.finish()
         assert not mean.any()
