@@ -135,10 +135,7 @@ class NolocoCallback(TrainerCallback):
     ) -> None:
         self._complete(args, state)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._complete(args, state)
+    on_pre_optimizer_step = on_step_begin
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_noloco.attach.trained import Trained
+from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.outer import Weights
 
 
-def trained_by_megatron(optimizer: Any) -> Trained:
+def megatron_adapter(optimizer: Any) -> EngineAdapter:
     """Return the weights of an optimizer that `get_megatron_optimizer` made, if it divides the weights.
 
     The ranks of the job are one replica, whatever its parallel sizes.
@@ -45,7 +45,7 @@ def trained_by_megatron(optimizer: Any) -> Trained:
                 "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
             )
     weights = DividedWeights(optimizers)
-    return Trained(weights, None, ("", ""), modules=weights.chunks)
+    return EngineAdapter(weights, None, ("", ""), modules=weights.chunks)
 
 
 class DividedWeights(Weights):

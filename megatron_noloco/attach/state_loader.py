@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_noloco.attach.adapter import Stateful
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
-from megatron_noloco.attach.trained import Stateful
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.takeover import take_over
 from megatron_noloco.outer import OuterOptimizer

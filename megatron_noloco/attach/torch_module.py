@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_noloco.attach.adapter import EngineAdapter, this_rank
 from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, local_part, reshard
-from megatron_noloco.attach.trained import Trained, this_rank
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.weights import check_sound, overlaps
 
@@ -26,7 +26,7 @@ _SHARDED_REMEDIES = (
 )
 
 
-def trained_by_torch(module: nn.Module) -> Trained:
+def torch_adapter(module: nn.Module) -> EngineAdapter:
     """Return the parameters of a module that are trained.
 
     Raises ValueError for the flat parameters of FullyShardedDataParallel (FSDP1), and as `ShardedWeights` and
@@ -47,7 +47,7 @@ def trained_by_torch(module: nn.Module) -> Trained:
         weights = ReplicatedWeights(list(trained.values()), group)
         ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
         remedies = _REMEDIES
-    return Trained(
+    return EngineAdapter(
         weights,
         ranks,
         remedies,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach import attach, state_loader
-from megatron_noloco.attach.attached import own_state
+from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.state_loader import StateLoader, copy_state, take_state
 from megatron_noloco.federation import takeover as taking
 from megatron_noloco.federation.handover import Snapshot
@@ -191,9 +191,9 @@ def test_states_of_other_parts_are_refused_in_one_line() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    given = own_state([optimizer, schedule]).state_dict()
-    own_state((optimizer, schedule)).load_state_dict(given)
+    given = inner_state([optimizer, schedule]).state_dict()
+    inner_state((optimizer, schedule)).load_state_dict(given)
     with pytest.raises(ValueError, match="attach: inner has 1 parts here, and 2 where the state comes from"):
-        own_state(optimizer).load_state_dict(given)
+        inner_state(optimizer).load_state_dict(given)
     with pytest.raises(ValueError, match="attach: inner is a Linear; give its optimizer"):
-        own_state(model)
+        inner_state(model)
