@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -27,7 +28,7 @@ from megatron_noloco.transport.interface import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_noloco.federation.handover import Snapshot
+    from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.membership import Membership
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
@@ -53,8 +54,9 @@ class Attached:
         outer: OuterOptimizer,
         first: dict[str, bytes],
         state: dict[str, Tensor] | None,
+        inner: InnerState | None,
         membership: "Membership | None" = None,
-        inner: InnerState | None = None,
+        job_state: "JobState | None" = None,
     ) -> None:
         self.outer = outer
         self.when_loaded = _refuse_load
@@ -62,7 +64,7 @@ class Attached:
         self._rounds = self._rounds_met = 0
         self._adapter = adapter
         self._first = first
-        self._membership, self._inner = membership, inner
+        self._inner, self._membership, self._job_state = inner, membership, job_state
         self._health = None if membership is None else membership.health(outer.weights)
         self._compared = self._checked = False
         self._until_closed = ExitStack()
@@ -107,28 +109,22 @@ class Attached:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
-        if self._membership is not None:
-            self.done = self._membership.between_steps(self.done, self._copy, self._take_over).step
+        if self._membership is not None and self._job_state is not None:
+            copy = partial(self._job_state.copy, self.done)
+            self.done = self._membership.between_steps(self.done, copy, self._take_over).step
         now.part(f"local step {self.done + 1}")
         return reports
 
-    def _copy(self) -> "Callable[[], Snapshot]":
-        from megatron_noloco.attach.state_loader import copy_state
-
-        return copy_state(self.outer, self.done, self._inner, self._adapter.modules)
-
     def _take_over(self, least: int) -> int | None:
-        from megatron_noloco.attach.state_loader import StateLoader, take_state
-
         assert self._membership is not None
+        assert self._job_state is not None
         self.outer.wait()
         seconds = self.outer.settings.deadline_seconds
-        loader = StateLoader(self.outer, self._inner, self._adapter.modules)
-        state = take_state(self._membership.handover, loader, least, seconds)
+        state = self._job_state.take_over(self._membership.handover, least, seconds)
         if state is None:
             return None
         self._continue_from(state)
-        if loader.state["inner"] is not None:
+        if self._job_state.taken["inner"] is not None:
             self.taken = self.done
         return self.done
 
@@ -214,9 +210,9 @@ class Attached:
     def watch(self, seconds: float) -> None:
         """Until `close`, report on stderr when this rank has stood still for `seconds`.
 
-        The line says what the rank was doing, and which rank it waits for. It is repeated each time that the wait
-        has doubled, and whenever the process receives SIGUSR2; with `seconds` 0 only then. Nothing is ended by it.
-        Call it from the main thread.
+        The line says what the rank was doing, and which rank it waits for. The report is repeated each time that
+        the wait has doubled, and whenever the process receives SIGUSR2; with `seconds` 0 only then. Nothing is
+        ended by it. Call it from the main thread.
         """
         now.who = f"replica {self.outer.place.replica}, rank {self.outer.place.rank}"
         self._until_closed.enter_context(now.doing("training"))
@@ -257,7 +253,7 @@ def attach(
             `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
             of the federation that begin later, and taken over with the weights.
         stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
-            `threading.Event` that a handler of SIGTERM sets. It is called often, also from other threads. Once it
+            `threading.Event` that a handler of SIGTERM sets. Called often, also from other threads. Once it
             returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
             and `step` skips the round. To save and to end is left to the loop.
 
@@ -294,9 +290,9 @@ def attach(
     if federation is None:
         transport = TorchTransport() if transport is None else transport
         outer = OuterOptimizer(adapter.weights, transport, place, settings, seed)
-        return Attached(adapter, outer, first, state, inner=own_inner)
+        return Attached(adapter, outer, first, state, own_inner)
 
-    from megatron_noloco.attach.state_loader import StateLoader, take_state
+    from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.membership import join_federation
 
     compared: dict[str, Any] = {name: [one.first[name].hex() for one in starts] for name in first}
@@ -305,16 +301,15 @@ def attach(
     try:
         commit = membership.commit(seed)
         outer = OuterOptimizer(adapter.weights, membership.transport, place, settings, seed, commit)
+        job_state = JobState(outer, own_inner, adapter.modules)
         if state is not None:  # others that wait for this job must not find it behind
             membership.keeping_up.start(int(state["local_steps_done"]))
         if not membership.wait_for_start(continues=state is not None):
             warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
-            seconds = settings.deadline_seconds
-            loader = StateLoader(outer, own_inner, adapter.modules)
-            state = take_state(membership.handover, loader, least, seconds)
-        return Attached(adapter, outer, first, state, membership, own_inner)
+            state = job_state.take_over(membership.handover, least, settings.deadline_seconds)
+        return Attached(adapter, outer, first, state, own_inner, membership, job_state)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise

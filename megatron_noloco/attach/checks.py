@@ -1,4 +1,4 @@
-"""What `attach` checks before the first step: its arguments, then what the ranks of the job have in common."""
+"""Checks of `attach` before the first step: its arguments, then whether the ranks of the job fit together."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

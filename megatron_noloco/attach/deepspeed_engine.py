@@ -36,7 +36,7 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
 def check_muon(engine: Any) -> None:
     """Warn where DeepSpeed's Muon optimizes none of the weights; DeepSpeed does not say that all have AdamW.
 
-    It was so with ZeRO 3 and models built under `deepspeed.zero.Init`, see its pull request 8438.
+    This happened with ZeRO 3 and models built under `deepspeed.zero.Init`, see its pull request 8438.
     """
     trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
     if engine.optimizer_name() == "muon" and not any(getattr(one, "use_muon", False) for one in trained):

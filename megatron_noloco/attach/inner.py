@@ -1,4 +1,4 @@
-"""What goes with the weights from one job to another: the state of the inner optimizer, and of a schedule."""
+"""The state of inner optimizer and schedule, as jobs give it to each other; optimizers that keep weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -67,7 +67,7 @@ def check_modes(optimizer: object) -> None:
 def check_no_weights(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer whose state holds weights, such as a copy in fp32, or an average of them.
 
-    A round would not move these. Call it when the optimizer has taken steps. Those of torch keep none.
+    A round would not move these. Call it when the optimizer has taken steps. Torch's own optimizers keep none.
     """
     while isinstance(below := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = below
