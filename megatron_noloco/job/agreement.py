@@ -3,9 +3,8 @@
 - Collectives: for what all ranks do at the same place of the program. `of_all_ranks` and `of_rank_0`, at the start
   and between local phases, carry any value that can be pickled, and fail at once when a process has ended.
   `voting` carries a few integers, for what ranks agree on in each round; `wait_for_all` carries none.
-- The job's key-value store, `announce` and `largest_announced`: for what ranks do at different times, or from
-  a thread while the main thread is inside a library: stopping, failing, choosing the delay of an overlapped
-  exchange.
+- The job's key-value store, `announce` and `announced`: for what ranks do at different times, or from a thread
+  while the main thread is inside a library: stopping, failing, choosing the delay of an overlapped exchange.
 """
 
 import time
@@ -65,8 +64,8 @@ def announce(subject: str, number: int) -> None:
     store().set(f"{subject}/{dist.get_rank()}", str(number))
 
 
-def largest_announced(subject: str) -> int:
-    """Wait until all ranks have announced their number; return the largest.
+def announced(subject: str) -> list[int]:
+    """Wait until all ranks have announced their number; return the numbers in rank order.
 
     Raises RuntimeError when a rank has announced none within `PATIENCE_SECONDS`, or the store is lost.
     """
@@ -78,7 +77,7 @@ def largest_announced(subject: str) -> int:
         if time.monotonic() > deadline:
             raise RuntimeError(f"a rank has not answered for {PATIENCE_SECONDS:.0f} s")
         time.sleep(_POLL_SECONDS)
-    return max(int(shared.get(name)) for name in names)
+    return [int(shared.get(name)) for name in names]
 
 
 def store() -> dist.Store:
