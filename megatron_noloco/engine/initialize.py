@@ -162,7 +162,7 @@ def replica_mpu(groups: Groups) -> SimpleNamespace:
     No gradient all-reduce, broadcast, overflow check or ZeRO partition reaches another replica. The
     model-parallel group holds the stages and tp ranks of one dp rank, over which DeepSpeed adds up the squared
     gradient norm; a parameter that all tp ranks hold in full (a norm) counts on tp rank 0 of its stage only.
-    It must not have `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
+    The mpu must not have `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
     """
     return SimpleNamespace(
         **_functions_of("data_parallel", groups.dp),

@@ -1,9 +1,9 @@
 """The exchange: a group of replicas computes the mean of one vector, in messages between two ranks.
 
 A vector is exchanged in stretches, one after the other; `stretch` says how. Between `begin` and `finish` the
-caller may compute, and call `progress` now and then. It polls the stretch that is under way: this collects what
-has arrived, and posts what depends on it (the second phase, the next stretch). So `finish`, which polls and waits,
-has little to wait for.
+caller may compute, and call `progress` now and then. `progress` polls the stretch that is under way: it collects
+what has arrived, and posts what depends on it (the second phase, the next stretch). So `finish`, which polls and
+waits, has little to wait for.
 """
 
 import time
@@ -27,7 +27,7 @@ STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
 
 
 class AnyExchange(Protocol):
-    """What a round needs of an `Exchange`; a federation wraps one (`federation.commit.CommittedExchange`)."""
+    """Defines what a round needs of an exchange; a federation has others than `Exchange` (`federation.commit`)."""
 
     @property
     def report(self) -> ExchangeReport: ...
@@ -111,8 +111,8 @@ class Exchange:
         """Post the messages of this rank, and return without waiting for any.
 
         Args:
-            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. One that is not in
-                host memory is copied there, stretch by stretch.
+            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. A vector
+                on an accelerator is copied to host memory, stretch by stretch.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
             what: names the exchange in errors.

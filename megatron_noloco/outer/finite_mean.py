@@ -22,7 +22,7 @@ class MeanPiece(NamedTuple):
 
 @dataclass
 class ExchangeReport:
-    """What one exchange cost, and what it measured, on this rank."""
+    """Reports what one exchange cost, and what it measured, on this rank."""
 
     group: Group  # this replica included
     bytes_sent: int = 0

@@ -365,7 +365,7 @@ def mean_model(outer: Rounds, exchange: Exchange, number: int) -> Iterator[Excha
     answer; the weights are then put back.
 
     Args:
-        exchange: on a channel of its own (`Channel.MEAN_MODEL`). What it holds bounds the memory that this takes.
+        exchange: on a channel of its own (`Channel.MEAN_MODEL`). Its buffers are all the memory that this takes.
         number: of this evaluation, the same on all ranks: the local steps done.
     """
     with outer.evaluating() as slow_weights:

@@ -12,10 +12,10 @@ zero over the group, so the sum of c over the group is kept exactly, whatever th
 moves members against each other only, and the next round sees it as a part of their difference.
 
 Whether the differences did fit is shown by a checksum of each block, sum(w * n) modulo 2^32 with random odd
-weights w: it must differ between two members by sum(w * m). One difference that does not fit is always found,
-several in a block with a probability of about 1 - 2^(bits-32). The last checksum has the length as well. m is
--m at the other end, element by element, so both ends come to the same verdict, and a pair keeps the sum even
-where both are wrong.
+weights w: it must differ between two members by sum(w * m). A single difference that does not fit is always
+found, several in a block with a probability of about 1 - 2^(bits-32). The last checksum has the length as well.
+m is -m at the other end, element by element, so both ends come to the same verdict, and a pair keeps the sum
+even where both are wrong.
 
 The step is found from sketches. The sketch of a cell of 128 elements is their sum with random signs. The
 difference of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the
@@ -30,9 +30,10 @@ with RANGE 32, 0.5 % with 8, 2 % with 6 and 6 % with 5.
 members of a larger group apart: their variance is a quarter of that of c over the group, while a round of 8
 leaves an eighth. So the members of a group of more than 2 keep r from round to round (error feedback, Seide et
 al., "1-bit stochastic gradient descent", Interspeech 2014): all use s * mean(n), the same bits, and each adds its
-r to its next c. What members use and what they keep add up to what they had, so the mean over the replicas only
-lacks mean(r), which does not accumulate (with alpha > 0 it lacks sum_j alpha^j mean(r_t-j)). The variance of a
-member's error falls from (n-1)/n to 1/n of that of r. In a pair these are equal, so a pair keeps nothing.
+r to its next c. The quantized means that members use, plus the errors that they keep, add up to what they had.
+So the mean over the replicas only lacks mean(r), which does not accumulate (with alpha > 0 it lacks sum_j
+alpha^j mean(r_t-j)). The variance of a member's error falls from (n-1)/n to 1/n of that of r. In a pair these
+are equal, so a pair keeps nothing.
 
 All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
 """

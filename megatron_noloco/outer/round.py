@@ -8,11 +8,11 @@ With d = `overlap_steps` > 0, the round after local step t = (r + 1) k is taken 
 Which step merges is known beforehand and the same on all ranks, whenever the messages arrive: a rank that is early
 waits. d <= k, so one exchange of a fragment is under way at a time.
 
-What the delay changes, for any grouping:
+The delay changes this, for any grouping:
 
 - (phi, delta) follow the same recursions, with Delta = theta_s - phi. Each local update enters exactly one Delta.
-  If updates were independent of the weights, phi and delta would be those of d = 0. What changes is where the
-  first d gradients of each phase are taken: at weights that lack the correction phi - theta_s.
+  If updates were independent of the weights, phi and delta would be those of d = 0. But the first d gradients of
+  each phase are taken at weights that lack the correction phi - theta_s.
 - So with all replicas in one group and equal phi it is DiLoCo's outer step, and the mean over the replicas of
   (phi, delta) follows DiLoCo's recursion; c and the spread measured on it are the same.
 - Two replicas with equal phi and delta keep them bitwise equal. Their theta differ by the d local steps.
@@ -105,7 +105,7 @@ def cut(length: int, copied: Ranges, fragments: int) -> list[Fragment]:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one round of a fragment cost and showed, on this rank.
+    """Reports what one round of a fragment cost and showed, on this rank.
 
     Attributes:
         spread: standard deviation of the fast weights over the group before the round, root mean square over the
@@ -123,7 +123,7 @@ class RoundReport:
 
 
 class Round:
-    """One round of one fragment, from its beginning until it is merged; reused for later rounds.
+    """Runs a round of one fragment, from its beginning until it is merged; reused for later rounds.
 
     Owns the memory of a round: c, the messages, and with a delay the correction.
 

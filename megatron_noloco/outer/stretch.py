@@ -5,8 +5,8 @@ bandwidth-optimal all-reduce of Patarasuk and Yuan does ("Bandwidth optimal all-
 workstations", J. Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by direct messages
 instead of a ring:
 
-1. Each member owns 1/n of the elements. It receives them from the other members and averages them.
-2. It sends the mean of its elements to the other members.
+1. Each member owns 1/n of the elements, receives them from the other members and averages them.
+2. Each member sends the mean of its elements to the others.
 
 A member sends 2 (n-1)/n vectors, the least possible; sending the vector to all members would cost n-1. In both
 schemes all members use bitwise the same mean, which the method's recursion of the mean rests on (docs/method.md).
@@ -28,7 +28,7 @@ from megatron_noloco.transport.interface import Flight, Message, Transport
 
 @dataclass(frozen=True)
 class Session:
-    """What the stretches of one exchange share; `tag` is that of phase 0, `buffers` what messages arrive in."""
+    """Holds what the stretches of an exchange share; `tag` is of phase 0, messages arrive in `buffers`."""
 
     transport: Transport
     place: Place

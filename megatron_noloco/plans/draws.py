@@ -48,7 +48,7 @@ class Shuffle:
     larger set into one of the smaller (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     At most four passes are expected, since 4**h <= 4 * size. The round function is the finaliser of SplitMix64
     (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of half XOR round key.
-    It need not withstand an attacker, only look random.
+    The network need not withstand an attacker, only look random.
     """
 
     size: int

@@ -17,9 +17,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank as the outer optimizer sees it: which replica, among how many, and where its counterparts are.
+    """Places one rank for the outer optimizer: in which replica, among how many, and where its counterparts are.
 
-    It is all that `outer` knows of a topology. A replica of one rank is `Place(replica, replicas)`.
+    `outer` knows no more of a topology. A replica of one rank is `Place(replica, replicas)`.
 
     Attributes:
         replica: this rank's replica, from 0.

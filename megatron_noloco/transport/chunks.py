@@ -1,4 +1,4 @@
-"""What transports share: messages are checked and cut into chunks, whose completion threads may report."""
+"""Checks messages and cuts them into chunks, whose completion threads may report; for all transports."""
 
 import queue
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ EXCHANGE_TAGS = 384  # number of tags that belong to one exchange
 
 @dataclass(frozen=True)
 class Message:
-    """One buffer to or from one rank: flat (one dimension), contiguous, without gradient, in host memory."""
+    """Names a buffer to or from one rank: flat (one dimension), contiguous, without gradient, in host memory."""
 
     rank: int
     buffer: Tensor
