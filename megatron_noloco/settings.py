@@ -107,8 +107,7 @@ class NolocoSettings:
     )
 
     def __post_init__(self) -> None:
-        rules = (fragments_problem, overlap_problem, nesterov_problem)
-        if problems := [problem for rule in rules if (problem := rule(self))]:
+        if problems := list(method_problems(self)):
             raise ValueError("\n".join(problems))
 
     @property
@@ -249,31 +248,21 @@ class FederationSettings:
     )
 
 
-def fragments_problem(noloco: NolocoSettings) -> str:
-    """Return why the fragments do not fit into the local phase: each has its round at a local step of its own."""
-    if noloco.fragments <= noloco.local_steps:
-        return ""
-    return (
-        f"fragments {noloco.fragments} is more than local_steps {noloco.local_steps}: each fragment has its round "
-        "at a local step of its own; lower it"
-    )
-
-
-def overlap_problem(noloco: NolocoSettings) -> str:
-    """Return why the overlap is too long: a round is merged before the next one of its fragment begins."""
-    if noloco.longest_overlap_steps <= noloco.local_steps:
-        return ""
-    return (
-        f"overlap_steps {noloco.overlap_steps} is more than local_steps {noloco.local_steps}: a round is merged "
-        "before the next one begins; lower it"
-    )
-
-
-def nesterov_problem(noloco: NolocoSettings) -> str:
-    """Return why the look-ahead has no effect."""
+def method_problems(noloco: NolocoSettings) -> Iterator[str]:
+    """Yield which settings of the method exclude each other, whatever the number of replicas."""
+    local_steps = f"local_steps {noloco.local_steps}"
+    if noloco.fragments > noloco.local_steps:
+        yield (
+            f"fragments {noloco.fragments} is more than {local_steps}: each fragment has its round at a local "
+            "step of its own; lower it"
+        )
+    if noloco.longest_overlap_steps > noloco.local_steps:
+        yield (
+            f"overlap_steps {noloco.overlap_steps} is more than {local_steps}: a round is merged before the next "
+            "one begins; lower it"
+        )
     if noloco.outer_nesterov and not noloco.outer_momentum:
-        return "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
-    return ""
+        yield "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
 
 
 def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:

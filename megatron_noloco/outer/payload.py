@@ -225,8 +225,8 @@ class Codec:
 
     def from_sum(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
         """Return the mean of at most one piece, from the sums of n over the group; valid until the next call."""
-        apart = _apart(self._whole_steps(piece, steps), total, members)
-        return self.from_difference(piece, apart, steps / members)[0]
+        differences = _sum_of_differences(self._whole_steps(piece, steps), total, members)
+        return self.from_difference(piece, differences, steps / members)[0]
 
     def common_mean(
         self, piece: Tensor, steps: Tensor, total: Tensor, members: int, coded: Tensor, rounding: Tensor
@@ -241,7 +241,8 @@ class Codec:
         for first, last in runs(~coded):
             rounding[first * BLOCK : last * BLOCK] = 0.0
         whole = own.double().mul_(members)
-        whole.add_(_apart(own, total, members)).mul_(steps.double().div_(members).unsqueeze(1))
+        whole.add_(_sum_of_differences(own, total, members))
+        whole.mul_(steps.double().div_(members).unsqueeze(1))
         return floats.copy_(whole).view(-1)[: len(piece)]
 
     def _whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
@@ -270,8 +271,8 @@ def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tup
         yield vector[at.start * BLOCK : at.stop * BLOCK], slice(first + at.start, first + at.stop)
 
 
-def _apart(own: Tensor, total: Tensor, members: int) -> Tensor:
-    """Return the sum of n over the group less that of as many members like this one; overwrites its n, `own`."""
+def _sum_of_differences(own: Tensor, total: Tensor, members: int) -> Tensor:
+    """Return the sum over the group of n less this member's n, `own`, which is overwritten."""
     return torch.mul(own, -members, out=own).add_(total).to(total.dtype)
 
 
@@ -295,15 +296,15 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
     first, *others = sketches
     holds = _RANGE_KEPT if keeps_rounding(bits, len(sketches)) else RANGE[bits]
     for at in slices(len(first), _AT_ONCE):
-        apart = torch.zeros(len(out[at]))
+        difference = torch.zeros(len(out[at]))
         size = _energy(first[at])
         for other in others:
-            apart += _energy(first[at] - other[at]) / len(others)
+            difference += _energy(first[at] - other[at]) / len(others)
             size += _energy(other[at])
-        finite = torch.isfinite(size) & torch.isfinite(apart)
-        apart, size = (torch.where(finite, energy, 0.0) for energy in (apart, size))
-        apart, size = (_smooth(energy) / BLOCK for energy in (apart, size))
-        step = apart.sqrt_().mul_(holds / (2 ** (bits - 1) - 1))
+        finite = torch.isfinite(size) & torch.isfinite(difference)
+        difference, size = (torch.where(finite, energy, 0.0) for energy in (difference, size))
+        difference, size = (_smooth(energy) / BLOCK for energy in (difference, size))
+        step = difference.sqrt_().mul_(holds / (2 ** (bits - 1) - 1))
         step = torch.maximum(step, size.div_(len(sketches)).sqrt_().mul_(_FINEST)).clamp_(min=_SMALLEST)
         out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
 
