@@ -14,7 +14,7 @@ from megatron_noloco.plans.topology import Topology
 
 
 class Stateful(Protocol):
-    """The inner optimizer, or what else has a state that goes with the weights."""
+    """Has a state that goes with the weights: the inner optimizer, a schedule."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -85,7 +85,7 @@ def topology_of(replicas: int) -> Topology:
 
 
 class ReplicaGroups:
-    """The `mpu` for `deepspeed.initialize`: data-parallel ranks are those of this rank's replica only.
+    """Makes the `mpu` for `deepspeed.initialize`: data-parallel ranks are those of this rank's replica only.
 
     The ranks of the job are divided into `replicas` blocks of consecutive ranks. All ranks make it at the same
     place, after torch.distributed has been initialised. For models without tensor or pipeline parallelism.

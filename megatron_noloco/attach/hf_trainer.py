@@ -188,7 +188,7 @@ class NolocoCallback(TrainerCallback):
             )
 
     def _ends_early(self) -> bool:
-        """Whether the training is to end before its last step, or has failed. Called from any thread."""
+        """Return whether the training is to end before its last step, or has failed. Called from any thread."""
         control, state = self._trainer.control, self._trainer.state
         managers = (getattr(one, "jit_manager", None) for one in self._trainer.callback_handler.callbacks)
         due = any(manager.is_checkpoint_requested for manager in managers if manager is not None)

@@ -49,7 +49,7 @@ def megatron_adapter(optimizer: Any) -> EngineAdapter:
 
 
 class DividedWeights(Weights):
-    """The weights that this rank owns: about 1/dp of those of its stage and tensor-parallel rank.
+    """Shows the weights that this rank owns: about 1/dp of those of its stage and tensor-parallel rank.
 
     Args:
         optimizers: `DistributedOptimizer`s and `LayerWiseDistributedOptimizer`s with disjoint parameters.

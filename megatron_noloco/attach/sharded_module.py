@@ -39,7 +39,7 @@ def reshard(module: nn.Module) -> None:
 
 
 class ShardedWeights(Weights):
-    """This rank's pieces of parameters that are DTensors.
+    """Shows this rank's pieces of parameters that are DTensors.
 
     Args:
         module: that has the parameters.

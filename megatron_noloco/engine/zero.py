@@ -91,7 +91,7 @@ def _own_length(parameter: Any, length: int) -> int:
 
 
 class Zero3Weights(Weights):
-    """The part of each parameter that this rank owns, without the padding of the last ranks."""
+    """Shows the part of each parameter that this rank owns, without the padding of the last ranks."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -259,7 +259,7 @@ def _mpi_installed() -> bool:
 
 
 def _is_of_a_port_in_use(error: RuntimeError) -> bool:
-    """Whether the store could not listen: in torch 2.13 the text has "EADDRINUSE", the type differs by version."""
+    """Return whether the store could not listen: in torch 2.13 the text has "EADDRINUSE"; types differ."""
     return "EADDRINUSE" in str(error)
 
 

@@ -108,7 +108,7 @@ def fail(text: str, exit_code: int, is_cause: bool = True) -> int:
 
 
 class Failure(NamedTuple):
-    """The rank that failed, and its exit code."""
+    """Names the rank that failed, and its exit code."""
 
     rank: int
     exit_code: int
@@ -194,7 +194,7 @@ def _store() -> Any:
 
 
 def _is_of_a_lost_connection(error: BaseException) -> bool:
-    """Whether this is the RuntimeError with which torch.distributed reports a lost connection.
+    """Return whether this is the RuntimeError with which torch.distributed reports a lost connection.
 
     Gloo's text, as in torch 2.13, ends with one of its own or with that of Linux; the last text is NCCL's.
     """

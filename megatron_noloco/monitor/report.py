@@ -43,7 +43,7 @@ tr{border-bottom:1px solid #8884}
 
 
 class Plot(NamedTuple):
-    """A plot: its title, a sentence about it, the names of its axes, and what is drawn."""
+    """Describes a plot: title, a sentence about it, the names of its axes, and what is drawn."""
 
     title: str
     explanation: str

@@ -78,14 +78,14 @@ def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
 
 
 def _is_whole(row: Row) -> bool:
-    """Whether a row has what readers rely on; other numbers may be missing, or null."""
+    """Return whether a row has what readers rely on; other numbers may be missing, or null."""
     seconds, partners = row.get("speed/seconds_per_step"), row.get("round/partners", [])
     is_row = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
     return is_row and (row["kind"] != "step" or isinstance(seconds, int | float))
 
 
 def _are_facts(found: Any) -> bool:
-    """Whether this is what a run writes to `run.json`, as far as readers rely on it; facts may be missing."""
+    """Return whether a run writes this to `run.json`, as far as readers rely on it; facts may be missing."""
     if not isinstance(found, dict):
         return False
     config = found.get("config", {})

@@ -52,7 +52,7 @@ _SEGMENT = 8192  # blocks coded and posted at a time in a pair, so that coding o
 
 
 class Phase(IntEnum):
-    """The phases of a coded stretch, and of the tags of its messages; what is left over has 0 and 1."""
+    """Numbers the phases of a coded stretch, and the tags of its messages; what is left over has 0 and 1."""
 
     SKETCHES = 2
     STEPS = 3
@@ -62,7 +62,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Coding:
-    """How a vector is coded; the same for the counterparts.
+    """Says how a vector is coded; the same for the counterparts.
 
     Attributes:
         bits: of a code: 8 or 4.
@@ -74,7 +74,7 @@ class Coding:
 
 
 class CodedExchange(Exchange):
-    """An `Exchange` that sends codes. The mean of a piece is this replica's estimate of it.
+    """Exchanges vectors in codes. The mean of a piece is this replica's estimate of it.
 
     The mean of a group's estimates is that of its vectors, to the rounding of fp32; two estimates differ by a step
     at most. With `rounding` all members have the same bits, which lack the mean of `rounding` (payload.py). Works
@@ -125,7 +125,7 @@ class CodedExchange(Exchange):
 
 @dataclass(frozen=True)
 class Code:
-    """How a stretch is coded.
+    """Says how a stretch is coded.
 
     Attributes:
         signs: of the sketches.
@@ -140,7 +140,7 @@ class Code:
 
 
 class CodedStretch(Stretch):
-    """A stretch in codes; its mean lacks the blocks that are not `coded`."""
+    """Exchanges a stretch in codes; its mean lacks the blocks that are not `coded`."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector)
@@ -167,7 +167,7 @@ class CodedStretch(Stretch):
 
 
 class CodedSwap(CodedStretch):
-    """A stretch of a pair. Codes are sent and used in segments."""
+    """Exchanges a stretch of a pair. Codes are sent and used in segments."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector, code)
@@ -214,7 +214,7 @@ class CodedSwap(CodedStretch):
 
 
 class CodedShare(CodedStretch):
-    """A stretch of a larger group. Each member owns a part of the blocks: it finds their steps and sums."""
+    """Exchanges a stretch of a larger group, whose members find steps and sums, each of its own blocks."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector, code)

@@ -13,7 +13,7 @@ from megatron_noloco.plans.grouping import Group
 
 
 class MeanPiece(NamedTuple):
-    """The mean over the group of elements start..stop of the vector; valid until the next piece is asked for."""
+    """Holds the group's mean of elements start..stop of the vector; valid until the next piece is asked for."""
 
     start: int
     stop: int

@@ -58,7 +58,7 @@ _KEPT: dict[str, type] = {  # of an ExchangeReport, in a checkpoint
 
 
 class Fragment(Spans):
-    """The ranges of one fragment.
+    """Holds the ranges of one fragment.
 
     Attributes:
         index: 0 to F - 1.

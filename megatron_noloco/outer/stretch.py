@@ -43,7 +43,7 @@ class Session:
 
 
 class Stretch(ABC):
-    """A stretch whose exchange is under way; its constructor posts the messages of the first phase.
+    """Exchanges one stretch; its constructor posts the messages of the first phase.
 
     Args:
         vector: fp32, flat, in host memory.
@@ -93,7 +93,7 @@ def in_fp32(session: Session, vector: Tensor) -> Stretch:
 
 
 class Alone(Stretch):
-    """A stretch of a replica that is its own group."""
+    """Exchanges a stretch of a replica that is its own group."""
 
     def poll(self) -> Iterator[MeanPiece]:
         self.done = True
@@ -101,7 +101,7 @@ class Alone(Stretch):
 
 
 class Swap(Stretch):
-    """A stretch of a pair. The mean of each chunk takes the place of the partner's."""
+    """Exchanges a stretch of a pair. The mean of each chunk takes the place of the partner's."""
 
     def __init__(self, session: Session, vector: Tensor) -> None:
         super().__init__(session, vector)
@@ -117,7 +117,7 @@ class Swap(Stretch):
 
 
 class Share(Stretch):
-    """A stretch of a larger group: the own part is averaged, then the means of all parts are handed out."""
+    """Exchanges a stretch of a larger group: averages the own part, then hands out the means of all parts."""
 
     def __init__(self, session: Session, vector: Tensor) -> None:
         super().__init__(session, vector)

@@ -95,7 +95,7 @@ class Weights(ABC):
 
 
 class TorchWeights(Weights):
-    """The weights of a torch model: its parameters, of any floating dtype.
+    """Shows the weights of a torch model: its parameters, of any floating dtype.
 
     Parameters in bf16 or fp16 round what is written to them, and the next round takes this rounding for a part of
     the outer gradient. Prefer fp32 parameters (with autocast).

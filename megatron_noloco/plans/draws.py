@@ -15,7 +15,7 @@ _FEISTEL_ROUNDS = 4
 
 
 class Stream(IntEnum):
-    """The purpose of a draw: draws for different purposes are independent even where their counters agree."""
+    """Names the purpose of a draw. Draws for different purposes are independent, also with equal counters."""
 
     GROUPING = 1
     ROUTING = 2
@@ -41,7 +41,7 @@ def draw_permutation(count: int, seed: int, stream: Stream, *counters: int) -> n
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A permutation of 0..size-1, determined by (seed, stream, counters) and computed place by place.
+    """Computes place by place a permutation of 0..size-1 that (seed, stream, counters) determine.
 
     A balanced Feistel network of four rounds permutes the 4**h numbers of 2h bits, 4**h >= size. A result outside
     0..size-1 goes through the network again until it is inside: cycle walking, which turns a permutation of the

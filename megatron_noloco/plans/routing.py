@@ -16,7 +16,7 @@ RoutingInterval = Literal["off", "round", "microbatch"]
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of one step.
+    """Holds the routes of one step.
 
     Boundary b lies between stages b and b+1 (with virtual stages: between chunks b and b+1 of the model,
     including the wrap from the last stage back to the first). All ranks at a boundary use its one permutation, so

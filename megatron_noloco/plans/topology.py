@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Position:
-    """The coordinates of one rank."""
+    """Holds the coordinates of one rank."""
 
     replica: int
     stage: int
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Topology:
-    """The parallel layout of a run.
+    """Lays out the ranks of a run.
 
     rank = ((replica * pp + stage) * dp + dp_rank) * tp + tp_rank, so the tensor-parallel ranks of a stage are
     neighbours (one node) and a replica is a contiguous block of ranks. In a federation each job is one replica,

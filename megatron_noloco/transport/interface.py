@@ -26,7 +26,7 @@ class Message:
 
 
 class Arrival(NamedTuple):
-    """A chunk that has arrived: elements start..stop of the buffer of receive number `message`."""
+    """Names a chunk that has arrived: elements start..stop of the buffer of receive number `message`."""
 
     message: int
     start: int
@@ -60,7 +60,7 @@ class RankLostError(ConnectionError):
 
 
 class Chunk(NamedTuple):
-    """A piece of a message: its `Arrival`, the rank at the other end, and its bytes."""
+    """Holds a piece of a message: its `Arrival`, the rank at the other end, and its bytes."""
 
     arrival: Arrival
     rank: int
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
 
 
 class Transfers:
-    """The chunks that a flight sends, or those that it receives; subclasses find out which have completed.
+    """Holds the chunks that a flight sends, or those that it receives; subclasses find out which have completed.
 
     Attributes:
         chunks: the chunks under way, by their `Arrival`, in the order of posting.
@@ -111,7 +111,7 @@ class Transfers:
 
 
 class Flight:
-    """The messages of one `post`, cut into chunks, while they are under way."""
+    """Follows the messages of one `post`, cut into chunks, while they are under way."""
 
     def __init__(self, received: Transfers, sent: Transfers) -> None:
         self._received = received
@@ -161,7 +161,7 @@ class Flight:
 
 
 class Transport(Protocol):
-    """A rank's endpoint: two ranks that post matching messages under one tag exchange them.
+    """Connects a rank to the others: two ranks that post matching messages under one tag exchange them.
 
     Messages between two ranks under one tag match in the order in which they were posted; both sides must
     give them equal length and dtype. `tag` is any non-negative integer; its value modulo the transport's own

@@ -56,7 +56,7 @@ class _MpiFlight(Flight):
 
 
 class MpiTransport:
-    """Point-to-point messages on a private duplicate of COMM_WORLD, without copies.
+    """Sends messages between two ranks on a private duplicate of COMM_WORLD, without copies.
 
     Every rank must construct its transport at the same place of the program. A request that missed its
     deadline is never cancelled (MPI promises little about what then arrives): the transport keeps it and its

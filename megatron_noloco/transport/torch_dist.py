@@ -28,7 +28,7 @@ _Work = SimpleQueue[Callable[[], None] | None]  # None ends a thread
 
 
 class TorchTransport:
-    """Point-to-point messages over a gloo group of its own.
+    """Sends messages between two ranks over a gloo group of its own.
 
     The constructor makes the group over all ranks, so every rank must construct its transport at the same
     place of the program.
