@@ -74,14 +74,11 @@ class DividedWeights(Weights):
             else (self.chunks[0].tp_group, self.chunks[0].pp_group)
         )
         tp, pp = (group.size() for group in groups)
-        ranges, start = [], 0
-        for weight in self._owned:
-            stop = start + weight.numel()
-            split = getattr(weight, "tensor_model_parallel", False)
-            if (tp > 1 and not split) or (pp > 1 and getattr(weight, "shared", False)):
-                ranges.append((start, stop))
-            start = stop
-        return ranges
+        return self.ranges_of(
+            (tp > 1 and not getattr(weight, "tensor_model_parallel", False))
+            or (pp > 1 and getattr(weight, "shared", False))
+            for weight in self._owned
+        )
 
     def refresh(self) -> None:
         """Round to the working precision, and gather over the data-parallel ranks as after a step."""

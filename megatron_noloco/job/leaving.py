@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from megatron_noloco.job.launcher import may_be_first, rank_here
 
@@ -129,7 +129,7 @@ def announce_failure(exit_code: int) -> Failure:
 
     def ask() -> None:
         with suppress(RuntimeError):  # rank 0, which serves the store, has ended
-            answer.put(_parse(_store().compare_set(_KEY, "", f"{own.rank} {exit_code}")))
+            answer.put(_parse(_agreement().claim(_KEY, f"{own.rank} {exit_code}")))
 
     asking = threading.Thread(target=ask, daemon=True)  # the host of rank 0 may no longer answer
     asking.start()
@@ -141,8 +141,8 @@ def announced_failure() -> Failure | None:
     """Return the job's first failure, or None. Raises RuntimeError when the store is lost."""
     if not _distributed():
         return None
-    store = _store()
-    return _parse(store.get(_KEY)) if store.check([_KEY]) else None
+    text = _agreement().claimed(_KEY)
+    return _parse(text) if text else None
 
 
 def wait_for_failure(seconds: float) -> Failure | None:
@@ -187,10 +187,11 @@ def _own_rank() -> int:
     return 0 if dist is None else dist.get_rank()
 
 
-def _store() -> Any:
-    from megatron_noloco.job.agreement import store
+def _agreement() -> ModuleType:
+    """Return the module, which imports torch."""
+    from megatron_noloco.job import agreement
 
-    return store()
+    return agreement
 
 
 def _is_of_a_lost_connection(error: BaseException) -> bool:
@@ -202,6 +203,6 @@ def _is_of_a_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def _parse(value: bytes) -> Failure:
-    rank, exit_code = value.decode().split()
+def _parse(text: str) -> Failure:
+    rank, exit_code = text.split()
     return Failure(int(rank), int(exit_code))

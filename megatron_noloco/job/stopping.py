@@ -63,7 +63,6 @@ class Stopping:
         self._agreed = threading.Event()  # set after a failure, too
         self._poll_now = threading.Event()
         self._closing = False
-        self._store = agreement.store()
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         tell_launch_script(os.environ)
         self._watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
@@ -150,9 +149,9 @@ class Stopping:
                 self._asked = "the command stop"
         if self._asked is not None:
             # The first request counts, so that all ranks have the same reason.
-            self.reason = self._store.compare_set(_REQUEST, "", self._asked).decode()
-        elif self._store.check([_REQUEST]):
-            self.reason = self._store.get(_REQUEST).decode()
+            self.reason = agreement.claim(_REQUEST, self._asked)
+        else:
+            self.reason = agreement.claimed(_REQUEST) or None
         return self.reason is not None
 
     def _announce(self, begun: int) -> None:

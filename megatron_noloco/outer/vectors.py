@@ -105,10 +105,10 @@ class Spans:
 class SideStream:
     """Runs work on a CUDA stream: on vectors that no local step reads or writes.
 
-    These are slow weights, momentum, corrections, means. A stream does its work in the order in which the host queued it, and the host runs ahead of it. On the
-    stream of the local steps, each piece of a mean would wait for all local steps queued before. The kernels
-    here are short and go first. The caller ensures (`wait_for`) that the local steps' stream has written what
-    is read here. On a CPU all work is done when a call returns.
+    These are slow weights, momentum, corrections, means. The stream does the work in the order in which the host
+    queued it, and the host runs ahead of it. On the stream of the local steps, each piece of a mean would wait for
+    all local steps queued before. The kernels here are short and go first. The caller ensures (`wait_for`) that
+    the local steps' stream has written what is read here. On a CPU all work is done when a call returns.
     """
 
     def __init__(self, device: torch.device) -> None:
