@@ -179,7 +179,7 @@ class CommittedExchange:
             return
         self._state, self._partner, self._rank = _State.EXCHANGING, partner, place.rank_of(partner)
         self._partners.begin(number, self._rank)
-        self._mean = self._buffers.take("mean", torch.float32, len(vector))
+        self._mean = self._buffers.get("mean", torch.float32, len(vector))
         self._exchange.deadline_seconds = self._partners.deadline_seconds
         self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
         pair = min(self._replica, partner), max(self._replica, partner)

@@ -94,7 +94,7 @@ class CodedExchange(Exchange):
             self._signs = signs_of(number)
             keeps = keeps_rounding(self.coding.bits, len(group))
             self.rounding = (
-                self._buffers.take("rounding", torch.float32, len(vector)).zero_() if keeps else None
+                self._buffers.get("rounding", torch.float32, len(vector)).zero_() if keeps else None
             )
         super().begin(vector, group, number, what, exact)
 
@@ -115,7 +115,7 @@ class CodedExchange(Exchange):
         last = self._stretch
         if isinstance(last, CodedStretch) and (left_over := _spans(~last.coded, len(last.vector))).length:
             self.report.resent_elements += left_over.length
-            vector = self._buffers.take("left over", torch.float32, left_over.length)
+            vector = self._buffers.get("left over", torch.float32, left_over.length)
             self._stretch = in_fp32(self._session, left_over.gather(last.vector, vector))
             first = self._posted - len(last.vector)
             self._spans = Spans([(first + start, first + stop) for start, stop in left_over.ranges])
@@ -145,8 +145,8 @@ class CodedStretch(Stretch):
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector)
         self.codec, self.coded, self.rounding = code.codec, code.coded, code.rounding
-        self.sketches = session.buffers.take("sketches", torch.float32, len(code.coded), CELLS)
-        self.steps = session.buffers.take("steps", torch.float32, len(code.coded))
+        self.sketches = session.buffers.get("sketches", torch.float32, len(code.coded), CELLS)
+        self.steps = session.buffers.get("steps", torch.float32, len(code.coded))
         self.codec.sketch(vector, code.signs, self.sketches)
 
     def _count(self, squares: float, steps: Tensor, coded: Tensor, elements: int) -> None:
@@ -161,9 +161,9 @@ class CodedStretch(Stretch):
         report.compared_elements += round(float(sizes.sum()))
 
     def _codes(self, name: str, blocks: int) -> Coded:
-        take = self.session.buffers.take
-        codes = take(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
-        return codes, take(f"{name} checksums", torch.int32, blocks)
+        get = self.session.buffers.get
+        codes = get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
+        return codes, get(f"{name} checksums", torch.int32, blocks)
 
 
 class CodedSwap(CodedStretch):
@@ -174,7 +174,7 @@ class CodedSwap(CodedStretch):
         blocks = len(self.coded)
         (self._partner,) = set(session.ranks) - {session.place.rank}
         self._mine, self._theirs = self._codes("my", blocks), self._codes("their", blocks)
-        self._their_sketches = session.buffers.take("their sketches", torch.float32, blocks, CELLS)
+        self._their_sketches = session.buffers.get("their sketches", torch.float32, blocks, CELLS)
         self._unsent = list(pieces(vector, _SEGMENT))
         self._sent: list[tuple[Tensor, slice, Flight]] = []
         sketches = [(self._partner, self.sketches)], [(self._partner, self._their_sketches)]
@@ -218,13 +218,13 @@ class CodedShare(CodedStretch):
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector, code)
-        blocks, take = len(self.coded), session.buffers.take
+        blocks, get = len(self.coded), session.buffers.get
         self._own, self._parts = divided(blocks, session)
         others, width = len(self._parts), self._own.stop - self._own.start
         self._mine = self._codes("my", blocks)
         self._received = [self._codes(f"their {place}", width) for place in range(others)]
-        self._their_sketches = take("their sketches", torch.float32, others, width, CELLS)
-        self._sums = take("sums", wide_type(self.codec.bits, others + 1), blocks, BLOCK)
+        self._their_sketches = get("their sketches", torch.float32, others, width, CELLS)
+        self._sums = get("sums", wide_type(self.codec.bits, others + 1), blocks, BLOCK)
         sketches = ((rank, self.sketches[part]) for rank, part in self._parts.items())
         self.send(Phase.SKETCHES, sketches, zip(self._parts, self._their_sketches, strict=True))
 

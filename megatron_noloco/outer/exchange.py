@@ -164,7 +164,7 @@ class Exchange:
         self._spans = Spans([(self._posted, self._posted + len(part))])
         self._posted += len(part)
         if part.device.type != "cpu":
-            part = self._buffers.take("outbox", torch.float32, len(part)).copy_(part)
+            part = self._buffers.get("outbox", torch.float32, len(part)).copy_(part)
         self._stretch = self._open(part)
 
     def _open(self, part: Tensor) -> Stretch:

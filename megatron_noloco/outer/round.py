@@ -26,13 +26,11 @@ updates for overlapped communication and computation in DiLoCo", arXiv 2502.1299
 from a mixture of the replica's own new Delta and the others' Deltas of the phase before. Here theta itself
 stands in until the mean arrives: it contains the replica's own Delta with weight 1.
 
-Fragments. A rank's weights can be cut into F parts whose rounds are at different local steps, each in groups of
-its own (`plans.fragments`, `Grouping.groups`); the idea is Streaming DiLoCo's. A round is element by element,
-so all of this holds for each fragment on its own. A rank cuts its vector into equal parts, whatever its
-parameters are: an embedding may be more than 1/F of all weights, and a partition of ZeRO begins and ends
-anywhere. Elements that other ranks of the replica hold as well (`Weights.copied`) stay equal if they are
-exchanged with the same replicas after the same local steps; they lie at different places of the ranks' vectors,
-so all of them are in fragment 0.
+Fragments. A rank's weights can be cut into F equal parts whose rounds are at different local steps, each in groups
+of its own (`plans.fragments`, `Grouping.groups`). A round is element by element, so all of this holds for each
+fragment. Elements that other ranks of the replica hold as well (`Weights.copied`) stay equal if they are exchanged
+with the same replicas after the same local steps. They lie at different places of the ranks' vectors, so all of
+them are in fragment 0. docs/exchange-details.md says more about the cuts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -186,12 +184,12 @@ class Round:
     @property
     def combined(self) -> Tensor:
         """c, shape [longest], in host memory; free once the round is complete."""
-        return self._buffers.take("combined", torch.float32, self._longest)
+        return self._buffers.get("combined", torch.float32, self._longest)
 
     @property
     def correction(self) -> Tensor:
         """theta_s, then phi - theta_s; shape [fragment.length]."""
-        whole = self._buffers.take("correction", torch.float32, self._longest, device=self._vectors.home)
+        whole = self._buffers.get("correction", torch.float32, self._longest, device=self._vectors.home)
         return whole[: self.fragment.length]
 
     def numbers(self) -> Tensor:

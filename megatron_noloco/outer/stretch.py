@@ -106,7 +106,7 @@ class Swap(Stretch):
     def __init__(self, session: Session, vector: Tensor) -> None:
         super().__init__(session, vector)
         (partner,) = set(session.ranks) - {session.place.rank}
-        self._theirs = session.buffers.take("inbox", torch.float32, len(vector))
+        self._theirs = session.buffers.get("inbox", torch.float32, len(vector))
         self._flight = self.send(0, [(partner, vector)], [(partner, self._theirs)])
 
     def poll(self) -> Iterator[MeanPiece]:
@@ -123,10 +123,10 @@ class Share(Stretch):
         super().__init__(session, vector)
         self._own, self._parts = divided(len(vector), session)
         width, own = self._own.stop - self._own.start, vector[self._own]
-        received = session.buffers.take("slices", torch.float32, len(self._parts), width)
+        received = session.buffers.get("slices", torch.float32, len(self._parts), width)
         of_rank = dict(zip(self._parts, received, strict=True))
         self._members = [of_rank.get(rank, own) for rank in session.ranks]  # the same order everywhere
-        self._means = session.buffers.take("inbox", torch.float32, len(vector))
+        self._means = session.buffers.get("inbox", torch.float32, len(vector))
         self.send(0, ((rank, vector[part]) for rank, part in self._parts.items()), of_rank.items())
 
     def poll(self) -> Iterator[MeanPiece]:

@@ -46,7 +46,7 @@ class Buffers:
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
-    def take(self, name: str, dtype: torch.dtype, *shape: int, device: torch.device = HOST) -> Tensor:
+    def get(self, name: str, dtype: torch.dtype, *shape: int, device: torch.device = HOST) -> Tensor:
         """Return the vector of this name; it is allocated anew if it was shorter, of another type or elsewhere."""
         length = math.prod(shape)
         held = self._held.get(name)

@@ -76,11 +76,9 @@ class Routing:
         """Return the routes of one step, which belongs to the local phase before round `round_index`."""
         if not self.active:
             return self.straight()
-        match self.interval:
-            case "round":
-                counters = (round_index,) * self.microbatches
-            case "microbatch":
-                counters = tuple(step * self.microbatches + m for m in range(self.microbatches))
+        first = step * self.microbatches
+        by_microbatch = range(first, first + self.microbatches)
+        counters = (round_index,) * self.microbatches if self.interval == "round" else tuple(by_microbatch)
         return Routes(self.replicas, self.seed, counters)
 
     def straight(self) -> Routes:
