@@ -313,26 +313,24 @@ def rho(noloco: NolocoSettings, replicas: int | None) -> float:
 
     The factor is 0 where all are one group, and use the same mean.
     """
-    n, cycle = _groups(noloco, replicas)
-    members = n if replicas is None else max(noloco.group_sizes_among(replicas))
-    kept = keeps_rounding(noloco.payload_bits, members)
-    if math.isinf(n) and (noloco.payload == "fp32" or kept):
+    sizes = _sizes(noloco, replicas)
+    largest = max(sizes)
+    everyone, kept = largest in (replicas, math.inf), keeps_rounding(noloco.payload_bits, largest)
+    if everyone and (noloco.payload == "fp32" or kept):
         return 0.0
     alpha, gamma = noloco.outer_momentum, noloco.gamma
     more = pull_error(noloco.payload, kept), noloco.outer_nesterov, kept
-    if not cycle:
-        return spread_factor(alpha, gamma, n, *more)
-    orders = [cycle[f:] + cycle[:f] for f in range(min(noloco.fragments, len(cycle)))]
+    if len(sizes) == 1:
+        return spread_factor(alpha, gamma, math.inf if everyone else largest, *more)
+    orders = [sizes[f:] + sizes[:f] for f in range(min(noloco.fragments, len(sizes)))]
     return max(cycle_spread_factor(alpha, gamma, order, *more) for order in orders)
 
 
-def _groups(noloco: NolocoSettings, replicas: int | None) -> tuple[float, tuple[int, ...]]:
-    """Return n, infinite where all replicas are one group, and the sizes of the groups of a cycle, if any."""
-    cycle: tuple[int, ...] = ()
-    if replicas is not None and noloco.pairing_among(replicas) == "cycle":
-        cycle = prime_factors(replicas)
-    everyone = noloco.method == "diloco" or (noloco.group_size == replicas and len(cycle) < 2)
-    return math.inf if everyone else noloco.group_size, cycle
+def _sizes(noloco: NolocoSettings, replicas: int | None) -> tuple[float, ...]:
+    """Return the sizes of the groups in one round after the other; infinite for all replicas, if not known."""
+    if replicas is not None:
+        return (*noloco.group_sizes_among(replicas),)
+    return (math.inf if noloco.method == "diloco" else noloco.group_size,)
 
 
 def _drift_problem(noloco: NolocoSettings, replicas: int | None) -> str:
@@ -340,13 +338,13 @@ def _drift_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     factor = rho(noloco, replicas)
     if is_stable(factor):
         return ""
-    n, cycle = _groups(noloco, replicas)
-    pairing = ', pairing "cycle"' if cycle else ""
+    n = "of all" if max(_sizes(noloco, replicas)) in (replicas, math.inf) else noloco.group_size
+    pairing = ', pairing "cycle"' if replicas and noloco.pairing_among(replicas) == "cycle" else ""
     payload = "" if noloco.payload == "fp32" else f', payload "{noloco.payload}"'
     nesterov = ", outer_nesterov true" if noloco.outer_nesterov else ""
     return (
         f"outer_momentum (alpha) {noloco.outer_momentum}, consensus_weight (gamma) {noloco.gamma}, "
-        f"group_size (n) {'of all' if math.isinf(n) else n}{pairing}{payload}{nesterov}: replicas would drift "
+        f"group_size (n) {n}{pairing}{payload}{nesterov}: replicas would drift "
         f"apart, rho = {factor:.3f} >= 1; {_stable_setting(noloco, replicas)}"
     )
 

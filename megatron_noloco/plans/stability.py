@@ -88,7 +88,7 @@ def _with_error(error: np.ndarray, share: float | np.ndarray, alpha: float, nest
 def cycle_spread_factor(
     outer_momentum: float,
     consensus_weight: float,
-    sizes: Sequence[int],
+    sizes: Sequence[float],
     pull_error: float = 0.0,
     nesterov: bool = False,
     kept: bool = False,
