@@ -42,9 +42,9 @@ class NolocoCallback(TrainerCallback):
       and partner are logged like the loss, as `noloco_spread` and `noloco_partner`.
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
       `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it if the checkpoint is in
-      `output_dir`. The state is written to `output_dir` and moved, so that there is one whenever the Trainer
-      deletes an older checkpoint. Just-in-time checkpoints (`enable_jit_checkpoint`) get it when they are there.
-      To start a replica again from another one, copy the other's checkpoint folder there.
+      `output_dir`. It is written to `output_dir` and moved, so that there is one whenever the Trainer deletes an
+      older checkpoint. Just-in-time checkpoints (`enable_jit_checkpoint`) get it when they are there. To start a
+      replica again from another one, copy the other's checkpoint folder there.
     - A job that begins when others have trained takes over the present state of one: its weights, its rounds, and
       its optimizer.
     - A job that has fallen behind continues at the step of the others: `global_step` and the learning rate jump.
