@@ -126,10 +126,11 @@ def announce_failure(exit_code: int) -> Failure:
     own, answer = Failure(_own_rank(), exit_code), queue.SimpleQueue[Failure]()
     if not _distributed():
         return own
+    from megatron_noloco.job.agreement import claim
 
     def ask() -> None:
         with suppress(RuntimeError):  # rank 0, which serves the store, has ended
-            answer.put(_parse(_agreement().claim(_KEY, f"{own.rank} {exit_code}")))
+            answer.put(_parse(claim(_KEY, f"{own.rank} {exit_code}")))
 
     asking = threading.Thread(target=ask, daemon=True)  # the host of rank 0 may no longer answer
     asking.start()
@@ -141,7 +142,9 @@ def announced_failure() -> Failure | None:
     """Return the job's first failure, or None. Raises RuntimeError when the store is lost."""
     if not _distributed():
         return None
-    text = _agreement().claimed(_KEY)
+    from megatron_noloco.job.agreement import claimed
+
+    text = claimed(_KEY)
     return _parse(text) if text else None
 
 
@@ -185,13 +188,6 @@ def _distributed() -> ModuleType | None:
 def _own_rank() -> int:
     dist = _distributed()
     return 0 if dist is None else dist.get_rank()
-
-
-def _agreement() -> ModuleType:
-    """Return the module, which imports torch."""
-    from megatron_noloco.job import agreement
-
-    return agreement
 
 
 def _is_of_a_lost_connection(error: BaseException) -> bool:
