@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 PYTEST := CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NOT_BY_HAND := -m 'not slow and not contract'
 
-.PHONY: help setup quickstart federation test checks lint contracts matrix docs evidence peers commands gpu-check clean
+.PHONY: help setup quickstart federation test checks lint contracts matrix docs evidence peers commands bench gpu-check clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
@@ -22,6 +22,7 @@ help:
 	@echo 'make evidence     shorter versions of the studies of docs/evidence.md, in runs/evidence (half an hour)'
 	@echo 'make peers        the same work with torchft, and what plan predicts on slow links; root (half an hour)'
 	@echo 'make commands     each command that README, docs and --help name, in a fresh clone, in runs/commands (half an hour)'
+	@echo 'make bench        ratios of the speed to that of the commit AGAINST=..., as JSON; on an idle machine (10 minutes)'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
 
@@ -65,6 +66,9 @@ peers: $(INSTALLED)
 
 commands: $(INSTALLED)
 	@.venv/bin/python -m tools.commands
+
+bench: $(INSTALLED)
+	@.venv/bin/python -m tools.bench --against '$(AGAINST)'
 
 gpu-check: $(INSTALLED)
 	@.venv/bin/python -m tools.gpu_check

@@ -68,8 +68,8 @@ def refusing(**reasons: str) -> BeforeValidator:
 def settings_class(cls: type[_Class]) -> type[_Class]:
     """Make a frozen dataclass of a class of fields. All its arguments are keywords.
 
-    It raises ValueError, with a line for each problem, for a value of another type or out of its bounds, and for
-    what its `__post_init__` raises. Numbers of numpy become those of Python, as JSON needs them.
+    The class raises ValueError, with a line for each problem, for a value of another type or out of its bounds,
+    and for what its `__post_init__` raises. Numbers of numpy become those of Python, as JSON needs them.
     """
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
     made: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)
@@ -89,7 +89,7 @@ def settings_class(cls: type[_Class]) -> type[_Class]:
 
 @dataclass(frozen=True)
 class Problem:
-    """One line for the user, and the place in the file that it is sorted by."""
+    """Holds one line for the user, and the place in the file that it is sorted by."""
 
     path: Path
     text: str
@@ -160,20 +160,13 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _bound(entry: Any) -> str:
-    match entry:
-        case annotated_types.Ge(ge=bound):
-            return f">= {bound}"
-        case annotated_types.Gt(gt=bound):
-            return f"> {bound}"
-        case annotated_types.Le(le=bound):
-            return f"<= {bound}"
-        case annotated_types.Lt(lt=bound):
-            return f"< {bound}"
-        case annotated_types.MultipleOf(multiple_of=divisor):
-            return f"divisible by {divisor}"
-        case annotated_types.MinLen():
-            return "that is not empty"
-    return ""
+    """Return a bound in words; "" for what is no bound."""
+    if isinstance(entry, annotated_types.MinLen):
+        return "that is not empty"
+    words = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "divisible by"}
+    return next(
+        (f"{text} {getattr(entry, name)}" for name, text in words.items() if hasattr(entry, name)), ""
+    )
 
 
 def unknown_field(path: Path, known: Iterable[str]) -> Problem:

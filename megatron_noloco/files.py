@@ -1,5 +1,6 @@
-"""Files that are complete or absent: written under another name, synced, then renamed. For every package."""
+"""Files that are complete or absent: written under another name, synced, then renamed; and JSON objects."""
 
+import json
 import os
 import re
 import uuid
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_IMODE
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,19 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """A small text file, complete or not at all."""
     write_whole(path, lambda partial: partial.write_text(text))
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """Return the JSON object in a file; raises ValueError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object; {advice}")
+    return content
 
 
 def put_in_place(finished: Path, path: Path) -> None:

@@ -6,7 +6,7 @@ The JSON blocks `noloco` and `federation`, `config --explain`, the tables of the
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -22,7 +22,13 @@ from megatron_noloco.fields import (
     settings_class,
 )
 from megatron_noloco.plans.grouping import Grouping, prime_factors
-from megatron_noloco.plans.stability import Gossip, keeps_rounding
+from megatron_noloco.plans.stability import (
+    cycle_spread_factor,
+    is_stable,
+    keeps_rounding,
+    pull_error,
+    spread_factor,
+)
 
 MOST_SLOTS = 4096
 PAPER: Mapping[str, Any] = {
@@ -101,8 +107,7 @@ class NolocoSettings:
     )
 
     def __post_init__(self) -> None:
-        rules = (fragments_problem, overlap_problem, nesterov_problem)
-        if problems := [problem for rule in rules if (problem := rule(self))]:
+        if problems := list(method_problems(self)):
             raise ValueError("\n".join(problems))
 
     @property
@@ -153,7 +158,7 @@ class NolocoSettings:
 
 @settings_class
 class TrainerSettings(NolocoSettings):
-    """The method: rounds between replicas, and routing. It is the JSON block `noloco` of the trainer."""
+    """The method, as the JSON block `noloco` of the trainer: rounds between replicas, and routing."""
 
     recipe: Literal["recommended", "paper"] = field(
         "recommended",
@@ -186,7 +191,7 @@ class TrainerSettings(NolocoSettings):
 
 @settings_class
 class FederationSettings:
-    """Replicas as separate jobs, and how they find each other. It is the JSON block `federation`.
+    """Replicas as separate jobs, and how they find each other: the JSON block `federation`.
 
     Jobs of one federation should agree on `slots`; the other settings are each job's own. Raises ValueError as
     `NolocoSettings` does.
@@ -243,31 +248,21 @@ class FederationSettings:
     )
 
 
-def fragments_problem(noloco: NolocoSettings) -> str:
-    """Return why the fragments do not fit into the local phase: each has its round at a local step of its own."""
-    if noloco.fragments <= noloco.local_steps:
-        return ""
-    return (
-        f"fragments {noloco.fragments} is more than local_steps {noloco.local_steps}: each fragment has its round "
-        "at a local step of its own; lower it"
-    )
-
-
-def overlap_problem(noloco: NolocoSettings) -> str:
-    """Return why the overlap is too long: a round is merged before the next one of its fragment begins."""
-    if noloco.longest_overlap_steps <= noloco.local_steps:
-        return ""
-    return (
-        f"overlap_steps {noloco.overlap_steps} is more than local_steps {noloco.local_steps}: a round is merged "
-        "before the next one begins; lower it"
-    )
-
-
-def nesterov_problem(noloco: NolocoSettings) -> str:
-    """Return why the look-ahead has no effect."""
+def method_problems(noloco: NolocoSettings) -> Iterator[str]:
+    """Yield which settings of the method exclude each other, whatever the number of replicas."""
+    local_steps = f"local_steps {noloco.local_steps}"
+    if noloco.fragments > noloco.local_steps:
+        yield (
+            f"fragments {noloco.fragments} is more than {local_steps}: each fragment has its round at a local "
+            "step of its own; lower it"
+        )
+    if noloco.longest_overlap_steps > noloco.local_steps:
+        yield (
+            f"overlap_steps {noloco.overlap_steps} is more than {local_steps}: a round is merged before the next "
+            "one begins; lower it"
+        )
     if noloco.outer_nesterov and not noloco.outer_momentum:
-        return "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
-    return ""
+        yield "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
 
 
 def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
@@ -275,7 +270,7 @@ def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     if noloco.group_size_among(replicas or 2) == 1:
         return ""
     problem = "" if replicas is None else _sizes_problem(noloco, replicas)
-    return problem or gossip(noloco, replicas).problem
+    return problem or _drift_problem(noloco, replicas)
 
 
 def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
@@ -313,27 +308,62 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
         yield 'federation: separate jobs exchange in pairs; noloco.method must be "noloco", noloco.group_size 2'
 
 
-def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
-    """Return the numbers that decide whether replicas stay together; None: their number is not known."""
-    cycle: tuple[int, ...] = ()
-    if replicas is not None and noloco.pairing_among(replicas) == "cycle":
-        cycle = prime_factors(replicas)
-    everyone = noloco.method == "diloco" or (noloco.group_size == replicas and len(cycle) < 2)
-    group_size = math.inf if everyone else noloco.group_size
-    if replicas is None:
-        kept = keeps_rounding(noloco.payload_bits, group_size)
-    else:
-        kept = noloco.keeps_rounding_among(replicas)
-    return Gossip(
-        noloco.outer_momentum,
-        noloco.gamma,
-        group_size,
-        cycle,
-        noloco.fragments,
-        noloco.payload,
-        noloco.outer_nesterov,
-        kept,
+def rho(noloco: NolocoSettings, replicas: int | None) -> float:
+    """Return the factor by which a round multiplies the squared spread of `replicas` (None: not known).
+
+    The factor is 0 where all are one group, and use the same mean.
+    """
+    sizes = _sizes(noloco, replicas)
+    largest = max(sizes)
+    everyone, kept = largest in (replicas, math.inf), keeps_rounding(noloco.payload_bits, largest)
+    if everyone and (noloco.payload == "fp32" or kept):
+        return 0.0
+    alpha, gamma = noloco.outer_momentum, noloco.gamma
+    more = pull_error(noloco.payload, kept), noloco.outer_nesterov, kept
+    if len(sizes) == 1:
+        return spread_factor(alpha, gamma, math.inf if everyone else largest, *more)
+    orders = [sizes[f:] + sizes[:f] for f in range(min(noloco.fragments, len(sizes)))]
+    return max(cycle_spread_factor(alpha, gamma, order, *more) for order in orders)
+
+
+def _sizes(noloco: NolocoSettings, replicas: int | None) -> tuple[float, ...]:
+    """Return the sizes of the groups in one round after the other; infinite for all replicas, if not known."""
+    if replicas is not None:
+        return (*noloco.group_sizes_among(replicas),)
+    return (math.inf if noloco.method == "diloco" else noloco.group_size,)
+
+
+def _drift_problem(noloco: NolocoSettings, replicas: int | None) -> str:
+    """Return why replicas would not stay together, and what would be right; empty where they do."""
+    factor = rho(noloco, replicas)
+    if is_stable(factor):
+        return ""
+    n = "of all" if max(_sizes(noloco, replicas)) in (replicas, math.inf) else noloco.group_size
+    pairing = ', pairing "cycle"' if replicas and noloco.pairing_among(replicas) == "cycle" else ""
+    payload = "" if noloco.payload == "fp32" else f', payload "{noloco.payload}"'
+    nesterov = ", outer_nesterov true" if noloco.outer_nesterov else ""
+    return (
+        f"outer_momentum (alpha) {noloco.outer_momentum}, consensus_weight (gamma) {noloco.gamma}, "
+        f"group_size (n) {n}{pairing}{payload}{nesterov}: replicas would drift "
+        f"apart, rho = {factor:.3f} >= 1; {_stable_setting(noloco, replicas)}"
     )
+
+
+def _stable_setting(noloco: NolocoSettings, replicas: int | None) -> str:
+    """Name the nearest stable setting, to two digits: less momentum if that suffices, else another gamma."""
+
+    def stable_with(**changes: Any) -> bool:
+        return is_stable(rho(replace(noloco, **changes), replicas))
+
+    for hundredths in range(min(99, int(noloco.outer_momentum * 100)), -1, -1):
+        # Without momentum there is nothing to look ahead by.
+        nesterov = noloco.outer_nesterov and hundredths > 0
+        if stable_with(outer_momentum=hundredths / 100, outer_nesterov=nesterov):
+            return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
+    gammas = [hundredths / 100 for hundredths in range(1, 400)]
+    stable = [gamma for gamma in gammas if stable_with(consensus_weight=gamma)]
+    nearest = min(stable, key=lambda candidate: abs(candidate - noloco.gamma), default=0.01)
+    return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
 
 
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:

@@ -102,7 +102,7 @@ def compare(folder: Path, encoding: Encoding, repeats: int, megabytes: float) ->
 def raw_seconds(path: Path, encoding: Encoding) -> tuple[float, float]:
     """Return the seconds, and the CPU seconds."""
     texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()]
-    tokenizer = build_tokenizer(encoding.tokenizer)._tokenizer  # type: ignore[attr-defined]  # without what we add to it
+    tokenizer = build_tokenizer(encoding.tokenizer)._tokenizer  # type: ignore[union-attr]  # without what we add to it
     started, cpu_before = time.perf_counter(), time.process_time()
     for first in range(0, len(texts), BATCH):
         tokenizer.encode_batch_fast(texts[first : first + BATCH], add_special_tokens=False)

@@ -40,8 +40,8 @@ from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.transport.chunks import ChunkFlight, ReportedTransfers, cut
-from megatron_noloco.transport.interface import Message, RankLostError
+from megatron_noloco.transport.chunks import ReportedTransfers, cut
+from megatron_noloco.transport.interface import Flight, Message, RankLostError
 from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
 from tools.memory import allocated_bytes, resident_bytes
 from tools.options import command_line
@@ -181,12 +181,12 @@ class Replica:
     def _losing(self) -> Iterator[None]:
         """Its messages get lost, and it learns so at once, as where a connection breaks."""
 
-        def post(sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
+        def post(sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
             self.lost = True
             wanted = ReportedTransfers(cut(receives, self.transport.chunk_bytes), tag)
             for message in receives:
                 wanted.report(RankLostError(message.rank, "is lost, says tools.soak"))
-            return ChunkFlight(wanted, ReportedTransfers([], tag))
+            return Flight(wanted, ReportedTransfers([], tag))
 
         self.transport.post = post  # type: ignore[method-assign]
         try:

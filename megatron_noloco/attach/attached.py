@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -12,37 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_noloco.attach.checks import (
-    check_arguments,
-    check_statements,
-    digest_of,
-    statement_of,
-    tensor_of,
-)
-from megatron_noloco.attach.inner import OwnPart, Several, check_modes, check_no_weights
-from megatron_noloco.attach.torch_module import trained_by_torch
-from megatron_noloco.attach.trained import Stateful, Trained, this_rank, topology_of
+from megatron_noloco.attach.adapter import EngineAdapter, Stateful, this_rank, topology_of
+from megatron_noloco.attach.checks import check_arguments, check_start, digest_of, start_report, tensor_of
+from megatron_noloco.attach.inner import InnerState, check_modes, check_no_weights
+from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
-from megatron_noloco.outer import (
-    ExchangeReport,
-    OuterOptimizer,
-    RoundReport,
-    Weights,
-)
+from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import (
-    FederationSettings,
-    NolocoSettings,
-    groups_problem,
-)
+from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_problem
 from megatron_noloco.transport.interface import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_noloco.federation.handover import Snapshot
+    from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.membership import Membership
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
@@ -64,26 +50,27 @@ class Attached:
 
     def __init__(
         self,
-        trained: Trained,
+        adapter: EngineAdapter,
         outer: OuterOptimizer,
         first: dict[str, bytes],
         state: dict[str, Tensor] | None,
+        inner: InnerState | None,
         membership: "Membership | None" = None,
-        inner: Several | None = None,
+        job_state: "JobState | None" = None,
     ) -> None:
         self.outer = outer
         self.when_loaded = _refuse_load
         self.done, self.taken = 0, -1
         self._rounds = self._rounds_met = 0
-        self._trained = trained
+        self._adapter = adapter
         self._first = first
-        self._membership, self._inner = membership, inner
+        self._inner, self._membership, self._job_state = inner, membership, job_state
         self._health = None if membership is None else membership.health(outer.weights)
         self._compared = self._checked = False
         self._until_closed = ExitStack()
-        self._until_closed.enter_context(trained.while_attached(lambda: self.when_loaded()))
+        self._until_closed.enter_context(adapter.while_attached(lambda: self.when_loaded()))
         _ATTACHED.add(self)
-        self._steps = 0 if trained.steps is None else trained.steps()
+        self._steps = 0 if adapter.steps is None else adapter.steps()
         if state is not None:
             self._continue_from(state)
         if membership is not None:
@@ -105,15 +92,15 @@ class Attached:
         and the others have trained long before, or wait at their end; NotFiniteError where a round is due and a
         weight of this replica is not finite.
         """
-        if self._trained.steps is not None:
-            steps = self._trained.steps()
+        if self._adapter.steps is not None:
+            steps = self._adapter.steps()
             if steps == self._steps:
                 return []
             self._steps = steps
         self.done += 1
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
-            self._trained.check_all()
+            self._adapter.check_all()
             self._check_optimizers()
         if self._health is not None:
             self._health.after_step(self.done, ())
@@ -122,28 +109,22 @@ class Attached:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
-        if self._membership is not None:
-            self.done = self._membership.between_steps(self.done, self._copy, self._take_over).step
+        if self._membership is not None and self._job_state is not None:
+            copy = partial(self._job_state.copy, self.done)
+            self.done = self._membership.between_steps(self.done, copy, self._take_over).step
         now.part(f"local step {self.done + 1}")
         return reports
 
-    def _copy(self) -> "Callable[[], Snapshot]":
-        from megatron_noloco.attach.state_loader import copy_state
-
-        return copy_state(self.outer, self.done, self._inner, self._trained.modules)
-
     def _take_over(self, least: int) -> int | None:
-        from megatron_noloco.attach.state_loader import StateLoader, take_state
-
         assert self._membership is not None
+        assert self._job_state is not None
         self.outer.wait()
         seconds = self.outer.settings.deadline_seconds
-        loader = StateLoader(self.outer, self._inner, self._trained.modules)
-        state = take_state(self._membership.handover, loader, least, seconds)
+        state = self._job_state.take_over(self._membership.handover, least, seconds)
         if state is None:
             return None
         self._continue_from(state)
-        if loader.state["inner"] is not None:
+        if self._job_state.taken["inner"] is not None:
             self.taken = self.done
         return self.done
 
@@ -192,7 +173,7 @@ class Attached:
         delay, rounds under way are merged before. Where this job is asked to stop meanwhile (`stopped` of
         `attach`), the weights stay its own, and there are no reports.
         """
-        self._trained.check_all()
+        self._adapter.check_all()
         self.outer.finish()
         if self._membership is not None:
             reports = self._membership.average(self.outer, self.done)
@@ -229,9 +210,9 @@ class Attached:
     def watch(self, seconds: float) -> None:
         """Until `close`, report on stderr when this rank has stood still for `seconds`.
 
-        The line says what the rank was doing, and which rank it waits for. It is repeated each time that the wait
-        has doubled, and whenever the process receives SIGUSR2; with `seconds` 0 only then. Nothing is ended by it.
-        Call it from the main thread.
+        The line says what the rank was doing, and which rank it waits for. The report is repeated each time that
+        the wait has doubled, and whenever the process receives SIGUSR2; with `seconds` 0 only then. Nothing is
+        ended by it. Call it from the main thread.
         """
         now.who = f"replica {self.outer.place.replica}, rank {self.outer.place.rank}"
         self._until_closed.enter_context(now.doing("training"))
@@ -272,7 +253,7 @@ def attach(
             `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
             of the federation that begin later, and taken over with the weights.
         stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
-            `threading.Event` that a handler of SIGTERM sets. It is called often, also from other threads. Once it
+            `threading.Event` that a handler of SIGTERM sets. Called often, also from other threads. Once it
             returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
             and `step` skips the round. To save and to end is left to the loop.
 
@@ -289,9 +270,9 @@ def attach(
     if replicas is not None and stopped is not None:
         raise ValueError("attach: stopped is for a federation; leave it out with replicas")
     seed, slot = int(seed), int(slot or 0)  # JSON takes no numbers of numpy
-    trained = _trained_by(engine)
-    own_inner = None if inner is None else own_state(inner)
-    if any(_addresses(trained.weights) & _addresses(other.outer.weights) for other in _ATTACHED):
+    adapter = _adapter_of(engine)
+    own_inner = None if inner is None else inner_state(inner)
+    if any(_addresses(adapter.weights) & _addresses(other.outer.weights) for other in _ATTACHED):
         raise ValueError("attach: this model is attached already; close() what attach returned before")
     if replicas is not None:
         topology = topology_of(replicas)
@@ -303,69 +284,68 @@ def attach(
     place = topology.place(rank)
     alike = asdict(settings) | {"seed": seed, "slot": topology.slot, "slots": topology.slots}
     problem = groups_problem(settings, place.replicas)
-    statements = of_all_ranks(statement_of(trained, topology, rank, alike, state, problem))
-    check_statements(statements, rank, topology)
-    first = statements[rank].first
+    starts = of_all_ranks(start_report(adapter, topology, rank, alike, state, problem))
+    check_start(starts, rank, topology)
+    first = starts[rank].first
     if federation is None:
         transport = TorchTransport() if transport is None else transport
-        outer = OuterOptimizer(trained.weights, transport, place, settings, seed)
-        return Attached(trained, outer, first, state, inner=own_inner)
+        outer = OuterOptimizer(adapter.weights, transport, place, settings, seed)
+        return Attached(adapter, outer, first, state, own_inner)
 
-    from megatron_noloco.attach.state_loader import StateLoader, take_state
+    from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.membership import join_federation
 
-    compared: dict[str, Any] = {name: [one.first[name].hex() for one in statements] for name in first}
-    compared |= {"seed": seed, "ranks": [one.lengths for one in statements]}
+    compared: dict[str, Any] = {name: [one.first[name].hex() for one in starts] for name in first}
+    compared |= {"seed": seed, "ranks": [one.lengths for one in starts]}
     membership = join_federation(federation, settings, place, compared, stopped=stopped or (lambda: False))
     try:
         commit = membership.commit(seed)
-        outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
+        outer = OuterOptimizer(adapter.weights, membership.transport, place, settings, seed, commit)
+        job_state = JobState(outer, own_inner, adapter.modules)
         if state is not None:  # others that wait for this job must not find it behind
             membership.keeping_up.start(int(state["local_steps_done"]))
         if not membership.wait_for_start(continues=state is not None):
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
-            seconds = settings.deadline_seconds
-            loader = StateLoader(outer, own_inner, trained.modules)
-            state = take_state(membership.handover, loader, least, seconds)
-        return Attached(trained, outer, first, state, membership, own_inner)
+            state = job_state.take_over(membership.handover, least, settings.deadline_seconds)
+        return Attached(adapter, outer, first, state, own_inner, membership, job_state)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise
 
 
-def _trained_by(engine: Any) -> Trained:
-    """Return what an engine, a module or an optimizer trains. Raises ValueError for anything else.
+def _adapter_of(engine: Any) -> EngineAdapter:
+    """Return the adapter of an engine, a module or an optimizer. Raises ValueError for anything else.
 
     Imports the code for one kind only: DeepSpeed and Megatron-core need not be installed.
     """
     packages = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
     if "deepspeed" in packages and hasattr(engine, "global_steps"):
-        from megatron_noloco.attach.deepspeed_engine import trained_by_deepspeed
+        from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
 
-        return trained_by_deepspeed(engine)
+        return deepspeed_adapter(engine)
     if "megatron" in packages and hasattr(engine, "step"):
-        from megatron_noloco.attach.megatron_optimizer import trained_by_megatron
+        from megatron_noloco.attach.megatron_optimizer import megatron_adapter
 
-        return trained_by_megatron(engine)
+        return megatron_adapter(engine)
     if isinstance(engine, nn.Module) and not hasattr(engine, "ddp_config"):  # which Megatron-core's DDP has
-        return trained_by_torch(engine)
+        return torch_adapter(engine)
     raise ValueError(
         f"attach: a {type(engine).__name__} is none of DeepSpeed's engine, a torch module (in "
         "DistributedDataParallel where the job has several ranks), Megatron-core's distributed optimizer"
     )
 
 
-def own_state(inner: Stateful | Sequence[Stateful]) -> Several:
-    """Return what has this rank's state of an optimizer, or of several parts.
+def inner_state(inner: Stateful | Sequence[Stateful]) -> InnerState:
+    """Return this rank's state of an optimizer, or of several objects such as optimizer and schedule.
 
     Raises ValueError for a model, and as `check_modes` does.
     """
-    return Several([_own_state(part) for part in (inner if isinstance(inner, Sequence) else [inner])])
+    return InnerState([_state_of(part) for part in (inner if isinstance(inner, Sequence) else [inner])])
 
 
-def _own_state(part: Stateful) -> Stateful:
+def _state_of(part: Stateful) -> Stateful:
     """DeepSpeed's ZeRO cannot load what its `state_dict` returns, and that of Megatron-core lacks the moments."""
     if isinstance(part, nn.Module):
         raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")
@@ -379,7 +359,7 @@ def _own_state(part: Stateful) -> Stateful:
         from megatron_noloco.attach.megatron_optimizer import optimizers_in
 
         optimizers = list(optimizers_in(part))
-        return OwnPart(optimizers) if optimizers else part  # a schedule
+        return InnerState(optimizers) if optimizers else part  # a schedule
     return part
 
 

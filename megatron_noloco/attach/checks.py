@@ -1,4 +1,4 @@
-"""What `attach` checks before the first step: its arguments, then what the ranks of the job have in common."""
+"""Checks of `attach` before the first step: its arguments, then whether the ranks of the job fit together."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_noloco.attach.adapter import EngineAdapter, check_reduced_over
 from megatron_noloco.attach.other_state import digests_of
-from megatron_noloco.attach.trained import Trained, check_reduced_over
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, federation_problems
@@ -61,8 +61,8 @@ def _is_integer(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Statement:
-    """What one rank sends the other ranks of its job.
+class StartReport:
+    """Tells the other ranks of the job how one rank starts.
 
     Attributes:
         problem: why this rank cannot begin; empty where it can.
@@ -79,39 +79,39 @@ class Statement:
     first: dict[str, bytes]
 
 
-def statement_of(
-    trained: Trained,
+def start_report(
+    adapter: EngineAdapter,
     topology: Topology,
     rank: int,
     alike: dict[str, Any],
     state: Mapping[str, Tensor] | None,
     problem: str,
-) -> Statement:
-    """Return the statement of this rank.
+) -> StartReport:
+    """Return the report of this rank.
 
     Args:
         alike: values that must be equal on all ranks; the local steps done, from `state`, are added.
         problem: with the settings; empty where there is none.
     """
-    weights = digest_of(trained.weights)
-    first = {"weights": weights, **digests_of(trained.modules, trained.part_of)}
+    weights = digest_of(adapter.weights)
+    first = {"weights": weights, **digests_of(adapter.modules, adapter.part_of)}
     try:
         if problem:
             raise ValueError(f"attach: {problem}")
-        check_reduced_over(trained, topology, rank)
+        check_reduced_over(adapter, topology, rank)
         if state is not None:
-            _check_state(state, trained.weights, weights)
+            _check_state(state, adapter.weights, weights)
             alike = alike | {"local_steps_done": int(state["local_steps_done"])}
             unknown = torch.zeros(32, dtype=torch.uint8)  # 0.2.0 did not save that of the buffers
             for name in ("weights", "buffers"):  # which change
                 first[name] = _bytes_of(state.get(f"first_{name}", unknown))
     except ValueError as error:
         problem = str(error)
-    lengths = [part.numel() for part in trained.weights.parts()]
-    return Statement(problem, state is not None, alike, lengths, first)
+    lengths = [part.numel() for part in adapter.weights.parts()]
+    return StartReport(problem, state is not None, alike, lengths, first)
 
 
-def check_statements(ranks: Sequence[Statement], rank: int, topology: Topology) -> None:
+def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> None:
     """Raise ValueError on all ranks where one of them cannot begin, or not together with the others."""
     if problems := [one.problem for one in ranks if one.problem]:
         raise ValueError(ranks[rank].problem or problems[0])
@@ -132,7 +132,7 @@ def check_statements(ranks: Sequence[Statement], rank: int, topology: Topology) 
         _check_equal_replicas(ranks, topology.replica_size)
 
 
-def _check_equal_replicas(ranks: Sequence[Statement], replica_size: int) -> None:
+def _check_equal_replicas(ranks: Sequence[StartReport], replica_size: int) -> None:
     """Raise ValueError where the replicas of one job did not begin with equal weights."""
     for rank, one in enumerate(ranks):
         first = ranks[rank % replica_size]

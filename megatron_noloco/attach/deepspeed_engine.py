@@ -6,14 +6,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.inner import OwnPart, check_modes
+from megatron_noloco.attach.adapter import EngineAdapter, Stateful
+from megatron_noloco.attach.inner import InnerState, check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
-from megatron_noloco.attach.trained import Stateful, Trained
 from megatron_noloco.engine.zero import divides_state, local_part, owned_weights, whole_weights, with_weights
 from megatron_noloco.outer.weights import Weights
 
 
-def trained_by_deepspeed(engine: Any) -> Trained:
+def deepspeed_adapter(engine: Any) -> EngineAdapter:
     """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
     Warns where Muon optimizes none of the weights. Raises ValueError for weights on NVMe, for an optimizer without
@@ -22,7 +22,7 @@ def trained_by_deepspeed(engine: Any) -> Trained:
     check_muon(engine)
     check_modes(engine.optimizer)
     _check_experts(engine)
-    return Trained(
+    return EngineAdapter(
         _weights_of(engine),
         dist.get_process_group_ranks(engine.data_parallel_group),
         ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
@@ -36,7 +36,7 @@ def trained_by_deepspeed(engine: Any) -> Trained:
 def check_muon(engine: Any) -> None:
     """Warn where DeepSpeed's Muon optimizes none of the weights; DeepSpeed does not say that all have AdamW.
 
-    It was so with ZeRO 3 and models built under `deepspeed.zero.Init`, see its pull request 8438.
+    This happened with ZeRO 3 and models built under `deepspeed.zero.Init`, see its pull request 8438.
     """
     trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
     if engine.optimizer_name() == "muon" and not any(getattr(one, "use_muon", False) for one in trained):
@@ -63,7 +63,7 @@ def _check_experts(engine: Any) -> None:
 def state_of_optimizer(optimizer: Any) -> Stateful:
     """Return what has this rank's state of DeepSpeed's optimizer, without the loss scale; others as they are."""
     if divides_state(optimizer):
-        return OwnPart([optimizer.optimizer], partial(with_weights, optimizer))
+        return InnerState([optimizer.optimizer], partial(with_weights, optimizer))
     schedule_or_of_torch: Stateful = optimizer
     return schedule_or_of_torch
 

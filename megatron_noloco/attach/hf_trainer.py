@@ -96,7 +96,7 @@ class NolocoCallback(TrainerCallback):
 
     @property
     def noloco(self) -> Attached:
-        """What `attach` returned; available once training has begun."""
+        """The object that `attach` returned; available once training has begun."""
         assert self._noloco is not None, "training has not begun"
         return self._noloco
 
@@ -141,10 +141,7 @@ class NolocoCallback(TrainerCallback):
     ) -> None:
         self._complete(args, state)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._complete(args, state)
+    on_pre_optimizer_step = on_step_begin
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -200,7 +197,7 @@ class NolocoCallback(TrainerCallback):
             )
 
     def _ends_early(self) -> bool:
-        """Whether the training is to end before its last step, or has failed. Called from any thread."""
+        """Return whether the training is to end before its last step, or has failed. Called from any thread."""
         control, state = self._trainer.control, self._trainer.state
         managers = (getattr(one, "jit_manager", None) for one in self._trainer.callback_handler.callbacks)
         due = any(manager.is_checkpoint_requested for manager in managers if manager is not None)
@@ -256,7 +253,7 @@ class NolocoCallback(TrainerCallback):
     def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Advance the Trainer to `noloco.done`, the step of the others where they are ahead.
 
-        What is due at a step in between, such as a save, is done at the step where this job continues.
+        A save or an evaluation that is due at a step in between is done at the step where this job continues.
         """
         schedule = _schedule_of(self._trainer)
         while state.global_step < self.noloco.done:

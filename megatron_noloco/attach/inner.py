@@ -1,4 +1,4 @@
-"""What goes with the weights from one job to another: the state of the inner optimizer, and of a schedule."""
+"""The state of inner optimizer and schedule, as jobs give it to each other; optimizers that keep weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,19 +6,30 @@ from typing import Any
 
 import torch
 
-from megatron_noloco.attach.trained import Stateful
+from megatron_noloco.attach.adapter import Stateful
 
 _NEAR = 0.1  # of the norm of the weights: no moment is as near to them
 
 
-class Several:
-    """Several states as one; of the same parts in all jobs."""
+class InnerState:
+    """Joins the states of several objects: of optimizer and schedule, or of the optimizers inside another one.
 
-    def __init__(self, parts: Sequence[Stateful]) -> None:
+    Args:
+        parts: the same in all jobs.
+        with_parameters: a context in which the optimizers have their parameters.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Stateful],
+        with_parameters: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._parts = parts
+        self._with_parameters = with_parameters
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self._parts]}
+        with self._with_parameters():
+            return {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         states = state_dict["parts"]
@@ -27,40 +38,17 @@ class Several:
                 f"attach: inner has {len(self._parts)} parts here, and {len(states)} where the state comes from; "
                 "give all jobs the same"
             )
-        for part, state in zip(self._parts, states, strict=True):
-            part.load_state_dict(state)
+        with self._with_parameters():
+            for part, state in zip(self._parts, states, strict=True):
+                part.load_state_dict(state)
 
     def optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """Yield the torch optimizers among the parts and in them."""
         for part in self._parts:
-            if isinstance(part, Several):
+            if isinstance(part, InnerState):
                 yield from part.optimizers()
             elif isinstance(part, torch.optim.Optimizer):
                 yield part
-
-
-class OwnPart(Several):
-    """This rank's part of the state of an optimizer that divides it among ranks: of the torch optimizers inside.
-
-    Args:
-        with_weights: a context in which the groups of those have their parameters.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        with_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        super().__init__(optimizers)
-        self._with_weights = with_weights
-
-    def state_dict(self) -> dict[str, Any]:
-        with self._with_weights():
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        with self._with_weights():
-            super().load_state_dict(state_dict)
 
 
 def check_modes(optimizer: object) -> None:
@@ -79,7 +67,7 @@ def check_modes(optimizer: object) -> None:
 def check_no_weights(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer whose state holds weights, such as a copy in fp32, or an average of them.
 
-    A round would not move these. Call it when the optimizer has taken steps. Those of torch keep none.
+    A round would not move these. Call it when the optimizer has taken steps. Torch's own optimizers keep none.
     """
     while isinstance(below := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = below

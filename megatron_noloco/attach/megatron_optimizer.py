@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_noloco.attach.trained import Trained
+from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.outer import Weights
 
 
-def trained_by_megatron(optimizer: Any) -> Trained:
+def megatron_adapter(optimizer: Any) -> EngineAdapter:
     """Return the weights of an optimizer that `get_megatron_optimizer` made, if it divides the weights.
 
     The ranks of the job are one replica, whatever its parallel sizes.
@@ -45,11 +45,11 @@ def trained_by_megatron(optimizer: Any) -> Trained:
                 "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
             )
     weights = DividedWeights(optimizers)
-    return Trained(weights, None, ("", ""), modules=weights.chunks)
+    return EngineAdapter(weights, None, ("", ""), modules=weights.chunks)
 
 
 class DividedWeights(Weights):
-    """The weights that this rank owns: about 1/dp of those of its stage and tensor-parallel rank.
+    """Shows the weights that this rank owns: about 1/dp of those of its stage and tensor-parallel rank.
 
     Args:
         optimizers: `DistributedOptimizer`s and `LayerWiseDistributedOptimizer`s with disjoint parameters.
@@ -74,14 +74,11 @@ class DividedWeights(Weights):
             else (self.chunks[0].tp_group, self.chunks[0].pp_group)
         )
         tp, pp = (group.size() for group in groups)
-        ranges, start = [], 0
-        for weight in self._owned:
-            stop = start + weight.numel()
-            split = getattr(weight, "tensor_model_parallel", False)
-            if (tp > 1 and not split) or (pp > 1 and getattr(weight, "shared", False)):
-                ranges.append((start, stop))
-            start = stop
-        return ranges
+        return self.ranges_of(
+            (tp > 1 and not getattr(weight, "tensor_model_parallel", False))
+            or (pp > 1 and getattr(weight, "shared", False))
+            for weight in self._owned
+        )
 
     def refresh(self) -> None:
         """Round to the working precision, and gather over the data-parallel ranks as after a step."""

@@ -1,6 +1,6 @@
-"""What a model has beside the weights that are trained: names and shapes, frozen weights, buffers.
+"""Compares and copies the rest of a model: names and shapes of weights, frozen weights, buffers.
 
-They decide what the trained weights mean, so all replicas begin with the same.
+These decide what the trained weights mean, so all replicas begin with the same.
 """
 
 import hashlib

@@ -39,7 +39,7 @@ def reshard(module: nn.Module) -> None:
 
 
 class ShardedWeights(Weights):
-    """This rank's pieces of parameters that are DTensors.
+    """Shows this rank's pieces of parameters that are DTensors.
 
     Args:
         module: that has the parameters.
@@ -74,16 +74,12 @@ class ShardedWeights(Weights):
 
     def copied(self) -> list[tuple[int, int]]:
         """Return the pieces that are replicated on an axis of the mesh, or lie on a part of the ranks only."""
-        ranges, start = [], 0
-        for parameter, piece in zip(self._parameters, self._pieces(), strict=True):
-            stop = start + piece.numel()
-            mesh = parameter.device_mesh
-            axes = zip(parameter.placements, mesh.shape, strict=True)
-            replicated = any(placement.is_replicate() and size > 1 for placement, size in axes)
-            if start < stop and (replicated or mesh.size() < len(self.ranks)):
-                ranges.append((start, stop))
-            start = stop
-        return ranges
+        return self.ranges_of(map(self._is_copied, self._parameters))
+
+    def _is_copied(self, parameter: Any) -> bool:
+        axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        replicated = any(placement.is_replicate() and size > 1 for placement, size in axes)
+        return replicated or parameter.device_mesh.size() < len(self.ranks)
 
     @torch.no_grad()
     def _pieces(self) -> Iterable[Tensor]:

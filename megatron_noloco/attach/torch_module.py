@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_noloco.attach.adapter import EngineAdapter, this_rank
 from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, local_part, reshard
-from megatron_noloco.attach.trained import Trained, this_rank
-from megatron_noloco.outer import Weights
+from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.weights import check_sound, overlaps
 
 _REMEDIES = (
@@ -26,7 +26,7 @@ _SHARDED_REMEDIES = (
 )
 
 
-def trained_by_torch(module: nn.Module) -> Trained:
+def torch_adapter(module: nn.Module) -> EngineAdapter:
     """Return the parameters of a module that are trained.
 
     Raises ValueError for the flat parameters of FullyShardedDataParallel (FSDP1), and as `ShardedWeights` and
@@ -47,7 +47,7 @@ def trained_by_torch(module: nn.Module) -> Trained:
         weights = ReplicatedWeights(list(trained.values()), group)
         ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
         remedies = _REMEDIES
-    return Trained(
+    return EngineAdapter(
         weights,
         ranks,
         remedies,
@@ -58,8 +58,8 @@ def trained_by_torch(module: nn.Module) -> Trained:
     )
 
 
-class ReplicatedWeights(Weights):
-    """Weights of which all data-parallel ranks of a replica hold a copy. Each rank exchanges a part of its own.
+class ReplicatedWeights(TorchWeights):
+    """Shows weights of which all data-parallel ranks of a replica hold a copy; each rank exchanges a part.
 
     Rank d of D exchanges elements n d // D to n (d + 1) // D of n, and after a round the ranks broadcast their
     parts to each other. So each rank keeps 1 / D of the outer state.
@@ -69,7 +69,7 @@ class ReplicatedWeights(Weights):
         group: the ranks that hold copies; None: this rank alone.
         rounded: pairs of one of the tensors and its copy in the working precision, refreshed after a round.
 
-    Raises ValueError for no tensors, and as `check_sound` does.
+    Raises ValueError as `TorchWeights` does.
     """
 
     def __init__(
@@ -78,17 +78,13 @@ class ReplicatedWeights(Weights):
         group: dist.ProcessGroup | None = None,
         rounded: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        for index, tensor in enumerate(tensors):
-            check_sound(f"weight {index}", tensor)
-        if not tensors:
-            raise ValueError("there are no weights that are trained")
-        self._tensors = tensors
+        super().__init__(tensors)
         self._group = group
         self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._place = 0 if group is None else dist.get_rank(group)
         self._rounded = rounded
 
-    def parts(self) -> Sequence[Tensor]:
+    def parts(self) -> list[Tensor]:
         return self._part(self._place)
 
     @torch.no_grad()
@@ -107,9 +103,9 @@ class ReplicatedWeights(Weights):
 
     def _part(self, place: int) -> list[Tensor]:
         """Return views of the elements that the rank at this place of the group exchanges."""
-        total, places = sum(tensor.numel() for tensor in self._tensors), len(self._ranks)
+        flat, places = super().parts(), len(self._ranks)
+        total = sum(tensor.numel() for tensor in flat)
         start, stop = total * place // places, total * (place + 1) // places
-        flat = [tensor.detach().view(-1) for tensor in self._tensors]
         return [view for view, _ in overlaps(flat, start, stop - start)]
 
 

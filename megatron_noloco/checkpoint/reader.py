@@ -1,7 +1,7 @@
 """Read the full tensor of a parameter from a checkpoint of any layout, of one replica or averaged over several."""
 
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.model.families import table_of
+from megatron_noloco.plans.canonical import Block, Rectangle, matrices
 from megatron_noloco.plans.topology import Position
 
 _PIECE = 1 << 24  # elements that are read before a file is opened again
@@ -43,95 +44,82 @@ class Scratch:
         return self._memory[:length]
 
 
-class Place(NamedTuple):
-    """Where elements lie in the vectors of the data-parallel ranks of one stage and tensor-parallel rank."""
+class Share(NamedTuple):
+    """A rectangle of a parameter in the file of a saved rank."""
 
     stage: int
+    dp: int
     tp: int
     group: int  # of the inner optimizer: which FlatPart
-    length: int  # of the FlatPart
-    start: int  # offset of the parameter in the concatenation of the owners' parts
-    owners: range  # the data-parallel ranks that divide the vector
+    block: Block  # `own` is its place in the FlatPart
 
 
 class CheckpointReader:
     """Reads a checkpoint by the names of parameters in the unsplit model, a few tensors at a time.
 
-    The vectors of a stage and tensor-parallel rank are divided over the files of data-parallel ranks (see
-    `FlatPart`), and a parameter may lie in several of them. In all methods, `vector` names what is read, the slow
-    weights or another vector with one number for each weight, and several `replicas` are averaged.
+    A parameter may lie in the files of several ranks. In all methods, `vector` names what is read: the slow
+    weights, or another vector with one number for each weight. Several `replicas` are averaged.
     """
 
     def __init__(self, saved: Ensemble) -> None:
         self.saved = saved
         self.topology = saved.topology
         self.table = table_of(saved.manifests[0].architecture)
-        self._parts, self._other, self._merged = Scratch(), Scratch(), Scratch()
-        self._places = self._find_parameters()
+        self._memory, self._part = Scratch(), Scratch()
+        self._matrices = matrices({row.name: row.shape for row in self.table if row.same_as is None})
+        self._shares: dict[str, list[Share]] = {}
+        for at in map(self.topology.position, range(self.topology.replica_size)):
+            for name, share in self._shares_of(at):
+                self._shares.setdefault(name, []).append(share)
 
     def read(self, name: str, replicas: list[int], vector: str = WEIGHTS) -> Tensor:
         """Return the full tensor of a parameter, fp32. The next call overwrites it."""
-        parameter = self.table.find(name)
-        places = self._places[parameter.source]
-        shape = parameter.slice_shape(self.topology.tp)
-        stacked = self._parts.take(len(places) * math.prod(shape))
-        slices = stacked.view(len(places), *shape)
-        for tp, place in enumerate(places):
-            self.fill(slices[tp].view(-1), place, replicas, vector)
-        if parameter.is_stacked:
-            return stacked.view(parameter.shape)
-        return parameter.merge(list(slices), self._merged.take)
+        row = self.table.find(name)
+        whole = self._matrices[row.source].whole
+        return self.read_rectangle(name, whole, replicas, vector).view(row.shape)
 
-    def read_slice(self, name: str, tp: int, replicas: list[int], vector: str = WEIGHTS) -> Tensor:
-        """Return the slice of a parameter on saved tensor-parallel rank `tp`. The next call overwrites it."""
-        parameter = self.table.find(name)
-        shape = parameter.slice_shape(self.topology.tp)
-        flat = self._parts.take(math.prod(shape))
-        self.fill(flat, self._places[parameter.source][tp], replicas, vector)
-        return flat.view(shape)
+    def read_rectangle(
+        self, name: str, place: Rectangle, replicas: list[int], vector: str = WEIGHTS
+    ) -> Tensor:
+        """Return a rectangle of a parameter, fp32, shape [rows, width]. The next call overwrites it.
 
-    def place(self, name: str) -> Place:
-        """Return where a parameter lies in the vectors of the first saved tensor-parallel rank."""
-        return self._places[self.table.find(name).source][0]
-
-    def fill(self, flat: Tensor, place: Place, replicas: list[int], vector: str) -> None:
-        """Fill `flat`, on any device, with the elements from `place` on."""
-        self._read_flat(flat, place, replicas[0], vector)
-        for replica in replicas[1:]:
-            other = self._other.take(len(flat))
-            self._read_flat(other, place, replica, vector)
-            flat += other.to(flat.device)
+        Rows that the checkpoint does not have, which are padding of the vocabulary, are zero.
+        """
+        source = self.table.find(name).source
+        found = self._memory.take(place.rows * place.width).view(place.rows, place.width)
+        found[max(self._matrices[source].rows - place.top, 0) :] = 0
+        for share in self._shares[source]:
+            block = share.block
+            top, bottom = max(place.top, block.top), min(place.top + place.rows, block.top + block.rows)
+            left, right = max(place.left, block.left), min(place.left + place.width, block.left + block.width)
+            if top < bottom and left < right:
+                target = found[top - place.top : bottom - place.top, left - place.left : right - place.left]
+                for number, replica in enumerate(replicas):
+                    rows = self._rows(share, top, bottom, replica, vector)
+                    part = rows[:, left - block.left : right - block.left]
+                    target.copy_(part) if number == 0 else target.add_(part)
         if len(replicas) > 1:
-            flat /= len(replicas)
+            found /= len(replicas)
+        return found
 
-    def _find_parameters(self) -> dict[str, list[Place]]:
-        """Map each parameter's name to its place in the vectors of each tensor-parallel rank."""
-        places: dict[str, list[Place]] = {}
-        for stage in range(self.topology.pp):
-            for tp in range(self.topology.tp):
-                for dp in range(self.topology.ep):  # these have all experts
-                    for name, place in self._places_of(Position(self.topology.slot, stage, dp, tp)):
-                        if place.owners[0] == dp:
-                            places.setdefault(name, []).append(place)
-        return places
+    def first_share(self, name: str) -> Share:
+        """Return where the first rows of a parameter lie."""
+        return self._shares[self.table.find(name).source][0]
 
-    def _places_of(self, at: Position) -> Iterator[tuple[str, Place]]:
-        """Yield the name and place of each parameter that the rank `at` has a part of, without copies."""
-        for group, part in enumerate(self.saved.manifest(at).layout):
-            start = 0
-            for name, shape in part.parameters:
-                row = self.table.find(name)
-                if row.same_as is None:
-                    owners = self.topology.owners(at.dp, row.expert is not None)
-                    yield name, Place(at.stage, at.tp, group, part.length, start, owners)
-                start += math.prod(shape)
+    def _shares_of(self, at: Position) -> Iterator[tuple[str, Share]]:
+        """Yield what of each parameter is read from the rank `at`: not what other ranks have as well."""
+        layout = self.saved.manifest(
+            replace(at, dp=at.dp % self.topology.ep)
+        ).layout  # that of all its owners
+        for group, part in enumerate(layout):
+            for row, block in part.blocks(self.table, self._matrices, self.topology, at):
+                if row.same_as is None and (row.tp_dim is not None or at.tp == 0):
+                    yield row.name, Share(at.stage, at.dp, at.tp, group, block)
 
-    def _read_flat(self, flat: Tensor, place: Place, replica: int, vector: str) -> None:
-        start, stop = place.start, place.start + len(flat)
-        name = f"{vector}.{place.group}"
-        for index, dp in enumerate(place.owners):
-            begin = index * place.length
-            first, last = max(start, begin), min(stop, begin + place.length)
-            if first < last:
-                path = self.saved.file(Position(replica, place.stage, dp, place.tp), name)
-                read_into(flat[first - start : last - start], path, name, first - begin)
+    def _rows(self, share: Share, top: int, bottom: int, replica: int, vector: str) -> Tensor:
+        """Read rows top..bottom of a matrix, as wide as the block, shape [bottom - top, width]."""
+        block, name = share.block, f"{vector}.{share.group}"
+        flat = self._part.take((bottom - top) * block.width)
+        path = self.saved.file(Position(replica, share.stage, share.dp, share.tp), name)
+        read_into(flat, path, name, block.own + (top - block.top) * block.width)
+        return flat.view(-1, block.width)

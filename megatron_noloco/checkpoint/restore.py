@@ -1,6 +1,5 @@
 """Restore the state of one rank: as it was saved, or collected from ranks of another layout."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint.catalog import OUTER_VECTORS, WEIGHTS, Manifest
 from megatron_noloco.checkpoint.ensemble import Ensemble
-from megatron_noloco.checkpoint.reader import CheckpointReader, Place
+from megatron_noloco.checkpoint.reader import CheckpointReader, read_into
 from megatron_noloco.checkpoint.resume import same_sizes, source_replica
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
@@ -19,8 +18,9 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.engine.state import PREFIXES
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.model.dropout import seed_dropout, set_random_state
-from megatron_noloco.model.families import Parameter, Table, table_of
+from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.outer import Rounds
+from megatron_noloco.plans.canonical import matrices
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -84,6 +84,7 @@ class RankReader:
         self._topology = topology
         self._at = at
         self._layout = layout
+        self._matrices = matrices({row.name: row.shape for row in table if row.same_as is None})
         saved = reader.saved
         self.moved = not same_sizes(saved.topology, topology) or layout != saved.manifest(at).layout
         self.source = saved.manifest(Position(at.replica, 0, 0, 0) if self.moved else at)
@@ -112,8 +113,8 @@ class RankReader:
         """Return names and single numbers of the saved group of `group`'s first parameter; None for vectors."""
         at, saved_group = self._at, group
         if self.moved:
-            place = self._reader.place(self._layout[group].parameters[0][0])
-            at, saved_group = Position(at.replica, place.stage, place.owners[0], place.tp), place.group
+            first = self._reader.first_share(self._layout[group].parameters[0][0])
+            at, saved_group = Position(at.replica, first.stage, first.dp, first.tp), first.group
         state = {}
         with self._open(at) as file:
             for full_name in file.keys():  # noqa: SIM118  # not a dict
@@ -137,34 +138,15 @@ class RankReader:
 
     def _fill(self, flat: Tensor, name: str, group: int) -> None:
         """Fill this rank's part of one group of a vector, shape [FlatPart.length]; padding is not written."""
-        at, part = self._at, self._layout[group]
-        in_experts = self._table.find(part.parameters[0][0]).expert is not None
-        owners = self._topology.owners(at.dp, in_experts)
-        start, begin = 0, owners.index(at.dp) * part.length
         if not self.moved:
-            place = Place(at.stage, at.tp, group, part.length, begin, owners)
-            self._reader.fill(flat, place, [at.replica], name)
+            saved_name = f"{name}.{group}"
+            read_into(flat, self._reader.saved.file(self._at, saved_name), saved_name, 0)
             return
-        for parameter, shape in part.parameters:
-            stop = start + math.prod(shape)
-            first, last = max(start, begin), min(stop, begin + part.length)
-            if first < last:
-                weights = self._slice(self._table.find(parameter), name).reshape(-1)
-                flat[first - begin : last - begin] = weights[first - start : last - start]
-            start = stop
-
-    def _slice(self, row: Parameter, vector: str) -> Tensor:
-        """Return this rank's slice of a parameter; read no more where the checkpoint has the same slices."""
-        saved = self._reader.table.find(row.name)
-        if self._topology.tp == self._reader.topology.tp and saved.shape == row.shape:
-            return self._reader.read_slice(row.name, self._at.tp, [self._at.replica], vector)
-        full = self._reader.read(row.name, [self._at.replica], vector)
         # Padding of the vocabulary is cut or added: no token reads these rows, and the loss leaves them out.
-        rows = full[: row.shape[0]]
-        missing = row.shape[0] - len(rows)
-        if missing:
-            rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-        return row.slice(rows, self._at.tp, self._topology.tp)
+        part = self._layout[group]
+        for row, block in part.blocks(self._table, self._matrices, self._topology, self._at):
+            rectangle = self._reader.read_rectangle(row.name, block.place, [self._at.replica], name)
+            flat[block.own : block.own + block.size] = rectangle.view(-1)
 
     def _open(self, at: Position) -> safe_open:
         """Open the file of a saved rank that has all tensors but the slow weights."""

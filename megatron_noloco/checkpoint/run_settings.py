@@ -18,6 +18,7 @@ _SAME_DATA = (
     "data.split_special_tokens",
     "data.prepend_bos",
 )
+_SPLIT = "data.split"
 # Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
 _FIXED = (
     "model",
@@ -112,12 +113,15 @@ class CheckpointSettings:
         elif told and tokenizer[TEMPLATE] != self.tokenizer[TEMPLATE]:
             allowed.append(f"{_TOKENIZER}: another chat template than the checkpoint's")
         same = same_data(self.training_data, counters or {})
-        for name, before, after in _differences(self.with_defaults(saved), self.run):
+        differences = list(_differences(self.with_defaults(saved), self.run))
+        # Another split makes other contents of the same files.
+        comparable = all(name != _SPLIT for name, *_ in differences)
+        for name, before, after in differences:
             line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
             if name == _TOKENIZER and told and None not in (before, after):
                 allowed.append(line)  # the same tokens, or refused above
             elif name in _SAME_DATA and None not in (before, after, same):
-                if same:
+                if same or not comparable:
                     allowed.append(line)
                 else:
                     refused.append(f"{line}, with other contents")

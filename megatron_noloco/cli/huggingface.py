@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import math
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import StoppedError
 from megatron_noloco.cli.options import (
@@ -19,6 +22,9 @@ from megatron_noloco.cli.options import (
     utf8,
 )
 from megatron_noloco.files import writing
+
+if TYPE_CHECKING:
+    from megatron_noloco.huggingface.evaluate import Result
 
 _SHARD_BYTES = 500 * 10**6
 _MODEL = f"a Hugging Face folder, or a checkpoint: {CHECKPOINT}"
@@ -149,6 +155,7 @@ def _import(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.data.auto_tokenizer import check_exported, load_as_written, load_auto
     from megatron_noloco.huggingface.export import export
+    from megatron_noloco.huggingface.pretrained import NotFiniteWeightError
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.whole_model import generate
 
@@ -162,7 +169,12 @@ def _generate(args: argparse.Namespace) -> int:
         exported = Path(folder) / "model"
         export(source, exported, "float32", _SHARD_BYTES)
         check_exported(source.tokenizer, exported)
-        generate(exported, load_as_written, *options)
+        try:
+            generate(exported, load_as_written, *options)
+        except NotFiniteWeightError:  # which names the file of this export
+            raise StoppedError(
+                f"{source.saved}: holds NaN or infinite weights; training has diverged, take an earlier checkpoint"
+            ) from None
     return 0
 
 
@@ -173,12 +185,24 @@ def _evaluate(args: argparse.Namespace) -> int:
     if is_hugging_face(args.model):
         _refuse_tokenizer(args)
     weights = open_weights(args.model, args.data, args.seq_length, args.tokenizer)
-    for result in evaluate(weights, args.samples):
+    _say_losses(evaluate(weights, args.samples))
+    return 0
+
+
+def _say_losses(results: "Iterable[Result]") -> None:
+    """Write a line for each loss; raises StoppedError in the end where a loss is not finite."""
+    diverged = []
+    for result in results:
+        if not math.isfinite(result.loss):
+            diverged.append(f"{result.model} on {result.dataset}")
         say(
             f"{result.model} on {result.dataset}: loss {result.loss:.4f} nats per token, "
             f"perplexity {result.perplexity:.4f} ({result.tokens} tokens)"
         )
-    return 0
+    if diverged:
+        raise StoppedError(
+            f"the loss is not finite: {', '.join(diverged)}; training has diverged, evaluate an earlier checkpoint"
+        )
 
 
 def _refuse_tokenizer(args: argparse.Namespace) -> None:

@@ -93,6 +93,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
         from megatron_noloco.data.samples import VocabularyError
         from megatron_noloco.federation.keeping_up import NotFiniteError, UntrainedError
+        from megatron_noloco.huggingface.pretrained import NotFiniteWeightError
         from megatron_noloco.outer import PartnerTimeoutError
         from megatron_noloco.training.build import build
 
@@ -102,7 +103,10 @@ def _run(prepared: "Prepared", progress: str) -> int:
         return 0 if run.train() else FAILURE
     except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None
-    except VocabularyError:  # of a large dataset each sample is checked when it is read
+    except (
+        VocabularyError,
+        NotFiniteWeightError,
+    ):  # found when a sample of a large dataset, or a weight, is read
         raise
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
         raise UnexpectedError from error

@@ -126,6 +126,8 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
         yield f"data.{given[0]} and data.{given[1]} both say what is read; give one of them"
     if data.valid_data_path is not None and data.train_data_path is None:
         yield "data.valid_data_path goes together with data.train_data_path, which is missing"
+    if data.train_data_path is not None and data.split != DataConfig.model_fields["split"].default:
+        yield f'data.split "{data.split}" has no effect: data.train_data_path is read whole; leave it out'
     if data.tokenizer_type == "byte" and data.tokenizer_model is not None:
         yield 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'
     elif data.tokenizer_type != "byte" and data.tokenizer_model is None:

@@ -189,10 +189,11 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
         train_iters: local steps of the run.
     """
     problems = [*optimizer_block.check_optimizer(values["optimizer"]), *_check_precision(values)]
+    given = values.get("scheduler", {}).get("params", {}).get("total_num_steps")
     optimizer_block.complete(values, train_iters)
     optimizer, scheduler = values["optimizer"], values.get("scheduler")
     if scheduler is not None:
-        problems += optimizer_block.check_schedule(optimizer, scheduler)
+        problems += optimizer_block.check_schedule(optimizer, scheduler, is_auto=given == AUTO)
     zero = values.setdefault("zero_optimization", {})
     zero["stage"] = zero.get("stage") or 1  # why not 0: `deepspeed_settings` in engine/
     return values, [*problems, *_batch(values, dp_size)]

@@ -35,6 +35,8 @@ def of_saved_run(saved: dict[str, Any]) -> dict[str, Any]:
         federation = {}  # the other settings had no effect, and other defaults
     federation = {name: value for name, value in federation.items() if name != "relay"}  # which is gone
     data = dict(saved.get("data") or {})
+    if data.get("train_data_path") is not None:
+        data.pop("split", None)  # it had no effect
     # Up to version 0.2.0 special tokens that a text spells out were tokens; bytes spell out none.
     data.setdefault("split_special_tokens", data.get("tokenizer_type", "byte") == "byte")
     return saved | {"federation": federation, "data": data} | with_peak(saved)
@@ -53,8 +55,10 @@ def _overlap(overlap: Any) -> dict[str, Any] | None:
 
 
 def _routing(routing: Any) -> dict[str, Any] | None:
-    is_block = isinstance(routing, dict) and routing.keys() <= {"interval"}
-    return {"routing": routing.get("interval", "off")} if is_block else None
+    if not isinstance(routing, dict) or not routing.keys() <= {"interval"}:
+        return None
+    interval = routing.get("interval", "off")
+    return {"routing": interval} if isinstance(interval, str) else None
 
 
 def _only(left: Any) -> Callable[[Any], dict[str, Any] | None]:

@@ -202,23 +202,30 @@ def with_peak(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {"scheduler": {**scheduler, "params": {**params, "warmup_max_lr": peak}}}
 
 
-def check_schedule(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what a schedule contradicts: itself, or the optimizer."""
+def check_schedule(
+    optimizer: Mapping[str, Any], scheduler: Mapping[str, Any], is_auto: bool
+) -> Iterator[Problem]:
+    """Yield what a schedule contradicts: itself, or the optimizer.
+
+    Args:
+        is_auto: whether the file gives total_num_steps as "auto".
+    """
     schedule, params = scheduler["type"], scheduler["params"]
+    source = ' ("auto": training.train_iters)' if is_auto else ""
     if schedule in ("WarmupLR", "WarmupDecayLR"):
         yield from _check_one_rate(rates_of(optimizer), schedule, params)
     if schedule == "WSD":
         try:
             WSD(**params)
         except ValueError as error:
-            yield Problem(("scheduler",), f"scheduler.params: {error}")
+            yield Problem(("scheduler",), f"scheduler.params: {error}{source}")
         return
     total, (warm_up, by_default) = params.get("total_num_steps"), warm_up_of(schedule, params)
     if total is not None and warm_up > total:
         yield Problem(
             ("scheduler",),
             f"scheduler.params.warmup_num_steps {warm_up}{by_default} is more than "
-            f"scheduler.params.total_num_steps {total}",
+            f"scheduler.params.total_num_steps {total}{source}",
         )
 
 

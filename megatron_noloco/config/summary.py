@@ -17,7 +17,7 @@ from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import FederationSettings, NolocoSettings, TrainerSettings, gossip
+from megatron_noloco.settings import FederationSettings, NolocoSettings, TrainerSettings, rho
 
 
 def describe_data(config: RunConfig, topology: Topology) -> list[str]:
@@ -115,10 +115,10 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
 
 
 def _spread(noloco: TrainerSettings, replicas: int) -> str:
-    rho = gossip(noloco, replicas).rho
+    factor = rho(noloco, replicas)
     return (
-        f"without local steps, {rounds_to_halve(rho):.1f} rounds would halve the standard deviation of the "
-        f"weights over the replicas (rho = {rho:.3f}, explained in docs/method.md)"
+        f"without local steps, {rounds_to_halve(factor):.1f} rounds would halve the standard deviation of the "
+        f"weights over the replicas (rho = {factor:.3f}, explained in docs/method.md)"
     )
 
 

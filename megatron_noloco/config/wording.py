@@ -25,7 +25,6 @@ ALIASES = {
     "noloco.beta": "noloco.outer_lr",
     "outer_learning_rate": "noloco.outer_lr",
     "noloco.gamma": "noloco.consensus_weight",
-    "noloco.overlap": "noloco.overlap_steps",
     "moe_ffn_hidden_size": "model.ffn_hidden_size",
     "num_experts": "model.num_moe_experts",
     "num_local_experts": "model.num_moe_experts",
@@ -46,6 +45,9 @@ for _family in FAMILIES.values():
     ALIASES |= {theirs: f"model.{ours}" for ours, theirs in _family.hf_sizes.items() if theirs != ours}
 # Where no field is the same, what to know instead.
 HINTS = {
+    "noloco.overlap": 'write noloco.overlap_steps in its place: 0, a number of local steps, or "auto"',
+    "noloco.grouping": "replicas always exchange as wholes; leave it out",
+    "federation.local_steps": "write federation.skip_local_steps in its place: true or false",
     "learning_rate": "the learning rate is optimizer.params.lr",
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",

@@ -41,9 +41,7 @@ def folder_problem(tokenizer: Tokenizer) -> str:
     if not isinstance(tokenizer, FastTokenizer) or find_spec("transformers") is None:
         return ""
     folder = tokenizer.folder
-    try:
-        theirs = load_auto(folder)
-    except Exception:  # it raises anything for files that it does not expect
+    if (theirs := _loaded(folder)) is None:
         return ""
     found = _first_difference(tokenizer, "AutoTokenizer", theirs, with_ends=False)
     return found and (
@@ -61,10 +59,8 @@ def check_folder(tokenizer: Tokenizer) -> None:
 
 def folder_adds_bos(folder: Path) -> bool:
     """Return whether AutoTokenizer puts a BOS before a text; not where it cannot load the folder."""
-    try:
-        return adds_bos(load_auto(folder))
-    except Exception:  # it raises anything for files that it does not expect
-        return False
+    theirs = _loaded(folder)
+    return theirs is not None and adds_bos(theirs)
 
 
 def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
@@ -103,6 +99,14 @@ def load_as_written(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _loaded(folder: Path) -> Any:
+    """Return what AutoTokenizer loads from a folder; None where it cannot."""
+    try:
+        return load_auto(folder)
+    except Exception:  # it raises anything for files that it does not expect
+        return None
 
 
 def _first_difference(ours: Tokenizer, who: str, theirs: Any, with_ends: bool) -> str:

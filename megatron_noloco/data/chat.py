@@ -17,8 +17,8 @@ _CLOCK_THAT_STANDS = '{% macro strftime_now(format) %}{{ format | replace("%", "
 
 def render_conversation(
     messages: list[Any], tools: Any, tokenizer: Tokenizer
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation as the chat template renders it, and where its answers lie in this text.
+) -> tuple[str, list[tuple[int, int]], int]:
+    """Return a conversation as the chat template renders it, where its answers lie, and how many are empty.
 
     An answer is what the template adds to the messages before it, which are rendered with a generation prompt. Of
     each the first character is returned, and the one after its last; an answer of weight 0 is left out.
@@ -44,7 +44,21 @@ def render_conversation(
     _check_rendered(whole, shown)
     if _CLOCK in template:
         _check_clock(template, shown, tools, tokenizer)
-    return whole, answers
+    return whole, answers, sum(_is_empty(given[place]) for place in places)
+
+
+def in_words(value: Any) -> str:
+    """Return what a line of JSON, or a message in it, holds: keys with the kinds of their values, or its kind."""
+    if isinstance(value, dict):
+        return "has " + (", ".join(f'"{key}" ({_kind(held)})' for key, held in value.items()) or "no keys")
+    return f"is {_kind(value)}"
+
+
+def _kind(value: Any) -> str:
+    if value == []:
+        return "an empty list"
+    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def _check_tools(tools: Any, template: str) -> None:
@@ -63,7 +77,9 @@ def _read(number: int, message: Any, template: str) -> dict[str, Any]:
     Raises ValueError for what a message may not hold.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError('each of messages must be an object with "role" and "content"')
+        raise ValueError(
+            f'message {number} {in_words(message)}; each must be an object with "role" and "content"'
+        )
     message = {key: value for key, value in message.items() if value is not None}
     for key, value in message.items():
         if key not in _KEYS and value not in _NOTHING and not _mentions(template, key):
@@ -109,6 +125,11 @@ def _has_loss(number: int, message: dict[str, Any]) -> bool:
             '"assistant") have a loss'
         )
     return bool(weight)
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    given = {key: value for key, value in message.items() if key == "content" or key not in _KEYS}
+    return not any(value.strip() if isinstance(value, str) else value for value in given.values())
 
 
 # Rendering

@@ -1,6 +1,5 @@
 """A corpus of text files: find them, split them for training, validation and test, and tokenize them."""
 
-import codecs
 import hashlib
 import io
 import os
@@ -15,7 +14,7 @@ from typing import IO, NoReturn
 
 import numpy as np
 
-from megatron_noloco.data.encodings import check_utf_8, without_mark
+from megatron_noloco.data.encodings import check_utf_8, is_utf_8, without_mark
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -28,14 +27,6 @@ _ADVICE = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BATCH_PIECES = 16  # encoded at once: a tokenizer needs hundreds of bytes per token while it encodes
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text file."""
-
-    name: str  # POSIX path relative to the folder of the corpus: the same on every machine
-    text: bytes  # UTF-8
 
 
 @dataclass(frozen=True)
@@ -70,10 +61,9 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
         name, paths = f"{text} {platform.python_version()}", standard_library_files()
     else:
         paths, others = text_files(path)
-    documents = [
-        Document(path.relative_to(folder).as_posix(), without_mark(path.read_bytes())) for path in paths
-    ]
-    megabytes = sum(len(document.text) for document in documents) / 1e6
+    # By names that are the same on every machine.
+    documents = {path.relative_to(folder).as_posix(): without_mark(path.read_bytes()) for path in paths}
+    megabytes = sum(map(len, documents.values())) / 1e6
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
     for split_name, share, part in zip(("train", "validation"), astuple(split), parts, strict=False):
@@ -209,22 +199,17 @@ def _library_folder() -> Path:
 
 
 def _only_text(paths: Iterable[Path]) -> list[Path]:
-    """Return those of `paths` that hold text: at least one byte, and all of it UTF-8."""
-    return [path for path in paths if _is_text(path.read_bytes(), final=True)]
+    return [path for path in paths if _is_text(path.read_bytes())]
 
 
 def _begins_as_text(path: Path) -> bool:
     with path.open("rb") as file:
-        return _is_text(file.read(PIECE_BYTES), final=False)
+        return _is_text(read_piece(file))
 
 
-def _is_text(content: bytes, final: bool) -> bool:
-    """Return whether the content is UTF-8 text and not empty; unless `final`, it may end within a character."""
-    try:
-        check_utf_8(content)
-        return codecs.getincrementaldecoder("utf-8-sig")().decode(content, final) != ""
-    except ValueError:
-        return False
+def _is_text(content: bytes) -> bool:
+    """Return whether bytes are UTF-8 text and not empty."""
+    return without_mark(content) != b"" and is_utf_8([content])
 
 
 def _no_text_error(path: Path) -> ValueError:
@@ -239,26 +224,26 @@ def _no_text_error(path: Path) -> ValueError:
 # Splits
 
 
-def _split_by_file(documents: list[Document], split: Split) -> list[list[bytes]]:
+def _split_by_file(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:
     """Assign whole files to splits, each by a hash of its name: adding a file moves no other file."""
     parts: list[list[bytes]] = [[], [], []]
-    for document in documents:
-        digest = hashlib.sha256(os.fsencode(document.name)).digest()
+    for name, text in documents.items():
+        digest = hashlib.sha256(os.fsencode(name)).digest()
         point = int.from_bytes(digest[:6], "big") / 2**48  # 48 bits: exact, and below 1
-        parts[(point >= split.train) + (point >= split.train + split.validation)].append(document.text)
+        parts[(point >= split.train) + (point >= split.train + split.validation)].append(text)
     return parts
 
 
-def _split_by_position(documents: list[Document], split: Split) -> list[list[bytes]]:
+def _split_by_position(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:
     """Assign the beginning of each file to training, what follows to validation, its end to test."""
     parts: list[list[bytes]] = [[], [], []]
-    for document in documents:
-        size = len(document.text)
+    for text in documents.values():
+        size = len(text)
         ends = (size * split.train, size * (split.train + split.validation))
-        cuts = [0, *(_character_start(document.text, round(end)) for end in ends), size]
+        cuts = [0, *(_character_start(text, round(end)) for end in ends), size]
         for part, start, stop in zip(parts, cuts, cuts[1:], strict=False):
             if start < stop:
-                part.append(document.text[start:stop])
+                part.append(text[start:stop])
     return parts
 
 
@@ -282,23 +267,17 @@ def _tokenize(texts: list[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, int
 
     The second value is the number of special tokens that the texts spell out.
     """
-    if not isinstance(tokenizer, ByteTokenizer):
-        begin, end = np.array(tokenizer.before_document, dtype=int), np.array([tokenizer.end_of_document])
-        parts, special, begins = [np.empty(0, dtype=np.int32)], 0, True
-        pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
-        while batch := list(islice(pieces, _BATCH_PIECES)):
-            decoded = [piece.decode() for piece, _ in batch]
-            special += sum(map(tokenizer.count_special, decoded))
-            for ids, (_, last) in zip(tokenizer.encode_batch(decoded), batch, strict=True):
-                parts += [*[begin] * begins, ids, *[end] * last]
-                begins = last
-        return np.concatenate(parts, dtype=np.int32), special
-    tokens = np.full(sum(map(len, texts)) + len(texts), tokenizer.end_of_document, dtype=np.uint16)
-    offset = 0
-    for text in texts:
-        tokens[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
-        offset += len(text) + 1
-    return tokens, 0
+    dtype = np.uint16 if isinstance(tokenizer, ByteTokenizer) else np.int32
+    begin, end = (np.array(t, dtype) for t in (tokenizer.before_document, [tokenizer.end_of_document]))
+    parts, special, begins = [np.empty(0, dtype)], 0, True
+    pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
+    while batch := list(islice(pieces, _BATCH_PIECES)):
+        decoded = [piece.decode() for piece, _ in batch]
+        special += sum(map(tokenizer.count_special, decoded))
+        for ids, (_, last) in zip(tokenizer.encode_batch(decoded), batch, strict=True):
+            parts += [*[begin] * begins, ids, *[end] * last]
+            begins = last
+    return np.concatenate(parts, dtype=dtype), special
 
 
 def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:

@@ -2,23 +2,24 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.corpus import Corpus, load_corpus
+from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.indexed import IndexedTokens, open_indexed
-from megatron_noloco.data.records import Record, RecordDataset, load_records
+from megatron_noloco.data.records import RecordDataset, load_records
 from megatron_noloco.data.samples import (
     JoinedDataset,
     SampleDataset,
     ShuffledDataset,
     TokenDataset,
     check_vocabulary,
+    in_samples,
 )
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -108,42 +109,14 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
-    if isinstance(source, TextSource):
-        corpus = load_corpus(source.text, source.split, tokenizer)
-        training = [_corpus_part(corpus, _TRAINING, needs)]
-        validation = [_corpus_part(corpus, _VALIDATION, needs)] if needs.evaluates else []
-        summary = (
-            f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
-            f"{len(corpus.validation)} validation tokens{corpus.left_out}"
-            f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
-        )
-    elif isinstance(source, RecordSource):
-        records = load_records(source.path, tokenizer)
-        training = [_record_part(source, records, _TRAINING, tokenizer, needs)]
-        validation = [_record_part(source, records, _VALIDATION, tokenizer, needs)] if needs.evaluates else []
-        cut = sum(
-            part.dataset.cut for part in training + validation if isinstance(part.dataset, RecordDataset)
-        )
-        summary = (
-            f"{source.path}, {len(records)} records ({cut} longer than a sample), {len(training[0].dataset)} "
-            f"training samples with {len(training[0].dataset.tokens)} tokens in answers"
-            f"{_spelled_out_in(records, as_text=True)}{_spelled_out_in(records, as_text=False)}"
-        )
-    else:
-        # Both splits are often of one dataset, whose index may be long.
-        open_once = cache(partial(open_indexed, tokenizer=tokenizer))
-        training = _indexed_training(source, needs, open_once)
-        validation = _indexed_validation(source, needs, open_once) if needs.evaluates else []
-        summary = f"{_summary(training, 'training')}; {_summary(validation, 'validation')}"
-        summary += "".join(_check_beginnings(source, open_once, tokenizer))
+    splits = (_TRAINING, _VALIDATION) if needs.evaluates else (_TRAINING,)
+    (training, *others), summary = _read(source, tokenizer, needs, splits)
+    validation = others[0] if others else []
     datasets = Datasets(training, validation, summary, needs.vocab_size)
-    for part in training + validation:
-        _check_tokens(part.dataset, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
-        tokens = sum(len(part.dataset.tokens) for part in training)
         raise ValueError(
-            f"corpus too small: {datasets.train.name} has {tokens} tokens = {len(datasets.train)} samples of "
-            f"{needs.seq_length}, one global batch needs {needs.global_batch}"
+            f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
+            f"{datasets.train.name} has {len(datasets.train)}"
         )
     return datasets
 
@@ -152,14 +125,7 @@ def validation_datasets(
     source: Source, tokenizer: Tokenizer, needs: Needs
 ) -> list[TokenDataset | RecordDataset]:
     """Return a run's validation datasets without building its training datasets; raises ValueError."""
-    if isinstance(source, TextSource):
-        parts = [_corpus_part(load_corpus(source.text, source.split, tokenizer), _VALIDATION, needs)]
-    elif isinstance(source, RecordSource):
-        parts = [_record_part(source, load_records(source.path, tokenizer), _VALIDATION, tokenizer, needs)]
-    else:
-        parts = _indexed_validation(source, needs, partial(open_indexed, tokenizer=tokenizer))
-    for part in parts:
-        _check_tokens(part.dataset, needs.vocab_size)
+    (parts,), _ = _read(source, tokenizer, needs, (_VALIDATION,))
     return [part.dataset for part in parts]
 
 
@@ -187,46 +153,102 @@ def spelled_out(special_tokens: int, as_text: bool) -> str:
     return f"; special tokens spelled out: {special_tokens}, read as {how}"
 
 
-def _spelled_out_in(records: list[Record], as_text: bool) -> str:
-    return spelled_out(sum(record.spelled_out for record in records if record.as_text == as_text), as_text)
+def _read(
+    source: Source, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    """Return the parts of each of the splits, and a summary if training is among them.
+
+    Raises ValueError for a part without samples, and for wrong tokens.
+    """
+    match source:
+        case TextSource():
+            found = _read_text(source, tokenizer, needs, splits)
+        case RecordSource():
+            found = _read_records(source, tokenizer, needs, splits)
+        case IndexedSource():
+            found = _read_indexed(source, tokenizer, needs, splits)
+    for part in chain(*found[0]):
+        _check_tokens(part.dataset, needs.vocab_size)
+    return found
 
 
-def _corpus_part(corpus: Corpus, split: int, needs: Needs) -> Part:
-    tokens, name = (
-        (corpus.train, corpus.validation)[split],
-        f"the {_SPLIT_NAMES[split]} split of {corpus.name}",
+def _read_text(
+    source: TextSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    corpus = load_corpus(source.text, source.split, tokenizer)
+    tokens = (corpus.train, corpus.validation)
+    parts = [[Part(TokenDataset(tokens[split], needs, _name(split, corpus.name)), 1.0)] for split in splits]
+    summary = (
+        f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
+        f"{len(corpus.validation)} validation tokens{corpus.left_out}"
+        f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
     )
-    return Part(TokenDataset(tokens, needs, name), 1.0)
+    return parts, summary
 
 
-def _record_part(
-    source: RecordSource, records: list[Record], split: int, tokenizer: Tokenizer, needs: Needs
-) -> Part:
-    first, stop = split_bounds(source.split, len(records))[split : split + 2]
-    name = f"the {_SPLIT_NAMES[split]} split of {source.path}"
-    if first == stop:
-        raise ValueError(
-            f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty ({len(records)} "
-            "records); raise its weight or add records"
-        )
-    padding = tokenizer.end_of_document
-    return Part(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding), 1.0)
+def _read_records(
+    source: RecordSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    records, datasets = load_records(source.path, tokenizer), []
+    for split in splits:
+        first, stop = split_bounds(source.split, len(records))[split : split + 2]
+        if first == stop:
+            problem = _no_share(source.split, split, source.path)
+            raise ValueError(f"{problem} ({len(records)} records); raise its weight or add records")
+        name, padding = _name(split, source.path), tokenizer.end_of_document
+        datasets.append(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding))
+    spelled = (
+        spelled_out(sum(record.spelled_out for record in records if record.as_text == as_text), as_text)
+        for as_text in (True, False)
+    )
+    cut = sum(dataset.cut for dataset in datasets)
+    summary = (
+        f"{source.path}, {len(records)} records ({cut} longer than a sample), "
+        f"{len(datasets[0])} training samples with {len(datasets[0].tokens)} tokens in answers{''.join(spelled)}"
+    )
+    if empty := sum(record.empty for record in records):
+        summary += f"; empty answers: {empty}, of which only the end is learnt"
+    return [[Part(dataset, 1.0)] for dataset in datasets], summary if _TRAINING in splits else ""
 
 
-def _indexed_training(source: IndexedSource, needs: Needs, open_indexed: _OpenIndexed) -> list[Part]:
-    parts = []
-    for indexed, (first, stop), name, weight in _split_of_blend(source, _TRAINING, open_indexed):
-        tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
-        parts.append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
-    return parts
+def _read_indexed(
+    source: IndexedSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    """Shuffle training alone, so that every run is evaluated on the same samples."""
+    # Both splits are often of one dataset, whose index may be long.
+    open_once = cache(partial(open_indexed, tokenizer=tokenizer))
+    found = []
+    for split in splits:
+        found.append(list[Part]())
+        for indexed, (first, stop), name, weight in _split_of_blend(source, split, open_once):
+            tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
+            if split == _TRAINING:
+                found[-1].append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
+            else:
+                found[-1].append(Part(TokenDataset(tokens, needs, name), weight))
+    if _TRAINING not in splits:
+        return found, ""
+    summary = "; ".join(
+        f"{name}: {_in_words(parts)}" for name, parts in zip(_SPLIT_NAMES, [*found, []], strict=False)
+    )
+    return found, summary + "".join(_check_beginnings(source, open_once, tokenizer))
 
 
-def _indexed_validation(source: IndexedSource, needs: Needs, open_indexed: _OpenIndexed) -> list[Part]:
-    """Return the validation parts, not shuffled, so that every run is evaluated on the same samples."""
-    return [
-        Part(TokenDataset(indexed.part(*bounds), needs, name), weight)
-        for indexed, bounds, name, weight in _split_of_blend(source, _VALIDATION, open_indexed)
-    ]
+def _in_words(parts: list[Part]) -> str:
+    slots = slots_of([part.weight for part in parts]) if parts else ()
+    shares = ", ".join(
+        f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * slot / sum(slots):.4g} %)"
+        for part, slot in zip(parts, slots, strict=True)
+    )
+    return shares or "none"
+
+
+def _name(split: int, of: str) -> str:
+    return f"the {_SPLIT_NAMES[split]} split of {of}"
+
+
+def _no_share(shares: Split, split: int, of: str) -> str:
+    return f"data.split: a share of {astuple(shares)[split]:.4g} leaves {_name(split, of)} empty"
 
 
 def _check_beginnings(
@@ -264,9 +286,8 @@ def _split_of_blend(
             yield indexed, (0, sequences), prefix, weight
             continue
         first, stop = split_bounds(source.split, sequences)[split : split + 2]
-        name = f"the {_SPLIT_NAMES[split]} split of {prefix}"
         if not len(indexed.part(first, stop)):
-            share = f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty"
+            share = _no_share(source.split, split, prefix)
             if sequences == 1:
                 raise ValueError(
                     f"{share}: one sequence cannot be divided; preprocess several documents, such as JSON lines, "
@@ -276,21 +297,13 @@ def _split_of_blend(
                 f"{share} ({sequences} sequences); raise its weight, or give data.train_data_path and "
                 "data.valid_data_path"
             )
-        yield indexed, (first, stop), name, weight
+        yield indexed, (first, stop), _name(split, prefix), weight
 
 
 def split_bounds(split: Split, sequences: int) -> list[int]:
     """Return where train, validation and test begin, in sequences, and where test ends; rounded as in Megatron."""
     bounds = [0, *(round(share * sequences) for share in accumulate(astuple(split)))]
     return [*bounds[:-1], sequences]
-
-
-def _summary(parts: list[Part], split_name: str) -> str:
-    shares = ", ".join(
-        f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * part.weight:.4g} %)"
-        for part in parts
-    )
-    return f"{split_name}: {shares or 'none'}"
 
 
 # The tokens of a dataset

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_noloco.files import read_object
 from megatron_noloco.job.activity import line_of
 
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
 # Keys of tokenizer_config.json for other classes than the export's, or that add tokens at the ends of a text.
 _OF_OTHER_CLASSES = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "legacy", "use_fast")
+_DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder beside tokenizer.json
 
 
@@ -25,6 +27,14 @@ class FastTokenizer:
     """The tokenizer in a `tokenizer.json`; adds no special tokens at the ends of a text.
 
     Only chat templates need transformers.
+
+    Attributes:
+        vocab_size: number of ids, gaps included.
+        end_of_document: the token that ends each document.
+        beginning_of_document: the token that a file names for the beginning of a text (BOS), or None.
+        before_document: tokens with which each document begins in training: BOS if asked for, or none.
+        splits_special_tokens: whether a special token that a text spells out is text; in a template's it never is.
+        folder: where its files are.
     """
 
     def __init__(self, path: Path, split_special_tokens: bool = True, prepend_bos: bool = False) -> None:
@@ -73,10 +83,12 @@ class FastTokenizer:
 
     @cached_property
     def digest(self) -> str:
+        """Hex SHA-256 of all that decides which tokens a text gets, with the tokens of begin and end."""
         return _sha256([self._content, self.beginning_of_document, self.end_of_document])
 
     @cached_property
     def template_digest(self) -> str:
+        """Hex SHA-256 of the chat template; "" where there is none."""
         return _sha256(self._template) if self._template else ""
 
     def extends(self, other: "FastTokenizer") -> bool:
@@ -86,13 +98,13 @@ class FastTokenizer:
     @property
     def _content(self) -> dict[str, Any]:
         """What of a tokenizer.json decides tokens, without the differences between its versions."""
-        content = json.loads(self._tokenizer.to_str())
+        content = json.loads(self._tokenizer.to_str(), object_hook=_without_defaults)
         # The decoder decides no token; truncation, padding and the like are taken out already.
-        content = {name: content[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+        content = {name: content[name] for name in _DECIDING if name in content}
         if "merges" in content["model"]:  # before tokenizers 0.20 a text: "a b"
             merges = content["model"]["merges"]
             content["model"]["merges"] = [m.split(" ") if isinstance(m, str) else m for m in merges]
-        return _without_defaults(content)
+        return content
 
     @property
     def _rules(self) -> dict[str, Any]:
@@ -108,7 +120,7 @@ class FastTokenizer:
         files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / "chat_template.jinja"]
         if texts := {file.name: file.read_text("utf-8") for file in files if file.is_file()}:
             return texts
-        return _read_json(self.folder / "tokenizer_config.json").get("chat_template")
+        return self._read("tokenizer_config.json").get("chat_template")
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -117,6 +129,7 @@ class FastTokenizer:
 
     @property
     def end_of_answer(self) -> int | None:
+        """The first special token after an answer in the chat template; None where there is none."""
         question, answer = "a question", "the answer"
         try:
             text = self.render(
@@ -130,13 +143,16 @@ class FastTokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
+        """The special tokens that a text can spell out, with their ids."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of `text`, shape [tokens]; nothing is added at either end."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of each text; faster than `encode` for each."""
         self._tokenizer.encode_special_tokens = self.splits_special_tokens
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
@@ -144,6 +160,11 @@ class FastTokenizer:
     def encode_with_starts(
         self, texts: list[str], from_template: bool = False
     ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return of each text its tokens, and the character at which each token begins, both shape [tokens].
+
+        Args:
+            from_template: whether special tokens that the texts spell out are these tokens in any case.
+        """
         self._tokenizer.encode_special_tokens = self.splits_special_tokens and not from_template
         return [
             (
@@ -154,6 +175,7 @@ class FastTokenizer:
         ]
 
     def count_special(self, text: str) -> int:
+        """Return how many special tokens `text` spells out."""
         return sum(1 for _ in self._spelled_out.finditer(text)) if self.special_tokens else 0
 
     @cached_property
@@ -165,6 +187,7 @@ class FastTokenizer:
         return re.compile("|".join(f"(?:{'|'.join(map(re.escape, tokens))})" for _, tokens in groups))
 
     def chat_template(self, tools: Any = None) -> str:
+        """Return the chat template for conversations with these tools; raises ValueError where there is none."""
         if not self._with_template.chat_template:
             raise ValueError(
                 f"tokenizer_model {self.folder} has no chat template (a chat_template.jinja, or chat_template in "
@@ -179,6 +202,15 @@ class FastTokenizer:
         add_generation_prompt: bool = False,
         template: str | None = None,
     ) -> str:
+        """Return the text of a conversation in the chat template.
+
+        Raises ValueError where there is no template, or the template refuses the messages.
+
+        Args:
+            tools: the tools that the assistant may call, in the form that the template takes.
+            add_generation_prompt: whether to append the beginning of an answer.
+            template: another chat template; None: that of the tokenizer.
+        """
         chosen = template or self.chat_template(tools)
         try:
             return self._with_template.apply_chat_template(
@@ -205,9 +237,18 @@ class FastTokenizer:
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def save(self, folder: Path, max_length: int) -> None:
+        """Write the files that `AutoTokenizer.from_pretrained` reads: it adds a BOS if training does."""
+        from tokenizers import Tokenizer, processors
+
         self._copy_to(folder)
-        self._with_beginning().save(str(folder / "tokenizer.json"))
-        given = _read_json(folder / "tokenizer_config.json")
+        whole = Tokenizer.from_str(self._tokenizer.to_str())
+        for number in self.before_document:
+            token = whole.id_to_token(number)
+            whole.post_processor = processors.TemplateProcessing(
+                single=[token, "$A"], special_tokens=[(token, number)]
+            )
+        whole.save(str(folder / "tokenizer.json"))
+        given = self._read("tokenizer_config.json")
         settings = {
             # The defaults of this class remove spaces, and give inputs that no model here takes.
             "clean_up_tokenization_spaces": False,
@@ -221,6 +262,7 @@ class FastTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def keep_in(self, folder: Path) -> None:
+        """Copy the files from which the tokenizer can be built again, unless they are there."""
         try:
             kept = FastTokenizer(folder)
             if (kept.digest, kept.template_digest) == (self.digest, self.template_digest):
@@ -242,23 +284,15 @@ class FastTokenizer:
         if (self.folder / _MORE_TEMPLATES).is_dir():
             shutil.copytree(self.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
 
-    def _with_beginning(self) -> Any:
-        """Return the tokenizer without truncation and padding; it adds what documents begin with in training."""
-        from tokenizers import Tokenizer, processors
-
-        whole = Tokenizer.from_str(self._tokenizer.to_str())
-        if self.before_document:
-            (number,) = self.before_document
-            token = whole.id_to_token(number)
-            whole.post_processor = processors.TemplateProcessing(
-                single=[token, "$A"], special_tokens=[(token, number)]
-            )
-        return whole
+    def _read(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file beside tokenizer.json, empty where there is none; raises ValueError."""
+        path = self.folder / name
+        return read_object(path, "copy the tokenizer's files again") if path.is_file() else {}
 
     def _named(self, role: str) -> str | None:
         """Return the text of the token that a file beside tokenizer.json names, such as "bos_token"; else None."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = _read_json(self.folder / name).get(role)
+            token = self._read(name).get(role)
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 return text
@@ -279,25 +313,6 @@ def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _without_defaults(content: Any) -> Any:
-    """Return a part of a tokenizer.json without what is null or false, which other versions do not write."""
-    if isinstance(content, dict):
-        return {
-            key: _without_defaults(held)
-            for key, held in content.items()
-            if held is not None and held is not False
-        }
-    return [_without_defaults(held) for held in content] if isinstance(content, list) else content
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty where there is no file; raises ValueError."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return content
+def _without_defaults(content: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a tokenizer.json without what is null or false, which other versions do not write."""
+    return {key: held for key, held in content.items() if held is not None and held is not False}

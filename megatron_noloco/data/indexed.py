@@ -10,7 +10,6 @@ import struct
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -29,38 +28,6 @@ _DTYPES: dict[int, type[np.generic]] = {
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
-@dataclass(frozen=True)
-class _Index:
-    """The contents of an .idx file."""
-
-    dtype: np.dtype
-    lengths: np.ndarray  # tokens of each sequence, int32 [sequences]
-    pointers: np.ndarray  # the byte of the .bin file where each sequence begins, int64 [sequences]
-    document_bounds: np.ndarray  # the first sequence of each document, and the end, int64 [documents + 1]
-
-    @classmethod
-    def read(cls, path: Path) -> "_Index":
-        """Map a file into memory; raises ValueError unless it is a complete index."""
-        index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-        if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
-            raise ValueError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
-        _, version, code, sequences, bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
-        if version != _VERSION or code not in _DTYPES:
-            raise ValueError(f"{path}: version {version} with token type {code} is not known")
-        needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
-        if len(index) < needed:
-            raise ValueError(
-                f"{path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short"
-            )
-        starts = [_HEADER.size + sequences * size for size in (0, 4, 4 + 8)]
-        return cls(
-            np.dtype(_DTYPES[code]),
-            np.frombuffer(index, np.int32, sequences, starts[0]),
-            np.frombuffer(index, np.int64, sequences, starts[1]),
-            np.frombuffer(index, np.int64, bounds, starts[2]),
-        )
-
-
 class IndexedTokens:
     """The tokens under a prefix, memory-mapped, as one stream; incomplete files are refused.
 
@@ -77,8 +44,7 @@ class IndexedTokens:
                     f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
                     '`data preprocess` wrote, without ".bin"'
                 )
-        index = _Index.read(idx_path)
-        self.dtype, self.lengths, self.document_bounds = index.dtype, index.lengths, index.document_bounds
+        self.dtype, self.lengths, pointers, self.document_bounds = _read_index(idx_path)
         sequences, size = len(self.lengths), bin_path.stat().st_size
         tokens = int(self.lengths.sum(dtype=np.int64))
         if size != tokens * self.dtype.itemsize:
@@ -88,7 +54,7 @@ class IndexedTokens:
             )
         if not tokens:
             raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
-        ordered = np.array_equal(index.pointers, self.offsets[:-1] * self.dtype.itemsize)
+        ordered = np.array_equal(pointers, self.offsets[:-1] * self.dtype.itemsize)
         if not ordered or int(self.lengths.min()) < 0:
             raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
         bounds = self.document_bounds
@@ -128,9 +94,28 @@ def _record_of(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer.sha256")
 
 
-def token_dtype(vocab_size: int) -> type[np.generic]:
-    """Return the type in which Megatron stores the tokens of a vocabulary of this size."""
-    return np.uint16 if vocab_size < _UINT16_BELOW else np.int32
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Map an .idx file into memory; raises ValueError unless it is complete.
+
+    Returns the type of tokens; the length of each sequence, int32 [sequences]; the byte of the .bin file at which
+    each begins, int64 [sequences]; the first sequence of each document, and the end, int64 [documents + 1].
+    """
+    index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+    if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
+        raise ValueError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
+    _, version, code, sequences, bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
+    if version != _VERSION or code not in _DTYPES:
+        raise ValueError(f"{path}: version {version} with token type {code} is not known")
+    needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
+    if len(index) < needed:
+        raise ValueError(f"{path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short")
+    starts = [_HEADER.size + sequences * size for size in (0, 4, 4 + 8)]
+    return (
+        np.dtype(_DTYPES[code]),
+        np.frombuffer(index, np.int32, sequences, starts[0]),
+        np.frombuffer(index, np.int64, sequences, starts[1]),
+        np.frombuffer(index, np.int64, bounds, starts[2]),
+    )
 
 
 class IndexedWriter:
@@ -139,7 +124,7 @@ class IndexedWriter:
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         """Raises ValueError where the dataset exists, or another process is writing it."""
         self.prefix = prefix
-        self._dtype = token_dtype(vocab_size)
+        self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
         self._partial = Path(f"{prefix}.bin.partial")
         self._tokens = _open_alone(self._partial)
         if Path(f"{prefix}.idx").exists():

@@ -1,16 +1,14 @@
 """Read the inputs of preprocessing: text, JSON lines and Parquet, plain or compressed, files or folders."""
 
-import codecs
 import io
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from megatron_noloco.data.corpus import (
     COMPRESSIONS,
@@ -20,7 +18,7 @@ from megatron_noloco.data.corpus import (
     files_below,
     read_piece,
 )
-from megatron_noloco.data.encodings import check_utf_8, without_mark
+from megatron_noloco.data.encodings import check_utf_8, check_whole_characters, is_utf_8, without_mark
 
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 
@@ -45,46 +43,13 @@ class Input:
         return self.path.stat().st_size
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Consecutive records of one input."""
+class Piece(NamedTuple):
+    """A document, or a piece of a long text."""
 
-    input: Input
-    first: int  # number of the first record, from 1: a line of JSON, a row of Parquet, a piece of text
-    records: list[Any]  # bytes of text or of a JSON line; a dict of columns for Parquet
-    ends_document: bool  # False: the last record, a long text, continues in the next batch
-    read_bytes: int  # bytes of the input on disk since the batch before
-
-    @property
-    def begins_document(self) -> bool:
-        """Whether the first record begins a document: it is no further piece of a long text."""
-        return self.input.kind != "text" or self.first == 1
-
-    @property
-    def holds_whole_documents(self) -> bool:
-        return self.begins_document and self.ends_document
-
-    def texts(self, keys: tuple[str, ...]) -> list[list[str]]:
-        """Return the texts of each record in the order of `keys`, "" for null, without blank lines.
-
-        Raises ValueError that names the file, and the line or row, of a record that cannot be read.
-        """
-        if self.input.kind == "text":
-            try:
-                return [[record.decode()] for record in self.records]
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{self.input.path}: not UTF-8 text ({error.reason})") from None
-        unit = "row" if self.input.kind == "parquet" else "line"
-        rows = []
-        for number, record in enumerate(self.records, self.first):
-            if isinstance(record, bytes) and record.isspace():  # a line between records
-                continue
-            try:
-                fields = record if isinstance(record, dict) else parse_json(record)
-                rows.append([_text(fields, key) for key in keys])
-            except ValueError as error:
-                raise ValueError(f"{self.input.path}, {unit} {number}: {error}") from None
-        return rows
+    texts: list[str]  # of each key; "" for null
+    read_bytes: int  # of the input on disk since the piece before
+    begins: bool = True  # whether it is the first of its document
+    ends: bool = True  # whether it is the last
 
 
 def plain_name(path: Path) -> str:
@@ -105,6 +70,15 @@ def parse_json(line: bytes) -> Any:
     raise ValueError(f"not JSON ({reason}); each line must hold one whole JSON object")
 
 
+def _texts(record: Any, keys: tuple[str, ...], place: str) -> list[str]:
+    """Return the text under each key of a row, or of a line of JSON; raises ValueError that names the place."""
+    try:
+        fields = parse_json(record) if isinstance(record, bytes) else record
+        return [_text(fields, key) for key in keys]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
 def _text(fields: Any, key: str) -> str:
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object; each line must hold one")
@@ -113,12 +87,7 @@ def _text(fields: Any, key: str) -> str:
     text = fields[key]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{key!r} holds {type(text).__name__}, not text (--json-keys)")
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:  # JSON can escape halves of characters, which no tokenizer takes
-        raise ValueError(
-            "holds half a character (a surrogate such as \\ud83d without its other half)"
-        ) from None
+    check_whole_characters(text or "")
     return text or ""
 
 
@@ -139,21 +108,29 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
     return inputs
 
 
-def read_batches(item: Input, columns: list[str]) -> Iterator[Batch]:
-    """Read the records of one input in order; raises ValueError when the file is damaged.
+def read_pieces(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
+    """Read the documents of one input in order, without blank lines.
 
-    Memory holds one batch at a time. JSON is read as lines and parsed by `Batch.texts`: pyarrow's reader parses
-    faster, but its errors name no line, and it requires the same type under a key in every line.
+    JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
+    type under a key in every line. Raises ValueError that names the file, and the line or row, where it cannot.
 
     Args:
-        columns: the columns to read from a Parquet file.
+        keys: of JSON, or columns of a Parquet file.
     """
     if item.kind == "parquet":
-        yield from _read_parquet(item, columns)
+        yield from _read_parquet(item, keys)
         return
     read = _read_lines if item.kind == "jsonl" else _read_text
     with opened(item.path) as (raw, file):
-        yield from read(item, raw, file)
+        yield from read(item, keys, raw, file)
+
+
+def is_text(item: Input) -> bool:
+    """Return whether a file is read; one that was found in a folder must be UTF-8 text, no picture or archive."""
+    if item.kind != "text" or item.folder is None:
+        return True
+    with opened(item.path) as (_, file):
+        return is_utf_8(iter(partial(file.read, PIECE_BYTES), b""))
 
 
 @contextmanager
@@ -161,18 +138,16 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file, and what it holds before compression; raises ValueError where it cannot be decompressed."""
     try:
         with path.open("rb") as raw:
-            yield raw, _decompressed(path, raw)
+            compression = COMPRESSIONS.get(path.suffix.lower())
+            if compression is None:
+                yield raw, raw
+            else:
+                stream = _pyarrow(path).CompressedInputStream(raw, compression)
+                yield raw, io.BufferedReader(stream, PIECE_BYTES)
     except OSError as error:
         if path.suffix.lower() not in COMPRESSIONS:
             raise
         raise ValueError(f"{path}: cannot be decompressed ({error})") from None
-
-
-def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    if compression is None:
-        return raw
-    return io.BufferedReader(_pyarrow(path).CompressedInputStream(raw, compression), PIECE_BYTES)
 
 
 def _pyarrow(path: Path) -> ModuleType:
@@ -185,61 +160,47 @@ def _pyarrow(path: Path) -> ModuleType:
     return pyarrow
 
 
-def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
-    first, before = 1, 0
+def _read_lines(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
+    number = before = 0
     while lines := file.readlines(PIECE_BYTES):
-        place = raw.tell()
-        yield Batch(item, first, lines, True, place - before)
-        first, before = first + len(lines), place
+        read = raw.tell() - before
+        before += read
+        for number, line in enumerate(lines, number + 1):  # noqa: B020, evaluated once
+            if not line.isspace():
+                yield Piece(_texts(line, keys, f"{item.path}, line {number}"), read)
+                read = 0
 
 
-def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
-    """Read a file as one document, a long one in pieces of whole lines.
-
-    A file that was found in a folder and is not UTF-8 (a picture, an archive) gives a batch without records.
-    """
-    if item.folder is not None and not _is_text(item):
-        yield Batch(item, 1, [], True, item.bytes)
-        return
-    number, before, piece = 1, 0, without_mark(read_piece(file))
+def _read_text(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
+    """Read a file as one document, a long one in pieces of whole lines."""
+    begins, before, piece = True, 0, without_mark(read_piece(file))
     try:
         check_utf_8(piece)
+        while piece or begins:
+            following, place = read_piece(file), raw.tell()
+            yield Piece([piece.decode()], place - before, begins, not following)
+            begins, before, piece = False, place, following
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{item.path}: not UTF-8 text ({error.reason})") from None
     except ValueError as error:
         raise ValueError(f"{item.path}: {error}") from None
-    while piece or number == 1:
-        following = read_piece(file)
-        place = raw.tell()
-        yield Batch(item, number, [piece], not following, place - before)
-        number, piece, before = number + 1, following, place
 
 
-def _is_text(item: Input) -> bool:
-    """Return whether a whole file is UTF-8 text."""
-    with opened(item.path) as (_, file):
-        pieces = iter(partial(file.read, PIECE_BYTES), b"")
-        try:
-            first = next(pieces, b"")
-            check_utf_8(first)
-            return all(True for _ in codecs.iterdecode(chain([first], pieces), "utf-8"))
-        except ValueError:
-            return False
-
-
-def _read_parquet(item: Input, columns: list[str]) -> Iterator[Batch]:
+def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
     pyarrow = _pyarrow(item.path)
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(item.path) as file:
             names = file.schema_arrow.names
-            missing = [name for name in columns if name not in names]
+            missing = [name for name in keys if name not in names]
             if missing:
                 raise ValueError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
-            first, rows = 1, max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=columns):
-                records = batch.to_pylist()
-                done, before = (item.bytes * count // rows for count in (first - 1 + len(records), first - 1))
-                yield Batch(item, first, records, True, done - before)
-                first += len(records)
+            number, rows = 0, max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=list(keys)):
+                for row in batch.to_pylist():
+                    number += 1
+                    texts = _texts(row, keys, f"{item.path}, row {number}")
+                    yield Piece(texts, item.bytes * number // rows - item.bytes * (number - 1) // rows)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{item.path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None

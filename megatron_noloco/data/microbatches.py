@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.samples import SampleDataset
+from megatron_noloco.data.samples import SampleDataset, in_samples
 from megatron_noloco.monitor.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder
@@ -28,9 +28,8 @@ class Microbatch(NamedTuple):
 
     def pinned(self) -> "Microbatch":
         """Return a copy in pinned memory, from which a GPU copies asynchronously."""
-        tokens, labels, documents = self
-        pinned = documents if documents is None else documents.pin_memory()
-        return Microbatch(tokens.pin_memory(), labels.pin_memory(), pinned)
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return Microbatch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)
 
 
 class MicrobatchSource:
@@ -80,8 +79,8 @@ class ValidationSource:
         needed = count * micro_batch_size
         if needed > len(dataset):
             raise ValueError(
-                f"corpus too small: {dataset.name} has {len(dataset)} samples of {dataset.seq_length}, "
-                f"{count} microbatches of {micro_batch_size} need {needed}"
+                f"corpus too small: microbatches x samples in each = {count} x {micro_batch_size} need "
+                f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}"
             )
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size

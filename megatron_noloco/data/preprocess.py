@@ -6,7 +6,6 @@ A dataset gets its name, `PREFIX_KEY_document.{bin,idx}`, when it is complete: a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +13,13 @@ import numpy as np
 from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.corpus import check_outside
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.inputs import Batch, Input, read_batches
+from megatron_noloco.data.inputs import Input, Piece, is_text, read_pieces
 from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.files import writing
 
 # Encoded at once: many texts, also of small files, for many cores. It takes about 0.3 GB of memory.
 _CHARACTERS = 1 << 23
-
-Rows = list[list[str]]  # the texts of each record of a batch, one for each key
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,15 @@ def check(job: Job) -> None:
 
 
 def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
-    """Carry out a job that passed `check`, and call `advance` with the input bytes of each batch that is written.
+    """Carry out a job that passed `check`, and call `advance` with the input bytes of what is written.
 
     Raises ValueError for an input that cannot be read, and for a dataset that exists or is being written. A file
     gets its name when it is complete.
     """
     tokenizer = build_tokenizer(job.encoding.tokenizer)
+    none = tokenizer.encode("")
+    begin = np.array(tokenizer.before_document, none.dtype)
+    end = np.array([tokenizer.end_of_document] * job.encoding.append_eod, none.dtype)
     writers: dict[str, IndexedWriter] = {}
     tally = Tally()
     try:
@@ -91,18 +91,21 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
             job.prefix.parent.mkdir(parents=True, exist_ok=True)
             for key in job.encoding.json_keys:
                 writers[key] = IndexedWriter(job.output(key), tokenizer.vocab_size)
-        for group in _groups(job):
+        for group in _groups(job, tally, advance):
             for column, writer in enumerate(writers.values()):
-                for batch, rows, sequences in _encode(group, column, job.encoding, tokenizer):
-                    tally.special_tokens += sum(tokenizer.count_special(row[column]) for row in rows)
-                    tally.empty += len(rows) - len(sequences)
-                    for number, sequence in enumerate(sequences, 1):
-                        ends = batch.ends_document or number < len(sequences)
-                        writer.add(sequence, ends)
-                        tally.tokens += len(sequence)
-                        tally.documents += ends
-            tally.not_text += sum(not batch.records for batch, _ in group)
-            advance(sum(batch.read_bytes for batch, _ in group))
+                texts = [piece.texts[column] for piece in group]
+                tally.special_tokens += sum(map(tokenizer.count_special, texts))
+                # A single call of the tokenizer, which encodes on all cores.
+                for piece, tokens in zip(group, tokenizer.encode_batch(texts), strict=True):
+                    if piece.begins and piece.ends and not len(tokens):
+                        tally.empty += 1
+                        continue
+                    first, last = begin if piece.begins else none, end if piece.ends else none
+                    sequence = np.concatenate([first, tokens, last])
+                    writer.add(sequence, piece.ends)
+                    tally.tokens += len(sequence)
+                    tally.documents += piece.ends
+            advance(sum(piece.read_bytes for piece in group))
         if not tally.documents:
             raise ValueError(
                 f"nothing was written: {tally.empty} documents are empty, {tally.not_text} files are no UTF-8 text"
@@ -115,41 +118,19 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     return tally
 
 
-def _groups(job: Job) -> Iterator[list[tuple[Batch, Rows]]]:
-    """Read all inputs, in order, in groups of batches that are encoded at once.
-
-    Raises ValueError that names the file, and the line or row, of a record that cannot be read.
-    """
-    keys, group, characters = job.encoding.json_keys, list[tuple[Batch, Rows]](), 0
+def _groups(job: Job, tally: Tally, advance: Callable[[int], None]) -> Iterator[list[Piece]]:
+    """Read all inputs, in order, in groups of pieces that are encoded at once; count those that are no text."""
+    group, characters = list[Piece](), 0
     for item in job.inputs:
-        for batch in read_batches(item, list(keys)):
-            group.append((batch, batch.texts(keys)))
-            characters += sum(len(text) for row in group[-1][1] for text in row)
+        if not is_text(item):
+            tally.not_text += 1
+            advance(item.bytes)
+            continue
+        for piece in read_pieces(item, job.encoding.json_keys):
+            group.append(piece)
+            characters += sum(map(len, piece.texts))
             if characters >= _CHARACTERS:
                 yield group
                 group, characters = [], 0
     if group:
         yield group
-
-
-def _encode(
-    group: list[tuple[Batch, Rows]], column: int, encoding: Encoding, tokenizer: Tokenizer
-) -> Iterator[tuple[Batch, Rows, list[np.ndarray]]]:
-    """Encode the texts of a key, and yield those of each batch; empty documents are left out.
-
-    It is one call of the tokenizer, which encodes on all cores.
-    """
-    encoded = iter(tokenizer.encode_batch([row[column] for _, rows in group for row in rows]))
-    for batch, rows in group:
-        sequences = list(islice(encoded, len(rows)))
-        if batch.holds_whole_documents:
-            sequences = [tokens for tokens in sequences if len(tokens)]
-        if tokenizer.before_document:
-            for index in range(0 if batch.begins_document else 1, len(sequences)):
-                tokens = sequences[index]
-                sequences[index] = np.insert(tokens, 0, tokenizer.before_document)
-        if encoding.append_eod:
-            for index in range(len(sequences) if batch.ends_document else len(sequences) - 1):
-                tokens = sequences[index]
-                sequences[index] = np.append(tokens, tokens.dtype.type(tokenizer.end_of_document))
-        yield batch, rows, sequences

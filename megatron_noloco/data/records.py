@@ -1,5 +1,6 @@
 """Records for supervised fine-tuning: prompts and answers; only the tokens of answers have a loss."""
 
+import json
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_noloco.data.chat import render_conversation
+from megatron_noloco.data.chat import in_words, render_conversation
 from megatron_noloco.data.corpus import files_below
+from megatron_noloco.data.encodings import check_whole_characters
 from megatron_noloco.data.inputs import opened, parse_json, plain_name
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -26,6 +28,7 @@ class Record(NamedTuple):
     answer: np.ndarray  # whether each token belongs to an answer, bool [tokens]
     spelled_out: int = 0  # special tokens that its texts spell out
     as_text: bool = True  # whether these are read as text
+    empty: int = 0  # answers without any text, of which only the end is learnt
 
 
 class _Text(NamedTuple):
@@ -33,6 +36,7 @@ class _Text(NamedTuple):
 
     text: str
     answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
+    empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
     spelled_out: int = 0  # special tokens in the texts that were given
 
@@ -77,7 +81,7 @@ def _record(text: _Text, tokens: np.ndarray, starts: np.ndarray, tokenizer: Toke
     if tuple(tokens[: len(begin)]) != begin:  # a template may write it itself
         tokens, answer = np.insert(tokens, 0, begin), np.insert(answer, 0, [False] * len(begin))
     as_text = tokenizer.splits_special_tokens and not text.from_template
-    return Record(tokens, answer, text.spelled_out, as_text)
+    return Record(tokens, answer, text.spelled_out, as_text, text.empty)
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
@@ -86,11 +90,11 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
             if line.strip():
                 try:
                     record = parse_json(line)
+                    check_whole_characters(json.dumps(record, ensure_ascii=False))
                     text = _text_of(record, tokenizer)
-                    text.text.encode()  # fails for half a surrogate pair, which no tokenizer takes
-                    yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
                 except ValueError as error:
                     raise ValueError(f"{file}, line {number}: {error}") from None
+                yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -116,9 +120,11 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
                     raise ValueError(f'"{key}" is not given to the chat template; messages and "tools" are')
             return _Text(*render_conversation(messages, record.get("tools"), tokenizer), True)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            return _Text(prompt + completion, [(len(prompt), len(prompt + completion))], False)
+            answer = (len(prompt), len(prompt + completion))
+            return _Text(prompt + completion, [answer], int(not completion.strip()), False)
     raise ValueError(
-        'must be an object with "messages", a list, or with "prompt" and "completion", both text'
+        f'{in_words(record)}; a record is an object with "messages", a list of objects with "role" and "content", '
+        'or with "prompt" and "completion", both text'
     )
 
 

@@ -180,6 +180,11 @@ def check_index(dataset: SampleDataset, index: int) -> None:
         raise IndexError(f"sample {index} is outside {dataset.name}, which has {len(dataset)}")
 
 
+def in_samples(number: int, seq_length: int) -> str:
+    """Return a number of samples in words."""
+    return f"{number} {'sample' if number == 1 else 'samples'} of {seq_length} tokens"
+
+
 def check_vocabulary(tokens: np.ndarray, vocab_size: int, name: str) -> None:
     """Raise VocabularyError for a token outside the vocabulary. `name` says what holds the tokens."""
     smallest, largest = int(tokens.min()), int(tokens.max())

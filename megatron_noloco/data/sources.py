@@ -1,10 +1,19 @@
 """Settings of a run's data: its source, split, blend and tokenizer. Values only, nothing is read."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_noloco.plans.sample_order import slots_of
+
+
+def _weights(parts: Sequence[str | float]) -> list[float]:
+    """Return the parts as numbers; none where a part is no number."""
+    try:
+        return [float(part) for part in parts]
+    except ValueError:
+        return []
 
 
 @dataclass(frozen=True)
@@ -18,10 +27,7 @@ class Split:
     @classmethod
     def parse(cls, text: str) -> "Split":
         """Parse Megatron's "949,50,1": weights >= 0, the first > 0, missing ones zero. Raises ValueError."""
-        try:
-            weights = [float(part) for part in text.split(",")]
-        except ValueError:
-            weights = []
+        weights = _weights(text.split(","))
         if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or weights[0] == 0:
             raise ValueError(
                 "must be up to three weights >= 0 for train, validation and test, the first > 0, "
@@ -41,13 +47,13 @@ class Blend:
     def parse(cls, paths: str | Sequence[str | float]) -> "Blend":
         """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises ValueError."""
         if isinstance(paths, str):
+            words = paths.split()
+            if len(words) > 2 and _weights(words[::2]) and len(words) % 2 == 0:
+                raise ValueError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
             paths = [paths]
         if len(paths) == 1 and isinstance(paths[0], str):
             return cls(((paths[0], 1.0),))
-        try:
-            weights = [float(weight) for weight in paths[::2]]
-        except ValueError:
-            weights = []
+        weights = _weights(paths[::2])
         prefixes = [prefix for prefix in paths[1::2] if isinstance(prefix, str) and prefix]
         positive = all(0 < weight < math.inf for weight in weights)
         if not weights or len(weights) != len(prefixes) or not positive:

@@ -1,13 +1,12 @@
 """Builds a DeepSpeed engine whose world is one replica."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import cuda_accelerator, get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -37,7 +36,7 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         cuda_accelerator.pynvml = None
     if deepspeed.comm.comm.cdb is None:
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
-    mpu = ReplicaMpu(groups)
+    mpu = replica_mpu(groups)
     if groups.topology.ep > 1:
         _announce_experts(stage, groups)
     settings = deepspeed_settings(ds_config)
@@ -157,50 +156,25 @@ def load_kernel(builder: str) -> None:
         ) from None
 
 
-class ReplicaMpu:
-    """The "model parallel unit" (mpu) for DeepSpeed, which confines its data parallelism to this replica.
+def replica_mpu(groups: Groups) -> SimpleNamespace:
+    """Return the "model parallel unit" (mpu) for DeepSpeed, which confines its data parallelism to this replica.
 
     No gradient all-reduce, broadcast, overflow check or ZeRO partition reaches another replica. The
     model-parallel group holds the stages and tp ranks of one dp rank, over which DeepSpeed adds up the squared
     gradient norm; a parameter that all tp ranks hold in full (a norm) counts on tp rank 0 of its stage only.
-    It must not have `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
+    The mpu must not have `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
     """
+    return SimpleNamespace(
+        **_functions_of("data_parallel", groups.dp),
+        **_functions_of("model_parallel", groups.mp),
+        **_functions_of("tensor_model_parallel", groups.tp),
+        **_functions_of("pipeline_model_parallel", groups.pp),
+    )
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
 
-    def get_data_parallel_group(self) -> ProcessGroup:
-        return self._groups.dp
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._groups.topology.dp
-
-    def get_data_parallel_rank(self) -> int:
-        return self._groups.position.dp
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        return self._groups.mp
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._groups.topology.pp * self._groups.topology.tp
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._groups.mp)
-
-    def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        return self._groups.tp
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._groups.topology.tp
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._groups.position.tp
-
-    def get_pipeline_model_parallel_group(self) -> ProcessGroup:
-        return self._groups.pp
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._groups.topology.pp
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self._groups.position.stage
+def _functions_of(kind: str, group: ProcessGroup) -> dict[str, Callable[[], Any]]:
+    return {
+        f"get_{kind}_group": lambda: group,
+        f"get_{kind}_world_size": group.size,
+        f"get_{kind}_rank": group.rank,
+    }

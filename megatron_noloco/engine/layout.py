@@ -1,10 +1,13 @@
 """Puts parameters into groups of the inner optimizer, and describes where they lie in a rank's flat vectors."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_noloco.model.families import Parameter
+from megatron_noloco.model.families import Parameter, Table
+from megatron_noloco.plans.canonical import Block, Matrix, blocks
+from megatron_noloco.plans.topology import Position, Topology
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,3 +79,23 @@ class FlatPart:
 
     length: int
     parameters: list[tuple[str, list[int]]]
+
+    def blocks(
+        self, table: Table, matrices: Mapping[str, Matrix], topology: Topology, at: Position
+    ) -> Iterator[tuple[Parameter, Block]]:
+        """Yield what the rank `at` has of each parameter, as blocks whose `own` is their place in this part.
+
+        Args:
+            table: of the model.
+            matrices: of the parameters that are not copies.
+        """
+        experts = table.find(self.parameters[0][0]).expert is not None
+        begin = topology.owners(at.dp, experts).index(at.dp) * self.length
+        start = 0
+        for name, shape in self.parameters:
+            row, stop = table.find(name), start + math.prod(shape)
+            first, last = max(start, begin), min(stop, begin + self.length)
+            slices = row.rectangles(at.tp, topology.tp)
+            for block in blocks(matrices[row.source], slices, first - start, last - start, first - begin):
+                yield row, block
+            start = stop

@@ -21,7 +21,7 @@ _NEWTON_SCHULZ_STEPS = 5  # DeepSpeed's and Jordan's
 
 
 class _Matrices(NamedTuple):
-    """The parameters that ZeRO puts into one flat vector."""
+    """Describes the parameters that ZeRO puts into one flat vector."""
 
     rows: list[Parameter]
     ranges: list[tuple[int, int]]  # first and last + 1 element of each
@@ -34,7 +34,7 @@ class _Matrices(NamedTuple):
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the linear maps of the layers, AdamW for all other weights of a stage.
+    """Runs Muon for the linear maps of the layers, AdamW for all other weights of a stage.
 
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in DeepSpeed's form. For the
     gradient G of a matrix W [rows, columns], with its momentum buffer M, learning rate lr and momentum mu:

@@ -23,7 +23,7 @@ DECAYS: dict[DecayType, Callable[[float], float]] = {  # from 1 at x = 0 to 0 at
 
 @dataclass(frozen=True)
 class WSD:
-    """Linear warm-up, a stable phase, and a decay at the end (Hu et al., arXiv 2404.06395).
+    """Has a linear warm-up, a stable phase, and a decay at the end (Hu et al., arXiv 2404.06395).
 
     The decay "1-sqrt" is that of Hägele et al., arXiv 2405.18392. Without a stable phase this is Megatron's
     lr_decay_style "linear" or "cosine".

@@ -23,7 +23,7 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis") 
 
 
 class MasterWeights(Weights):
-    """The outer optimizer's port to the fp32 weights that this rank owns: 1/dp of those of its stage and tp rank.
+    """Shows the outer optimizer the fp32 weights that this rank owns: 1/dp of those of its stage and tp rank.
 
     Args:
         optimizer: DeepSpeed's optimizer of ZeRO stages 1 and 2 (`single_partition_of_fp32_groups`), or its

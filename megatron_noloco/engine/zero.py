@@ -7,7 +7,7 @@ took 129 ms where these partitions are read in 1.4 ms (two CPU ranks, 200 tensor
 first returns copies of weights that are offloaded, and the second leaves the weights in 16 bits as they are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.engine.state import MasterWeights
-from megatron_noloco.outer.weights import Weights
+from megatron_noloco.outer.weights import TorchWeights, Weights
 
 # Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` reads both.
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
@@ -90,12 +90,12 @@ def _own_length(parameter: Any, length: int) -> int:
     return max(0, min(length, left))
 
 
-class Zero3Weights(Weights):
-    """The part of each parameter that this rank owns, without the padding of the last ranks."""
+class Zero3Weights(TorchWeights):
+    """Shows the part of each parameter that this rank owns, without the padding of the last ranks."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._parts = list(self._without_padding())
+        super().__init__(self._without_padding())
 
     def _without_padding(self) -> Iterator[Tensor]:
         flat_and_parameters = zip(
@@ -107,9 +107,6 @@ class Zero3Weights(Weights):
                 length = parameter.ds_tensor.numel()
                 yield flat[start : start + _own_length(parameter, length)]
                 start += length
-
-    def parts(self) -> Sequence[Tensor]:
-        return [part.detach() for part in self._parts]
 
     def refresh(self) -> None:
         """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank."""

@@ -179,7 +179,7 @@ class CommittedExchange:
             return
         self._state, self._partner, self._rank = _State.EXCHANGING, partner, place.rank_of(partner)
         self._partners.begin(number, self._rank)
-        self._mean = self._buffers.take("mean", torch.float32, len(vector))
+        self._mean = self._buffers.get("mean", torch.float32, len(vector))
         self._exchange.deadline_seconds = self._partners.deadline_seconds
         self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
         pair = min(self._replica, partner), max(self._replica, partner)
@@ -251,13 +251,12 @@ class CommittedExchange:
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
-        elapsed_seconds = time.monotonic() - self._token.posted
+        started = time.monotonic()
         try:
-            for _ in self._token.arrivals(elapsed_seconds + self._exchange.deadline_seconds):
-                pass
+            self._token.finish(started - self._token.posted + self._exchange.deadline_seconds)
         except _FAILURES as failure:
             self._failure = failure
-        self.report.wait_seconds += self._token.wait_seconds
+        self.report.wait_seconds += time.monotonic() - started
 
     def _post_token(self, sends: list[Message], receives: list[Message]) -> Flight:
         tag = tag_of(self._number, Channel.COMMITS)

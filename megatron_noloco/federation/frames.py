@@ -43,8 +43,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
-from megatron_noloco.transport.interface import Message, RankLostError
+from megatron_noloco.transport.chunks import ReportedTransfers, cut
+from megatron_noloco.transport.interface import Chunk, Message, RankLostError
 
 _HEADER = struct.Struct("!4sBBBIIQQQQQQQI")
 _MAGIC, VERSION = b"nlco", 7

@@ -31,14 +31,8 @@ from megatron_noloco.federation.service import Service, ServiceFailedError
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import Vote
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import (
-    DEFAULT_CHUNK_BYTES,
-    ChunkFlight,
-    ReportedTransfers,
-    check_messages,
-    cut,
-)
-from megatron_noloco.transport.interface import Arrival, Message, RankLostError
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, ReportedTransfers, check_messages, cut
+from megatron_noloco.transport.interface import Arrival, Flight, Message, RankLostError
 
 _REMEMBERED = 32  # exchanges
 _FEWEST = 4  # of them, to have a median
@@ -281,7 +275,7 @@ class FederationTransport:
         network.rendezvous.publish(self.rank, address)
         return address
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         for message in (*sends, *receives):
             if message.rank not in self._others:
@@ -296,7 +290,7 @@ class FederationTransport:
         for message, (arrival, *_) in zip(sends, whole, strict=True):
             send = Send.of(tag, message, self.chunk_bytes, partial(_report_send, sent, arrival))
             self.service.do(self._protocol.send, message.rank, send)
-        return ChunkFlight(received, sent)
+        return Flight(received, sent)
 
     def present(self) -> list[int]:
         """Return the counterparts that are connected, in ascending order."""

@@ -12,7 +12,8 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
-from megatron_noloco.huggingface.weight_files import WeightFiles, read_object
+from megatron_noloco.files import read_object
+from megatron_noloco.huggingface.weight_files import WeightFiles
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import (
     HEAD,
@@ -52,7 +53,8 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     data = _with_tokenizer_of(folder, template["data"])
     raw = {**template, "model": model, "training": training, "data": data}
     run = RunConfig.from_dict(raw)
-    PretrainedWeights(folder, architecture).close()
+    with PretrainedWeights(folder, architecture) as weights:
+        weights.check_finite()
     check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
     return raw
 
@@ -126,9 +128,10 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
         )
     if (folder / "tokenizer.json").exists():
         if not _same_tokens(FastTokenizer(folder), ours):
+            place = f"in {ours.folder}" if isinstance(ours, FastTokenizer) else "of bytes"
             raise ValueError(
-                f"{folder}: its tokenizer is not the one of the block data; the model's own is "
-                f"data.tokenizer_type HuggingFaceTokenizer with data.tokenizer_model {folder}"
+                f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "
+                f'model\'s, set data.tokenizer_type "HuggingFaceTokenizer" and data.tokenizer_model {folder}'
             )
     elif (folder / "tokenizer.model").exists():
         raise ValueError(
@@ -180,6 +183,10 @@ def _config_of(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json", "give the folder of a Hugging Face model")
 
 
+class NotFiniteWeightError(ValueError):
+    """A weight of a Hugging Face folder is NaN or infinite."""
+
+
 class PretrainedWeights:
     """The weights of a Hugging Face folder as parameters of an architecture; a context manager.
 
@@ -210,16 +217,30 @@ class PretrainedWeights:
         self._files.close()
 
     def __call__(self, name: str) -> Tensor:
-        """Return the full parameter of that name in the unsplit model, in the folder's precision."""
+        """Return the full parameter of that name in the unsplit model, in the folder's precision.
+
+        Raises NotFiniteWeightError, as all methods that read tensors.
+        """
         return self._table.find(name).from_hf(self._read)
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return all tensors under the names of the table, which every version of transformers loads."""
         return {name: self._read(name) for name in self._places}
 
+    def check_finite(self) -> None:
+        """Read every tensor once; raises NotFiniteWeightError."""
+        for name in self._places:
+            self._read(name)
+
     def _read(self, name: str) -> Tensor:
         stored, index = self._places[name]
-        return self._files.slice(stored)[index]
+        tensor: Tensor = self._files.slice(stored)[index]
+        if not torch.isfinite(tensor).all():
+            raise NotFiniteWeightError(
+                f"{self._files.path(stored)}: {stored} holds NaN or infinite weights: the file is damaged, or the "
+                "model has diverged; give another copy"
+            )
+        return tensor
 
     def _account(self) -> None:
         """Find the place of every tensor of the table; raises ValueError."""

@@ -33,7 +33,10 @@ class ModelSource:
         run_folders = [step.absolute().parents[1] for step in self.saved.folders.values()]
         places = [self.tokenizer_place] if self.tokenizer_place else map(tokenizer_folder, run_folders)
         manifest = self.saved.manifests[0]
-        return find_tokenizer(self.config.tokenizer, places, manifest.tokenizer.get(TOKENS, ""))
+        try:
+            return find_tokenizer(self.config.tokenizer, places, manifest.tokenizer.get(TOKENS, ""))
+        except ValueError as error:
+            raise ValueError(f"the run's tokenizer is not found (give --tokenizer FOLDER): {error}") from None
 
     @property
     def architecture(self) -> Architecture:

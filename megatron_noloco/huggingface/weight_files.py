@@ -1,12 +1,13 @@
 """The weight files of a Hugging Face folder: which they are, and which tensors each holds."""
 
-import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+from megatron_noloco.files import read_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAME = re.compile(r"model(-(\d+)-of-(\d+))?\.safetensors")
@@ -61,7 +62,7 @@ class WeightFiles:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{path}: cut short, or no safetensors file ({error}); copy it again") from None
         for name in file.keys():  # noqa: SIM118, not a dict
             if name in self._files:
                 raise ValueError(f"{path}: {name} is in {self.path(name).name}, too; remove one of the files")
@@ -118,16 +119,3 @@ def _read_index(path: Path) -> dict[str, str] | None:
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise ValueError(f"{path}: no weight_map, an object of file names")
     return listed
-
-
-def read_object(path: Path, advice: str) -> dict[str, Any]:
-    """Return the JSON object in a file; raises ValueError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object; {advice}")
-    return content

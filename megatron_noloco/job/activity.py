@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class State(NamedTuple):
-    """What a process is doing, which part of that, and since when (time.monotonic)."""
+    """Says what a process is doing, which part of that, and since when (time.monotonic)."""
 
     what: str
     part: str

@@ -3,9 +3,9 @@
 - Collectives: for what all ranks do at the same place of the program. `of_all_ranks` and `of_rank_0`, at the start
   and between local phases, carry any value that can be pickled, and fail at once when a process has ended.
   `voting` carries a few integers, for what ranks agree on in each round; `wait_for_all` carries none.
-- The job's key-value store, `announce` and `largest_announced`: for what ranks do at different times, or from
-  a thread while the main thread is inside a library: stopping, failing, choosing the delay of an overlapped
-  exchange.
+- The job's key-value store: for what ranks do at different times, or from a thread while the main thread is
+  inside a library. `announce` and `announced` carry a number of each rank (stopping, the delay of an overlapped
+  exchange), `claim` and `claimed` the text of the first rank that has one (a failure, a request to stop).
 """
 
 import time
@@ -62,25 +62,38 @@ def wait_for_all() -> None:
 
 def announce(subject: str, number: int) -> None:
     """Write this rank's number into the store, for the other ranks; returns at once."""
-    store().set(f"{subject}/{dist.get_rank()}", str(number))
+    _store().set(f"{subject}/{dist.get_rank()}", str(number))
 
 
-def largest_announced(subject: str) -> int:
-    """Wait until all ranks have announced their number; return the largest.
+def announced(subject: str) -> list[int]:
+    """Wait until all ranks have announced their number; return the numbers in rank order.
 
     Raises RuntimeError when a rank has announced none within `PATIENCE_SECONDS`, or the store is lost.
     """
     names = [f"{subject}/{rank}" for rank in range(dist.get_world_size())]
     deadline = time.monotonic() + PATIENCE_SECONDS
-    shared = store()
+    shared = _store()
     # A blocking `wait` would keep the other threads of this process from the store.
     while not shared.check(names):
         if time.monotonic() > deadline:
             raise RuntimeError(f"a rank has not answered for {PATIENCE_SECONDS:.0f} s")
         time.sleep(_POLL_SECONDS)
-    return max(int(shared.get(name)) for name in names)
+    return [int(shared.get(name)) for name in names]
 
 
-def store() -> dist.Store:
-    """Return the job's key-value store."""
+def claim(subject: str, text: str) -> str:
+    """Write a text into the store, unless a rank has written one before; return the first.
+
+    Raises RuntimeError when the store is lost, as `claimed` does.
+    """
+    return _store().compare_set(subject, "", text).decode()
+
+
+def claimed(subject: str) -> str:
+    """Return the text that a rank was the first to write; "" where none has."""
+    shared = _store()
+    return shared.get(subject).decode() if shared.check([subject]) else ""
+
+
+def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()

@@ -227,24 +227,19 @@ def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Tra
     """
     if kind not in ("auto", "mpi", "torch"):
         raise ValueError(f'transport "{kind}" is unknown; it must be "auto", "mpi" or "torch"')
-    if kind == "torch":
-        return TorchTransport()
-    if kind == "auto":
-        by_mpi = world.launcher in ("mpirun", "srun") and _mpi_world_fits(world)
-        return MpiTransport() if by_mpi else TorchTransport()
-    if not _mpi_installed():
+    if kind == "mpi" and not _mpi_installed():
         raise ValueError(
             'transport "mpi" needs mpi4py, which is not installed; use "torch" or install mpi4py'
         )
-    size = mpi_world_size(os.environ)
-    if size == world.world_size:
-        size = _started_mpi_world_size()
-    if size != world.world_size:
+    may_be_mpi = kind == "mpi" or (kind == "auto" and world.launcher in ("mpirun", "srun"))
+    if may_be_mpi and _mpi_world_fits(world):
+        return MpiTransport()
+    if kind == "mpi":
         raise ValueError(
-            f'transport "mpi": MPI sees a world of {size} but {world.launcher} started {world.world_size} '
-            f'ranks; launch with mpirun, or set the transport to "auto" or "torch"'
+            f'transport "mpi": MPI sees a world of {mpi_world_size(os.environ)} but {world.launcher} started '
+            f'{world.world_size} ranks; launch with mpirun, or set the transport to "auto" or "torch"'
         )
-    return MpiTransport()
+    return TorchTransport()
 
 
 def mpi_world_size(environ: Environ) -> int:
@@ -264,7 +259,7 @@ def _mpi_installed() -> bool:
 
 
 def _is_of_a_port_in_use(error: RuntimeError) -> bool:
-    """Whether the store could not listen: in torch 2.13 the text has "EADDRINUSE", the type differs by version."""
+    """Return whether the store could not listen: in torch 2.13 the text has "EADDRINUSE"; types differ."""
     return "EADDRINUSE" in str(error)
 
 

@@ -15,7 +15,7 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class World:
-    """The place of one process in its job.
+    """Places one process in its job.
 
     Attributes:
         launcher: "environment" is an unknown one that sets torch's variables.
@@ -33,7 +33,7 @@ class World:
 
 
 class _Names(NamedTuple):
-    """The environment variables in which a launcher writes a process's place."""
+    """Names the environment variables in which a launcher writes a process's place."""
 
     rank: str
     local_rank: str

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from megatron_noloco.job.launcher import may_be_first, rank_here
 
@@ -108,7 +108,7 @@ def fail(text: str, exit_code: int, is_cause: bool = True) -> int:
 
 
 class Failure(NamedTuple):
-    """The rank that failed, and its exit code."""
+    """Names the rank that failed, and its exit code."""
 
     rank: int
     exit_code: int
@@ -126,10 +126,11 @@ def announce_failure(exit_code: int) -> Failure:
     own, answer = Failure(_own_rank(), exit_code), queue.SimpleQueue[Failure]()
     if not _distributed():
         return own
+    from megatron_noloco.job.agreement import claim
 
     def ask() -> None:
         with suppress(RuntimeError):  # rank 0, which serves the store, has ended
-            answer.put(_parse(_store().compare_set(_KEY, "", f"{own.rank} {exit_code}")))
+            answer.put(_parse(claim(_KEY, f"{own.rank} {exit_code}")))
 
     asking = threading.Thread(target=ask, daemon=True)  # the host of rank 0 may no longer answer
     asking.start()
@@ -141,8 +142,10 @@ def announced_failure() -> Failure | None:
     """Return the job's first failure, or None. Raises RuntimeError when the store is lost."""
     if not _distributed():
         return None
-    store = _store()
-    return _parse(store.get(_KEY)) if store.check([_KEY]) else None
+    from megatron_noloco.job.agreement import claimed
+
+    text = claimed(_KEY)
+    return _parse(text) if text else None
 
 
 def wait_for_failure(seconds: float) -> Failure | None:
@@ -187,14 +190,8 @@ def _own_rank() -> int:
     return 0 if dist is None else dist.get_rank()
 
 
-def _store() -> Any:
-    from megatron_noloco.job.agreement import store
-
-    return store()
-
-
 def _is_of_a_lost_connection(error: BaseException) -> bool:
-    """Whether this is the RuntimeError with which torch.distributed reports a lost connection.
+    """Return whether this is the RuntimeError with which torch.distributed reports a lost connection.
 
     Gloo's text, as in torch 2.13, ends with one of its own or with that of Linux; the last text is NCCL's.
     """
@@ -202,6 +199,6 @@ def _is_of_a_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def _parse(value: bytes) -> Failure:
-    rank, exit_code = value.decode().split()
+def _parse(text: str) -> Failure:
+    rank, exit_code = text.split()
     return Failure(int(rank), int(exit_code))

@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -37,11 +38,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 30.0
 _PARTS = 1 << 24  # more than an evaluation has; the numbers of two steps are as far apart
-_REQUEST, _BEGUN = "stop/request", "stop/begun"
+_REQUEST, _BEGUN, _UNSAVED = "stop/request", "stop/begun", "stop/unsaved"
 
 
 class Stopping:
-    """One rank's view of whether, why and when the run stops early.
+    """Tells one rank whether, why and when the run stops early.
 
     Args:
         old_request: the content of `output_dir`'s stop file before this job began, which is no request to it.
@@ -62,7 +63,6 @@ class Stopping:
         self._agreed = threading.Event()  # set after a failure, too
         self._poll_now = threading.Event()
         self._closing = False
-        self._store = agreement.store()
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         tell_launch_script(os.environ)
         self._watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
@@ -120,7 +120,7 @@ class Stopping:
                 sys.stdout.flush()
             with self._lock:
                 self._announce(self._begun)
-            self._last = agreement.largest_announced(_BEGUN)
+            self._last = max(agreement.announced(_BEGUN))
         except RuntimeError as error:  # rank 0, which serves the store, has ended, or a rank did not answer
             self._failure = error
         finally:
@@ -149,9 +149,9 @@ class Stopping:
                 self._asked = "the command stop"
         if self._asked is not None:
             # The first request counts, so that all ranks have the same reason.
-            self.reason = self._store.compare_set(_REQUEST, "", self._asked).decode()
-        elif self._store.check([_REQUEST]):
-            self.reason = self._store.get(_REQUEST).decode()
+            self.reason = agreement.claim(_REQUEST, self._asked)
+        else:
+            self.reason = agreement.claimed(_REQUEST) or None
         return self.reason is not None
 
     def _announce(self, begun: int) -> None:
@@ -161,7 +161,7 @@ class Stopping:
     def close(self, done: int, saved: bool = True) -> int:
         """End the agreement after the last step, early or not; rank 0, which serves the store, returns last.
 
-        Return the number of ranks that have called it with `saved` false, to rank 0 that of all ranks.
+        Returns to rank 0 how many ranks called it with `saved` false; to the others whether they did themselves.
         """
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -172,11 +172,8 @@ class Stopping:
         self._poll_now.set()
         self._watcher.join()
         self.reason = self.reason or self._asked
-        unsaved = self._store.add("stop/unsaved", not saved)
-        self._store.add("stop/left", 1)
-        deadline = time.monotonic() + agreement.PATIENCE_SECONDS
-        while dist.get_rank() == 0 and self._store.add("stop/left", 0) < dist.get_world_size():
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        return self._store.add("stop/unsaved", 0) if dist.get_rank() == 0 else unsaved
+        agreement.announce(_UNSAVED, int(not saved))
+        if dist.get_rank() == 0:
+            with suppress(RuntimeError):  # a rank does not come to its end
+                return sum(agreement.announced(_UNSAVED))
+        return int(not saved)

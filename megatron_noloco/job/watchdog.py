@@ -17,7 +17,7 @@ _JOIN_SECONDS = 5.0
 
 
 class Watchdog:
-    """Context manager that watches the main thread, which must enter it. Sends nothing to other ranks.
+    """Watches the main thread, which must enter it as a context. Sends nothing to other ranks.
 
     - A rank that has stood still for `patience_seconds` reports in one line on stderr what it is doing and for
       which rank it waits; and again each time that the wait has doubled.

@@ -23,7 +23,7 @@ Value = float | Tensor | list[int]
 
 
 class Sample(NamedTuple):
-    """A value and its weight in a weighted mean."""
+    """Holds a value and its weight in a weighted mean."""
 
     value: Any  # a number; only `last` takes anything else, such as a list
     weight: float = 1.0
@@ -106,7 +106,7 @@ TOTAL_MAX = Reduction(last, largest, per="run")  # since the start of the run, t
 
 
 class Record(Protocol):
-    """The type of `Metrics.record`, which code that measures something takes as an argument."""
+    """Defines the type of `Metrics.record`, which code that measures something takes as an argument."""
 
     def __call__(self, name: str, value: Value, reduction: Reduction, weight: float = 1.0) -> None: ...
 

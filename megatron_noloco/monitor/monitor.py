@@ -34,7 +34,7 @@ _LARGEST_EXPONENT = 700.0  # exp overflows beyond
 
 @dataclass(frozen=True)
 class Throughput:
-    """The work of a local step, from which `record` computes speeds.
+    """Holds the work of a local step, from which `record` computes speeds.
 
     Attributes:
         tokens: tokens in the batch of one replica.
@@ -69,7 +69,7 @@ def _peak_memory_bytes() -> int:
 
 @dataclass(frozen=True)
 class DatasetLosses:
-    """Validation losses on one dataset of a blend, nats per token."""
+    """Holds validation losses on one dataset of a blend, nats per token."""
 
     name: str
     replica_losses: list[float]
@@ -78,7 +78,7 @@ class DatasetLosses:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Validation losses, nats per token; for a blend of datasets, weighted by their proportions."""
+    """Holds validation losses, nats per token; for a blend of datasets, weighted by their proportions."""
 
     replica_losses: list[float]  # of the replicas of this job
     mean_model_loss: float  # nan where it is not evaluated

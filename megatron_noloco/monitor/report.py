@@ -43,14 +43,14 @@ tr{border-bottom:1px solid #8884}
 
 
 class Plot(NamedTuple):
-    """A plot: its title, a sentence about it, the names of its axes, and what is drawn."""
+    """Describes a plot: title, a sentence about it, the names of its axes, and what is drawn."""
 
     title: str
     explanation: str
-    x: str
     y: str
     traces: list[Any]
     layout: Mapping[str, Any] = {}
+    x: str = "local step"
 
 
 def write_page(runs: Sequence[RunLog], path: Path) -> None:
@@ -131,7 +131,6 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
     yield Plot(
         "Loss",
         "Of every replica: training (lines) and validation (points).",
-        "local step",
         "loss, nats per token",
         list(_losses(run)),
         {"showlegend": len(run.replicas) <= _MOST_NAMES},
@@ -147,7 +146,6 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
         "Spread",
         "How far replicas are apart: the standard deviation of a weight over the group before its round, root "
         "mean square over all weights. It follows the learning rate (dotted, on the right).",
-        "local step",
         "spread",
         [*spreads, rates] if spreads else [],
         {
@@ -160,7 +158,6 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
     yield Plot(
         "Where the time goes",
         "Seconds in a local step, means of all replicas.",
-        "local step",
         "seconds",
         [
             graph_objects.Scatter(x=steps, y=seconds, name=label, stackgroup="all", line={"width": 0})
@@ -171,7 +168,6 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
         "Bytes",
         "Sent by a replica so far, mean of the replicas, and what a ring all-reduce of the gradients in every "
         "step would have sent.",
-        "local step",
         "MB sent",
         list(_bytes(run)),
     )
@@ -179,7 +175,6 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
         "Pairings",
         "In the last round before each row of the log: a line joins replicas that exchanged, an open circle is a "
         "skipped round.",
-        "local step",
         "replica",
         pairings_of(run),
         {"showlegend": False, "yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
@@ -187,10 +182,10 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
     yield Plot(
         "Timeline",
         "What each job of the federation did: where a line breaks off, the job was away.",
-        "seconds",
         "replica",
         timeline_of(run),
         {"yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
+        "seconds",
     )
 
 
@@ -204,10 +199,8 @@ def _of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
             losses = [mean or row["validation/loss"] for mean, row in zip(means, rows, strict=True)]
             curve = places_of(run.replicas[0], scale), losses
             traces.append(_line(curve, run.folder.resolve().name, number, mode="lines+markers"))
-        title = f"Validation loss over {scale}"
-        yield Plot(
-            title, "Of the mean model, or of the first replica.", scale, "loss, nats per token", traces
-        )
+        title, explanation = f"Validation loss over {scale}", "Of the mean model, or of the first replica."
+        yield Plot(title, explanation, "loss, nats per token", traces, x=scale)
 
 
 def places_of(log: ReplicaLog, scale: str) -> list[float]:

@@ -10,8 +10,11 @@ from typing import Any
 from megatron_noloco.monitor.writers import Row
 
 _METRICS = "metrics.jsonl"
-_NUMBERS = ("steps", "replicas", "parameters", "synchronous_bytes_per_step")
-_WORDS = ("parallel", "method")
+_FACTS = {  # of `run.json` that readers rely on, if they are there
+    **dict.fromkeys(("steps", "replicas", "parameters", "synchronous_bytes_per_step"), (int, float)),
+    **dict.fromkeys(("parallel", "method"), (str,)),
+    "config": (dict,),
+}
 
 
 class ReplicaLog:
@@ -78,23 +81,18 @@ def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
 
 
 def _is_whole(row: Row) -> bool:
-    """Whether a row has what readers rely on; other numbers may be missing, or null."""
+    """Return whether a row has what readers rely on; other numbers may be missing, or null."""
     seconds, partners = row.get("speed/seconds_per_step"), row.get("round/partners", [])
     is_row = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
     return is_row and (row["kind"] != "step" or isinstance(seconds, int | float))
 
 
 def _are_facts(found: Any) -> bool:
-    """Whether this is what a run writes to `run.json`, as far as readers rely on it; facts may be missing."""
+    """Return whether a run writes this to `run.json`, as far as readers rely on it; facts may be missing."""
     if not isinstance(found, dict):
         return False
-    config = found.get("config", {})
-    return (
-        all(isinstance(found.get(name, 0), int | float) for name in _NUMBERS)
-        and all(isinstance(found.get(name, ""), str) for name in _WORDS)
-        and isinstance(config, dict)
-        and isinstance(config.get("federation", {}), dict)
-    )
+    sound = all(isinstance(found[name], kinds) for name, kinds in _FACTS.items() if name in found)
+    return sound and isinstance(found.get("config", {}).get("federation", {}), dict)
 
 
 def _json(text: bytes) -> Any:

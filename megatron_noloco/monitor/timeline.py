@@ -18,19 +18,8 @@ _MARKERS = {  # symbol, size, colour
 }
 
 
-class _Points:
-    """Points of one trace: seconds and replicas."""
-
-    def __init__(self) -> None:
-        self.x: list[float | None] = []
-        self.y: list[int | None] = []
-
-    def add(self, x: float | None, y: int | None) -> None:
-        self.x.append(x)
-        self.y.append(y)
-
-    def end_line(self) -> None:
-        self.add(None, None)
+_Points = list[tuple[float | None, int | None]]  # seconds and replicas
+_GAP = (None, None)  # where a line breaks off
 
 
 def timeline_of(run: RunLog) -> list[Any]:
@@ -45,44 +34,36 @@ def timeline_of(run: RunLog) -> list[Any]:
         for row in (row for row in log.rows if "unix_seconds" in row):
             at = row["unix_seconds"]
             if row["kind"] == "start":
-                present.end_line()
-                marks[_TAKEN_OVER if row["step"] > step else _CONTINUED].add(at, replica)
+                present.append(_GAP)
+                marks[_TAKEN_OVER if row["step"] > step else _CONTINUED].append((at, replica))
             if row["kind"] == "step":
                 if step == 0:  # a run's first start has no row of its own
-                    present.add(at - row["speed/seconds_per_step"] * row["step"], replica)
+                    present.append((at - row["speed/seconds_per_step"] * row["step"], replica))
                 lost, missed = missed, row.get("total/missed_rounds", missed)
                 if "round/partners" in row:
                     name = _PARTNER if row["round/partners"] else _MISSED if missed > lost else _ALONE
-                    marks[name].add(at, replica)
+                    marks[name].append((at, replica))
                     of_round = rounds.setdefault(row["round/index"], {})
                     for other in row["round/partners"]:
                         if other in of_round:
-                            exchanges.add(at, replica)
-                            exchanges.add(of_round[other], other)
-                            exchanges.end_line()
+                            exchanges += [(at, replica), (of_round[other], other), _GAP]
                     of_round[replica] = at
             if row["kind"] != "evaluation":
                 step = row["step"]
-            present.add(at, replica)
-        present.end_line()
-    first = min((x for x in present.x if x is not None), default=0.0)
-    for points in (present, exchanges, *marks.values()):
-        points.x = [None if x is None else x - first for x in points.x]
-    line = graph_objects.Scatter
+            present.append((at, replica))
+        present.append(_GAP)
+    first = min((x for x, _ in present if x is not None), default=0.0)
+
+    def trace(points: _Points, name: str, mode: str, **style: Any) -> Any:
+        x = [None if x is None else x - first for x, _ in points]
+        return graph_objects.Scatter(x=x, y=[y for _, y in points], name=name, mode=mode, **style)
+
     return [
-        line(x=exchanges.x, y=exchanges.y, name="exchange", mode="lines", line={"color": "#bbb", "width": 1}),
-        line(
-            x=present.x, y=present.y, name="local steps", mode="lines", line={"color": "#1f77b4", "width": 3}
-        ),
+        trace(exchanges, "exchange", "lines", line={"color": "#bbb", "width": 1}),
+        trace(present, "local steps", "lines", line={"color": "#1f77b4", "width": 3}),
         *(
-            line(
-                x=marks[name].x,
-                y=marks[name].y,
-                name=name,
-                mode="markers",
-                marker={"symbol": symbol, "size": size, "color": color},
-            )
+            trace(marks[name], name, "markers", marker={"symbol": symbol, "size": size, "color": color})
             for name, (symbol, size, color) in _MARKERS.items()
-            if marks[name].x
+            if marks[name]
         ),
     ]

@@ -5,11 +5,10 @@ of its own optimizer; see `examples/plain_torch.py`.
 """
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.exchange import AnyExchange, Exchange
+from megatron_noloco.outer.exchange import AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.mean_model import MeanModel
 from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError
-from megatron_noloco.outer.optimizer import NoRounds, OuterOptimizer, Rounds
+from megatron_noloco.outer.optimizer import NoRounds, OuterOptimizer, Rounds, mean_model
 from megatron_noloco.outer.round import RoundReport
 from megatron_noloco.outer.weights import TorchWeights, Weights
 
@@ -20,7 +19,6 @@ __all__ = [
     "Coding",
     "Exchange",
     "ExchangeReport",
-    "MeanModel",
     "MeanPiece",
     "NoRounds",
     "OuterOptimizer",
@@ -30,4 +28,6 @@ __all__ = [
     "Rounds",
     "TorchWeights",
     "Weights",
+    "group_mean",
+    "mean_model",
 ]

@@ -52,7 +52,7 @@ _SEGMENT = 8192  # blocks coded and posted at a time in a pair, so that coding o
 
 
 class Phase(IntEnum):
-    """The phases of a coded stretch, and of the tags of its messages; what is left over has 0 and 1."""
+    """Numbers the phases of a coded stretch, and the tags of its messages; what is left over has 0 and 1."""
 
     SKETCHES = 2
     STEPS = 3
@@ -62,7 +62,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Coding:
-    """How a vector is coded; the same for the counterparts.
+    """Says how a vector is coded; the same for the counterparts.
 
     Attributes:
         bits: of a code: 8 or 4.
@@ -74,7 +74,7 @@ class Coding:
 
 
 class CodedExchange(Exchange):
-    """An `Exchange` that sends codes. The mean of a piece is this replica's estimate of it.
+    """Exchanges vectors in codes. The mean of a piece is this replica's estimate of it.
 
     The mean of a group's estimates is that of its vectors, to the rounding of fp32; two estimates differ by a step
     at most. With `rounding` all members have the same bits, which lack the mean of `rounding` (payload.py). Works
@@ -94,7 +94,7 @@ class CodedExchange(Exchange):
             self._signs = signs_of(number)
             keeps = keeps_rounding(self.coding.bits, len(group))
             self.rounding = (
-                self._buffers.take("rounding", torch.float32, len(vector)).zero_() if keeps else None
+                self._buffers.get("rounding", torch.float32, len(vector)).zero_() if keeps else None
             )
         super().begin(vector, group, number, what, exact)
 
@@ -115,7 +115,7 @@ class CodedExchange(Exchange):
         last = self._stretch
         if isinstance(last, CodedStretch) and (left_over := _spans(~last.coded, len(last.vector))).length:
             self.report.resent_elements += left_over.length
-            vector = self._buffers.take("left over", torch.float32, left_over.length)
+            vector = self._buffers.get("left over", torch.float32, left_over.length)
             self._stretch = in_fp32(self._session, left_over.gather(last.vector, vector))
             first = self._posted - len(last.vector)
             self._spans = Spans([(first + start, first + stop) for start, stop in left_over.ranges])
@@ -125,7 +125,7 @@ class CodedExchange(Exchange):
 
 @dataclass(frozen=True)
 class Code:
-    """How a stretch is coded.
+    """Says how a stretch is coded.
 
     Attributes:
         signs: of the sketches.
@@ -140,13 +140,13 @@ class Code:
 
 
 class CodedStretch(Stretch):
-    """A stretch in codes; its mean lacks the blocks that are not `coded`."""
+    """Exchanges a stretch in codes; its mean lacks the blocks that are not `coded`."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector)
         self.codec, self.coded, self.rounding = code.codec, code.coded, code.rounding
-        self.sketches = session.buffers.take("sketches", torch.float32, len(code.coded), CELLS)
-        self.steps = session.buffers.take("steps", torch.float32, len(code.coded))
+        self.sketches = session.buffers.get("sketches", torch.float32, len(code.coded), CELLS)
+        self.steps = session.buffers.get("steps", torch.float32, len(code.coded))
         self.codec.sketch(vector, code.signs, self.sketches)
 
     def _count(self, squares: float, steps: Tensor, coded: Tensor, elements: int) -> None:
@@ -161,20 +161,20 @@ class CodedStretch(Stretch):
         report.compared_elements += round(float(sizes.sum()))
 
     def _codes(self, name: str, blocks: int) -> Coded:
-        take = self.session.buffers.take
-        codes = take(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
-        return codes, take(f"{name} checksums", torch.int32, blocks)
+        get = self.session.buffers.get
+        codes = get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
+        return codes, get(f"{name} checksums", torch.int32, blocks)
 
 
 class CodedSwap(CodedStretch):
-    """A stretch of a pair. Codes are sent and used in segments."""
+    """Exchanges a stretch of a pair. Codes are sent and used in segments."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector, code)
         blocks = len(self.coded)
         (self._partner,) = set(session.ranks) - {session.place.rank}
         self._mine, self._theirs = self._codes("my", blocks), self._codes("their", blocks)
-        self._their_sketches = session.buffers.take("their sketches", torch.float32, blocks, CELLS)
+        self._their_sketches = session.buffers.get("their sketches", torch.float32, blocks, CELLS)
         self._unsent = list(pieces(vector, _SEGMENT))
         self._sent: list[tuple[Tensor, slice, Flight]] = []
         sketches = [(self._partner, self.sketches)], [(self._partner, self._their_sketches)]
@@ -214,17 +214,17 @@ class CodedSwap(CodedStretch):
 
 
 class CodedShare(CodedStretch):
-    """A stretch of a larger group. Each member owns a part of the blocks: it finds their steps and sums."""
+    """Exchanges a stretch of a larger group, whose members find steps and sums, each of its own blocks."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector, code)
-        blocks, take = len(self.coded), session.buffers.take
+        blocks, get = len(self.coded), session.buffers.get
         self._own, self._parts = divided(blocks, session)
         others, width = len(self._parts), self._own.stop - self._own.start
         self._mine = self._codes("my", blocks)
         self._received = [self._codes(f"their {place}", width) for place in range(others)]
-        self._their_sketches = take("their sketches", torch.float32, others, width, CELLS)
-        self._sums = take("sums", wide_type(self.codec.bits, others + 1), blocks, BLOCK)
+        self._their_sketches = get("their sketches", torch.float32, others, width, CELLS)
+        self._sums = get("sums", wide_type(self.codec.bits, others + 1), blocks, BLOCK)
         sketches = ((rank, self.sketches[part]) for rank, part in self._parts.items())
         self.send(Phase.SKETCHES, sketches, zip(self._parts, self._their_sketches, strict=True))
 

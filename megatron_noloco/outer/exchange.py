@@ -1,9 +1,9 @@
 """The exchange: a group of replicas computes the mean of one vector, in messages between two ranks.
 
 A vector is exchanged in stretches, one after the other; `stretch` says how. Between `begin` and `finish` the
-caller may compute, and call `progress` now and then. It polls the stretch that is under way: this collects what
-has arrived, and posts what depends on it (the second phase, the next stretch). So `finish`, which polls and waits,
-has little to wait for.
+caller may compute, and call `progress` now and then. `progress` polls the stretch that is under way: it collects
+what has arrived, and posts what depends on it (the second phase, the next stretch). So `finish`, which polls and
+waits, has little to wait for.
 """
 
 import time
@@ -27,7 +27,7 @@ STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
 
 
 class AnyExchange(Protocol):
-    """What a round needs of an `Exchange`; a federation wraps one (`federation.commit.CommittedExchange`)."""
+    """Defines what a round needs of an exchange; a federation has others than `Exchange` (`federation.commit`)."""
 
     @property
     def report(self) -> ExchangeReport: ...
@@ -40,6 +40,16 @@ class AnyExchange(Protocol):
     def progress(self) -> Iterator[MeanPiece]: ...
 
     def finish(self) -> Iterator[MeanPiece]: ...
+
+
+def group_mean(
+    exchange: AnyExchange, vector: Tensor, group: Group, number: int, what: str, out: Tensor
+) -> Tensor:
+    """Fill `out`, other memory than the vector's, with the whole mean: `begin` and `finish` in one."""
+    exchange.begin(vector, group, number, what)
+    for start, stop, mean in exchange.finish():
+        out[start:stop] = mean
+    return out
 
 
 class Exchange:
@@ -101,8 +111,8 @@ class Exchange:
         """Post the messages of this rank, and return without waiting for any.
 
         Args:
-            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. One that is not in
-                host memory is copied there, stretch by stretch.
+            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. A vector
+                on an accelerator is copied to host memory, stretch by stretch.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
             what: names the exchange in errors.
@@ -144,14 +154,6 @@ class Exchange:
         yield from self._pieces(time.monotonic())
         self._under_way = False
 
-    def whole_mean(self, vector: Tensor, group: Group, number: int, what: str) -> Tensor:
-        """Return the mean in new memory: `begin` and `finish` in one."""
-        whole = torch.empty_like(vector)
-        self.begin(vector, group, number, what)
-        for start, stop, mean in self.finish():
-            whole[start:stop] = mean
-        return whole
-
     def _go_on(self) -> None:
         """Post the first messages of the next stretch, if there is one."""
         part = self._vector[self._posted : self._posted + self.stretch]
@@ -162,7 +164,7 @@ class Exchange:
         self._spans = Spans([(self._posted, self._posted + len(part))])
         self._posted += len(part)
         if part.device.type != "cpu":
-            part = self._buffers.take("outbox", torch.float32, len(part)).copy_(part)
+            part = self._buffers.get("outbox", torch.float32, len(part)).copy_(part)
         self._stretch = self._open(part)
 
     def _open(self, part: Tensor) -> Stretch:

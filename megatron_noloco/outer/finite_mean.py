@@ -13,7 +13,7 @@ from megatron_noloco.plans.grouping import Group
 
 
 class MeanPiece(NamedTuple):
-    """The mean over the group of elements start..stop of the vector; valid until the next piece is asked for."""
+    """Holds the group's mean of elements start..stop of the vector; valid until the next piece is asked for."""
 
     start: int
     stop: int
@@ -22,7 +22,7 @@ class MeanPiece(NamedTuple):
 
 @dataclass
 class ExchangeReport:
-    """What one exchange cost, and what it measured, on this rank."""
+    """Reports what one exchange cost, and what it measured, on this rank."""
 
     group: Group  # this replica included
     bytes_sent: int = 0

@@ -13,7 +13,7 @@ PHASES = EXCHANGE_TAGS // CHANNELS  # a coded exchange uses 6, others the first 
 
 
 class Channel(IntEnum):
-    """The channels in use; the others, up to CHANNELS - 1, are free."""
+    """Numbers the channels in use; the others, up to CHANNELS - 1, are free."""
 
     ROUNDS = 0
     LOSSES = 2
@@ -33,11 +33,11 @@ def tag_of(number: int, channel: int) -> int:
 
 
 class PartnerLostError(RuntimeError):
-    """The connection to a partner is gone; names the partner and the exchange."""
+    """Raised where the connection to a partner is gone; names the partner and the exchange."""
 
 
 class PartnerTimeoutError(PartnerLostError):
-    """A partner did not answer within the deadline; names the partner, the exchange and the seconds."""
+    """Raised where a partner missed the deadline; names the partner, the exchange and the seconds."""
 
 
 class Contacts:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange
+from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.messages import Channel, Contacts
 from megatron_noloco.outer.round import Round, RoundReport, cut
@@ -162,9 +162,7 @@ class OuterOptimizer:
         reports = []
         for place, group in enumerate(groups):
             mean, other = other, mean  # what is being sent is not written
-            exchange.begin(other, group, number + place, f"final exchange {place}")
-            for piece in exchange.finish():
-                mean[piece.start : piece.stop] = piece.mean
+            group_mean(exchange, other, group, number + place, f"final exchange {place}", out=mean)
             reports.append(exchange.report)
         if mean is not self.slow_weights:
             self.slow_weights.copy_(mean)
@@ -356,3 +354,23 @@ class NoRounds:
 
 Rounds = OuterOptimizer | NoRounds
 """What a training loop calls after each local step."""
+
+
+@contextmanager
+def mean_model(outer: Rounds, exchange: Exchange, number: int) -> Iterator[ExchangeReport]:
+    """Put the mean of all replicas' slow weights in the place of the weights; on leaving, put these back.
+
+    This is the mean model, to be evaluated or saved. All ranks of all replicas call it together. Gives the report
+    of the exchange: the replicas in the mean, and their spread. Raises PartnerLostError when a replica does not
+    answer; the weights are then put back.
+
+    Args:
+        exchange: on a channel of its own (`Channel.MEAN_MODEL`). Its buffers are all the memory that this takes.
+        number: of this evaluation, the same on all ranks: the local steps done.
+    """
+    with outer.evaluating() as slow_weights:
+        exchange.begin(slow_weights, tuple(range(exchange.place.replicas)), number, "an evaluation")
+        with outer.weights.writing() as write:
+            for start, _, mean in exchange.finish():
+                write(start, mean)
+        yield exchange.report

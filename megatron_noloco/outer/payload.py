@@ -12,10 +12,10 @@ zero over the group, so the sum of c over the group is kept exactly, whatever th
 moves members against each other only, and the next round sees it as a part of their difference.
 
 Whether the differences did fit is shown by a checksum of each block, sum(w * n) modulo 2^32 with random odd
-weights w: it must differ between two members by sum(w * m). One difference that does not fit is always found,
-several in a block with a probability of about 1 - 2^(bits-32). The last checksum has the length as well. m is
--m at the other end, element by element, so both ends come to the same verdict, and a pair keeps the sum even
-where both are wrong.
+weights w: it must differ between two members by sum(w * m). A single difference that does not fit is always
+found, several in a block with a probability of about 1 - 2^(bits-32). The last checksum has the length as well.
+m is -m at the other end, element by element, so both ends come to the same verdict, and a pair keeps the sum
+even where both are wrong.
 
 The step is found from sketches. The sketch of a cell of 128 elements is their sum with random signs. The
 difference of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the
@@ -30,9 +30,10 @@ with RANGE 32, 0.5 % with 8, 2 % with 6 and 6 % with 5.
 members of a larger group apart: their variance is a quarter of that of c over the group, while a round of 8
 leaves an eighth. So the members of a group of more than 2 keep r from round to round (error feedback, Seide et
 al., "1-bit stochastic gradient descent", Interspeech 2014): all use s * mean(n), the same bits, and each adds its
-r to its next c. What members use and what they keep add up to what they had, so the mean over the replicas only
-lacks mean(r), which does not accumulate (with alpha > 0 it lacks sum_j alpha^j mean(r_t-j)). The variance of a
-member's error falls from (n-1)/n to 1/n of that of r. In a pair these are equal, so a pair keeps nothing.
+r to its next c. The quantized means that members use, plus the errors that they keep, add up to what they had.
+So the mean over the replicas only lacks mean(r), which does not accumulate (with alpha > 0 it lacks sum_j
+alpha^j mean(r_t-j)). The variance of a member's error falls from (n-1)/n to 1/n of that of r. In a pair these
+are equal, so a pair keeps nothing.
 
 All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
 """
@@ -224,8 +225,8 @@ class Codec:
 
     def from_sum(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
         """Return the mean of at most one piece, from the sums of n over the group; valid until the next call."""
-        apart = _apart(self._whole_steps(piece, steps), total, members)
-        return self.from_difference(piece, apart, steps / members)[0]
+        differences = _sum_of_differences(self._whole_steps(piece, steps), total, members)
+        return self.from_difference(piece, differences, steps / members)[0]
 
     def common_mean(
         self, piece: Tensor, steps: Tensor, total: Tensor, members: int, coded: Tensor, rounding: Tensor
@@ -240,7 +241,8 @@ class Codec:
         for first, last in runs(~coded):
             rounding[first * BLOCK : last * BLOCK] = 0.0
         whole = own.double().mul_(members)
-        whole.add_(_apart(own, total, members)).mul_(steps.double().div_(members).unsqueeze(1))
+        whole.add_(_sum_of_differences(own, total, members))
+        whole.mul_(steps.double().div_(members).unsqueeze(1))
         return floats.copy_(whole).view(-1)[: len(piece)]
 
     def _whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
@@ -269,8 +271,8 @@ def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tup
         yield vector[at.start * BLOCK : at.stop * BLOCK], slice(first + at.start, first + at.stop)
 
 
-def _apart(own: Tensor, total: Tensor, members: int) -> Tensor:
-    """Return the sum of n over the group less that of as many members like this one; overwrites its n, `own`."""
+def _sum_of_differences(own: Tensor, total: Tensor, members: int) -> Tensor:
+    """Return the sum over the group of n less this member's n, `own`, which is overwritten."""
     return torch.mul(own, -members, out=own).add_(total).to(total.dtype)
 
 
@@ -294,15 +296,15 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
     first, *others = sketches
     holds = _RANGE_KEPT if keeps_rounding(bits, len(sketches)) else RANGE[bits]
     for at in slices(len(first), _AT_ONCE):
-        apart = torch.zeros(len(out[at]))
+        difference = torch.zeros(len(out[at]))
         size = _energy(first[at])
         for other in others:
-            apart += _energy(first[at] - other[at]) / len(others)
+            difference += _energy(first[at] - other[at]) / len(others)
             size += _energy(other[at])
-        finite = torch.isfinite(size) & torch.isfinite(apart)
-        apart, size = (torch.where(finite, energy, 0.0) for energy in (apart, size))
-        apart, size = (_smooth(energy) / BLOCK for energy in (apart, size))
-        step = apart.sqrt_().mul_(holds / (2 ** (bits - 1) - 1))
+        finite = torch.isfinite(size) & torch.isfinite(difference)
+        difference, size = (torch.where(finite, energy, 0.0) for energy in (difference, size))
+        difference, size = (_smooth(energy) / BLOCK for energy in (difference, size))
+        step = difference.sqrt_().mul_(holds / (2 ** (bits - 1) - 1))
         step = torch.maximum(step, size.div_(len(sketches)).sqrt_().mul_(_FINEST)).clamp_(min=_SMALLEST)
         out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
 

@@ -8,11 +8,11 @@ With d = `overlap_steps` > 0, the round after local step t = (r + 1) k is taken 
 Which step merges is known beforehand and the same on all ranks, whenever the messages arrive: a rank that is early
 waits. d <= k, so one exchange of a fragment is under way at a time.
 
-What the delay changes, for any grouping:
+The delay changes this, for any grouping:
 
 - (phi, delta) follow the same recursions, with Delta = theta_s - phi. Each local update enters exactly one Delta.
-  If updates were independent of the weights, phi and delta would be those of d = 0. What changes is where the
-  first d gradients of each phase are taken: at weights that lack the correction phi - theta_s.
+  If updates were independent of the weights, phi and delta would be those of d = 0. But the first d gradients of
+  each phase are taken at weights that lack the correction phi - theta_s.
 - So with all replicas in one group and equal phi it is DiLoCo's outer step, and the mean over the replicas of
   (phi, delta) follows DiLoCo's recursion; c and the spread measured on it are the same.
 - Two replicas with equal phi and delta keep them bitwise equal. Their theta differ by the d local steps.
@@ -26,13 +26,11 @@ updates for overlapped communication and computation in DiLoCo", arXiv 2502.1299
 from a mixture of the replica's own new Delta and the others' Deltas of the phase before. Here theta itself
 stands in until the mean arrives: it contains the replica's own Delta with weight 1.
 
-Fragments. A rank's weights can be cut into F parts whose rounds are at different local steps, each in groups of
-its own (`plans.fragments`, `Grouping.groups`); the idea is Streaming DiLoCo's. A round is element by element,
-so all of this holds for each fragment on its own. A rank cuts its vector into equal parts, whatever its
-parameters are: an embedding may be more than 1/F of all weights, and a partition of ZeRO begins and ends
-anywhere. Elements that other ranks of the replica hold as well (`Weights.copied`) stay equal if they are
-exchanged with the same replicas after the same local steps; they lie at different places of the ranks' vectors,
-so all of them are in fragment 0.
+Fragments. A rank's weights can be cut into F equal parts whose rounds are at different local steps, each in groups
+of its own (`plans.fragments`, `Grouping.groups`). A round is element by element, so all of this holds for each
+fragment. Elements that other ranks of the replica hold as well (`Weights.copied`) stay equal if they are exchanged
+with the same replicas after the same local steps. They lie at different places of the ranks' vectors, so all of
+them are in fragment 0. docs/exchange-details.md says more about the cuts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,9 +45,18 @@ from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 
+_KEPT: dict[str, type] = {  # of an ExchangeReport, in a checkpoint
+    "bytes_sent": int,
+    "squared_deviation": float,
+    "compared_elements": int,
+    "poisoned_elements": int,
+    "squared_error": float,
+    "resent_elements": int,
+}
+
 
 class Fragment(Spans):
-    """The ranges of one fragment.
+    """Holds the ranges of one fragment.
 
     Attributes:
         index: 0 to F - 1.
@@ -96,7 +103,7 @@ def cut(length: int, copied: Ranges, fragments: int) -> list[Fragment]:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one round of a fragment cost and showed, on this rank.
+    """Reports what one round of a fragment cost and showed, on this rank.
 
     Attributes:
         spread: standard deviation of the fast weights over the group before the round, root mean square over the
@@ -114,7 +121,7 @@ class RoundReport:
 
 
 class Round:
-    """One round of one fragment, from its beginning until it is merged; reused for later rounds.
+    """Runs a round of one fragment, from its beginning until it is merged; reused for later rounds.
 
     Owns the memory of a round: c, the messages, and with a delay the correction.
 
@@ -177,47 +184,29 @@ class Round:
     @property
     def combined(self) -> Tensor:
         """c, shape [longest], in host memory; free once the round is complete."""
-        return self._buffers.take("combined", torch.float32, self._longest)
+        return self._buffers.get("combined", torch.float32, self._longest)
 
     @property
     def correction(self) -> Tensor:
         """theta_s, then phi - theta_s; shape [fragment.length]."""
-        whole = self._buffers.take("correction", torch.float32, self._longest, device=self._vectors.home)
+        whole = self._buffers.get("correction", torch.float32, self._longest, device=self._vectors.home)
         return whole[: self.fragment.length]
 
     def numbers(self) -> Tensor:
         """Return what a checkpoint keeps of a complete round. Times are left out: they belong to this process."""
-        exchange = self.report
-        numbers = [
-            self.fragment.index,
-            self.index,
-            self.due,
-            exchange.bytes_sent,
-            exchange.squared_deviation,
-            exchange.compared_elements,
-            exchange.poisoned_elements,
-            exchange.squared_error,
-            exchange.resent_elements,
-            *exchange.group,
-        ]
+        of_exchange = [getattr(self.report, name) for name in _KEPT]
+        numbers = [self.fragment.index, self.index, self.due, *of_exchange, *self.report.group]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def resume(self, numbers: Tensor, fragments: Sequence[Fragment], correction: Tensor) -> None:
         """Become the complete round that `numbers` describe; `correction` is that of all weights."""
-        fragment, index, due, sent, squared_deviation, compared, *more = numbers.tolist()
-        poisoned, squared_error, resent, *group = more
+        fragment, index, due, *others = numbers.tolist()
         self.index, self.due, self.complete = int(index), int(due), True
         self.fragment = fragments[int(fragment)]
         self.fragment.gather(correction, self.correction)
-        self.report = ExchangeReport(
-            tuple(int(member) for member in group if member >= 0),
-            bytes_sent=int(sent),
-            squared_deviation=squared_deviation,
-            compared_elements=int(compared),
-            poisoned_elements=int(poisoned),
-            squared_error=squared_error,
-            resent_elements=int(resent),
-        )
+        group = tuple(int(member) for member in others[len(_KEPT) :] if member >= 0)
+        kept = {name: kind(number) for (name, kind), number in zip(_KEPT.items(), others, strict=False)}
+        self.report = ExchangeReport(group, **kept)
 
     @property
     def _snapshot(self) -> Tensor | None:

@@ -26,8 +26,8 @@ Both means enter (2) only as beta * mean(Delta) + gamma * mean(phi) = mean(c), s
     delta_i <-  alpha * delta_i + mean_G(c) - gamma * phi_i,    phi_i <- phi_i + delta_i        `outer_step`
 
 With Nesterov's look-ahead (`outer_nesterov`) phi moves by what delta would be one round later, if that brought the
-same u = mean_G(c) - gamma * phi_i once more. It is the step of torch.optim.SGD(nesterov=True) with momentum alpha
-and lr beta, on minus the outer gradient:
+same u = mean_G(c) - gamma * phi_i once more. This is the step of torch.optim.SGD(nesterov=True) with momentum
+alpha and lr beta, on minus the outer gradient:
 
     phi_i   <-  phi_i + alpha * delta_i + u         with the new delta_i                        (4)
 

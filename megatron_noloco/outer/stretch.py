@@ -5,8 +5,8 @@ bandwidth-optimal all-reduce of Patarasuk and Yuan does ("Bandwidth optimal all-
 workstations", J. Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by direct messages
 instead of a ring:
 
-1. Each member owns 1/n of the elements. It receives them from the other members and averages them.
-2. It sends the mean of its elements to the other members.
+1. Each member owns 1/n of the elements, receives them from the other members and averages them.
+2. Each member sends the mean of its elements to the others.
 
 A member sends 2 (n-1)/n vectors, the least possible; sending the vector to all members would cost n-1. In both
 schemes all members use bitwise the same mean, which the method's recursion of the mean rests on (docs/method.md).
@@ -28,7 +28,7 @@ from megatron_noloco.transport.interface import Flight, Message, Transport
 
 @dataclass(frozen=True)
 class Session:
-    """What the stretches of one exchange share; `tag` is that of phase 0, `buffers` what messages arrive in."""
+    """Holds what the stretches of an exchange share; `tag` is of phase 0, messages arrive in `buffers`."""
 
     transport: Transport
     place: Place
@@ -43,7 +43,7 @@ class Session:
 
 
 class Stretch(ABC):
-    """A stretch whose exchange is under way; its constructor posts the messages of the first phase.
+    """Exchanges one stretch; its constructor posts the messages of the first phase.
 
     Args:
         vector: fp32, flat, in host memory.
@@ -93,7 +93,7 @@ def in_fp32(session: Session, vector: Tensor) -> Stretch:
 
 
 class Alone(Stretch):
-    """A stretch of a replica that is its own group."""
+    """Exchanges a stretch of a replica that is its own group."""
 
     def poll(self) -> Iterator[MeanPiece]:
         self.done = True
@@ -101,12 +101,12 @@ class Alone(Stretch):
 
 
 class Swap(Stretch):
-    """A stretch of a pair. The mean of each chunk takes the place of the partner's."""
+    """Exchanges a stretch of a pair. The mean of each chunk takes the place of the partner's."""
 
     def __init__(self, session: Session, vector: Tensor) -> None:
         super().__init__(session, vector)
         (partner,) = set(session.ranks) - {session.place.rank}
-        self._theirs = session.buffers.take("inbox", torch.float32, len(vector))
+        self._theirs = session.buffers.get("inbox", torch.float32, len(vector))
         self._flight = self.send(0, [(partner, vector)], [(partner, self._theirs)])
 
     def poll(self) -> Iterator[MeanPiece]:
@@ -117,16 +117,16 @@ class Swap(Stretch):
 
 
 class Share(Stretch):
-    """A stretch of a larger group: the own part is averaged, then the means of all parts are handed out."""
+    """Exchanges a stretch of a larger group: averages the own part, then hands out the means of all parts."""
 
     def __init__(self, session: Session, vector: Tensor) -> None:
         super().__init__(session, vector)
         self._own, self._parts = divided(len(vector), session)
         width, own = self._own.stop - self._own.start, vector[self._own]
-        received = session.buffers.take("slices", torch.float32, len(self._parts), width)
+        received = session.buffers.get("slices", torch.float32, len(self._parts), width)
         of_rank = dict(zip(self._parts, received, strict=True))
         self._members = [of_rank.get(rank, own) for rank in session.ranks]  # the same order everywhere
-        self._means = session.buffers.take("inbox", torch.float32, len(vector))
+        self._means = session.buffers.get("inbox", torch.float32, len(vector))
         self.send(0, ((rank, vector[part]) for rank, part in self._parts.items()), of_rank.items())
 
     def poll(self) -> Iterator[MeanPiece]:

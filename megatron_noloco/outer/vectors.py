@@ -41,12 +41,12 @@ def _pinned(length: int, dtype: torch.dtype) -> Tensor:
 
 
 class Buffers:
-    """Named vectors that are reused from round to round."""
+    """Keeps named vectors that are reused from round to round."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
-    def take(self, name: str, dtype: torch.dtype, *shape: int, device: torch.device = HOST) -> Tensor:
+    def get(self, name: str, dtype: torch.dtype, *shape: int, device: torch.device = HOST) -> Tensor:
         """Return the vector of this name; it is allocated anew if it was shorter, of another type or elsewhere."""
         length = math.prod(shape)
         held = self._held.get(name)
@@ -64,7 +64,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Spans:
-    """Some ranges of a vector, seen as a vector of their own, in the order given."""
+    """Shows some ranges of a vector as a vector of their own, in the order given."""
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
@@ -103,12 +103,12 @@ class Spans:
 
 
 class SideStream:
-    """A CUDA stream for work that no local step reads or writes: slow weights, momentum, corrections, means.
+    """Runs work on a CUDA stream: on vectors that no local step reads or writes.
 
-    A stream does its work in the order in which the host queued it, and the host runs ahead of it. On the
-    stream of the local steps, each piece of a mean would wait for all local steps queued before. The kernels
-    here are short and go first. The caller ensures (`wait_for`) that the local steps' stream has written what
-    is read here. On a CPU all work is done when a call returns.
+    These are slow weights, momentum, corrections, means. The stream does the work in the order in which the host
+    queued it, and the host runs ahead of it. On the stream of the local steps, each piece of a mean would wait for
+    all local steps queued before. The kernels here are short and go first. The caller ensures (`wait_for`) that
+    the local steps' stream has written what is read here. On a CPU all work is done when a call returns.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ class Weights(ABC):
         Copies that are equal bit for bit get means that are equal bit for bit.
         """
         return ()
+
+    def ranges_of(self, chosen: Iterable[bool]) -> list[tuple[int, int]]:
+        """Return the ranges of the vector in which the chosen ones of `parts` lie, but for empty ones."""
+        ranges = pairwise(accumulate((part.numel() for part in self.parts()), initial=0))
+        return [
+            pair for pair, is_chosen in zip(ranges, chosen, strict=True) if is_chosen and pair[0] < pair[1]
+        ]
 
     @property
     def length(self) -> int:
@@ -95,7 +103,7 @@ class Weights(ABC):
 
 
 class TorchWeights(Weights):
-    """The weights of a torch model: its parameters, of any floating dtype.
+    """Shows the weights of a torch model: its parameters, of any floating dtype.
 
     Parameters in bf16 or fp16 round what is written to them, and the next round takes this rounding for a part of
     the outer gradient. Prefer fp32 parameters (with autocast).
@@ -106,7 +114,7 @@ class TorchWeights(Weights):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
         if not self.parameters:
-            raise ValueError("there are no parameters to average")
+            raise ValueError("there are no weights that are trained, to be averaged")
         for index, parameter in enumerate(self.parameters):
             check_sound(f"parameter {index}", parameter)
 

@@ -1,1 +1,1 @@
-"""What ranks must agree on, as pure functions of (seed, counter): no torch, no messages."""
+"""Computes what ranks must agree on, from seed and counter alone: no torch, no messages."""

@@ -15,7 +15,7 @@ _FEISTEL_ROUNDS = 4
 
 
 class Stream(IntEnum):
-    """The purpose of a draw: draws for different purposes are independent even where their counters agree."""
+    """Names the purpose of a draw. Draws for different purposes are independent, also with equal counters."""
 
     GROUPING = 1
     ROUTING = 2
@@ -41,14 +41,14 @@ def draw_permutation(count: int, seed: int, stream: Stream, *counters: int) -> n
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A permutation of 0..size-1, determined by (seed, stream, counters) and computed place by place.
+    """Computes place by place a permutation of 0..size-1 that (seed, stream, counters) determine.
 
     A balanced Feistel network of four rounds permutes the 4**h numbers of 2h bits, 4**h >= size. A result outside
     0..size-1 goes through the network again until it is inside: cycle walking, which turns a permutation of the
     larger set into one of the smaller (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
     At most four passes are expected, since 4**h <= 4 * size. The round function is the finaliser of SplitMix64
     (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of half XOR round key.
-    It need not withstand an attacker, only look random.
+    The network need not withstand an attacker, only look random.
     """
 
     size: int

@@ -54,14 +54,11 @@ class Grouping:
         if factors:  # the least significant digit first
             place = (round_index + fragment) % len(factors)
             digits = labels.reshape(-1, factors[place], prod(factors[:place]))
-            return [
-                tuple(sorted(group)) for group in digits.swapaxes(1, 2).reshape(-1, factors[place]).tolist()
-            ]
-        order = labels.tolist()
-        return [
-            tuple(sorted(order[start : start + self.group_size]))
-            for start in range(0, self.replicas, self.group_size)
-        ]
+            groups = digits.swapaxes(1, 2).reshape(-1, factors[place]).tolist()
+        else:
+            order, size = labels.tolist(), self.group_size
+            groups = [order[start : start + size] for start in range(0, self.replicas, size)]
+        return [tuple(sorted(group)) for group in groups]
 
     def group(self, replica: int, round_index: int, fragment: int = 0) -> Group:
         """Return the group of `replica`, which includes it, in ascending order."""

@@ -16,7 +16,7 @@ RoutingInterval = Literal["off", "round", "microbatch"]
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of one step.
+    """Holds the routes of one step.
 
     Boundary b lies between stages b and b+1 (with virtual stages: between chunks b and b+1 of the model,
     including the wrap from the last stage back to the first). All ranks at a boundary use its one permutation, so
@@ -76,11 +76,9 @@ class Routing:
         """Return the routes of one step, which belongs to the local phase before round `round_index`."""
         if not self.active:
             return self.straight()
-        match self.interval:
-            case "round":
-                counters = (round_index,) * self.microbatches
-            case "microbatch":
-                counters = tuple(step * self.microbatches + m for m in range(self.microbatches))
+        first = step * self.microbatches
+        by_microbatch = range(first, first + self.microbatches)
+        counters = (round_index,) * self.microbatches if self.interval == "round" else tuple(by_microbatch)
         return Routes(self.replicas, self.seed, counters)
 
     def straight(self) -> Routes:

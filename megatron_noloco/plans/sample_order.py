@@ -16,7 +16,7 @@ _BLEND_ERROR = 1e-4  # the largest difference between a weight and its share
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An endless sequence of sample ids in which every epoch visits each of `samples` exactly once.
+    """Computes an endless sequence of sample ids in which every epoch visits each of `samples` exactly once.
 
     Each epoch has a `Shuffle` of its own: no table, so the order of a trillion samples costs nothing.
     """
@@ -43,7 +43,7 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class BlendedOrder:
-    """An endless sequence of sample ids drawn from several parts in fixed proportions.
+    """Computes an endless sequence of sample ids drawn from several parts in fixed proportions.
 
     The parts take turns in a short cycle that repeats, in which each part has slots in proportion to its weight,
     spread evenly. The samples of one part follow a `SampleOrder` of their own: a part that is small for its weight

@@ -2,13 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
-# At the limit of stability rho is computed as 1 minus a rounding error.
-_STABLE_BELOW = 1 - 1e-9
 _Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 # Epsilon of the payloads, measured in pairs; and of larger groups in int4, whose codes are coarser.
 PULL_ERRORS = {"fp32": 0.0, "int8": 0.03, "int4": 0.41}
@@ -23,77 +20,6 @@ def keeps_rounding(bits: int | None, members: float) -> bool:
 def pull_error(payload: str, kept: bool) -> float:
     """Return epsilon of `spread_factor`, in larger groups of int4 that of the errors that are `kept`."""
     return _KEPT_ERROR if kept else PULL_ERRORS[payload]
-
-
-@dataclass(frozen=True)
-class Gossip:
-    """The settings that decide whether replicas stay together.
-
-    Attributes:
-        outer_momentum: alpha.
-        consensus_weight: gamma.
-        group_size: n; infinite where all replicas are one group.
-        cycle: sizes of the groups of one cycle of rounds, with pairing in cycles; empty with random groups.
-        fragments: F.
-        payload: of an exchange, a key of PULL_ERRORS.
-        nesterov: whether the outer step looks ahead.
-        kept: whether rounding errors are kept.
-    """
-
-    outer_momentum: float
-    consensus_weight: float
-    group_size: float
-    cycle: tuple[int, ...] = ()
-    fragments: int = 1
-    payload: str = "fp32"
-    nesterov: bool = False
-    kept: bool = False
-
-    @property
-    def rho(self) -> float:
-        """The factor of the spread squared per round; 0 where all are one group, and use the same mean."""
-        alpha, gamma = self.outer_momentum, self.consensus_weight
-        more = pull_error(self.payload, self.kept), self.nesterov, self.kept
-        if math.isinf(self.group_size) and (self.payload == "fp32" or self.kept):
-            return 0.0
-        if not self.cycle:
-            return spread_factor(alpha, gamma, self.group_size, *more)
-        orders = [self.cycle[f:] + self.cycle[:f] for f in range(min(self.fragments, len(self.cycle)))]
-        return max(cycle_spread_factor(alpha, gamma, order, *more) for order in orders)
-
-    @property
-    def problem(self) -> str:
-        """Why the replicas would not stay together, and what would be right; empty where they do."""
-        if self.group_size == 1:
-            return "group_size 1: replicas would never average; it must be at least 2"
-        if self._stable:
-            return ""
-        n = "of all" if math.isinf(self.group_size) else self.group_size
-        pairing = ', pairing "cycle"' if self.cycle else ""
-        payload = "" if self.payload == "fp32" else f', payload "{self.payload}"'
-        nesterov = ", outer_nesterov true" if self.nesterov else ""
-        return (
-            f"outer_momentum (alpha) {self.outer_momentum}, consensus_weight (gamma) {self.consensus_weight}, "
-            f"group_size (n) {n}{pairing}{payload}{nesterov}: replicas would drift apart, "
-            f"rho = {self.rho:.3f} >= 1; {self._remedy}"
-        )
-
-    @property
-    def _stable(self) -> bool:
-        return self.rho < _STABLE_BELOW
-
-    @property
-    def _remedy(self) -> str:
-        """Name the nearest stable setting, to two digits: less momentum if that suffices, else another gamma."""
-        for hundredths in range(min(99, int(self.outer_momentum * 100)), -1, -1):
-            if replace(self, outer_momentum=hundredths / 100)._stable:
-                return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
-        gammas = [hundredths / 100 for hundredths in range(1, 400)]
-        stable = [gamma for gamma in gammas if replace(self, consensus_weight=gamma)._stable]
-        nearest = min(stable, key=lambda candidate: abs(candidate - self.consensus_weight), default=0.01)
-        return (
-            f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
-        )
 
 
 def spread_factor(
@@ -162,7 +88,7 @@ def _with_error(error: np.ndarray, share: float | np.ndarray, alpha: float, nest
 def cycle_spread_factor(
     outer_momentum: float,
     consensus_weight: float,
-    sizes: Sequence[int],
+    sizes: Sequence[float],
     pull_error: float = 0.0,
     nesterov: bool = False,
     kept: bool = False,
@@ -202,6 +128,11 @@ def cycle_spread_factor(
     cycle = [(characters * moment).sum(axis=0) / (replicas - 1) for moment in (v, c, d, xr, dr, rr)]
     largest = max(abs(np.linalg.eigvals(np.array(cycle))))
     return float(largest ** (1 / len(sizes)))
+
+
+def is_stable(rho: float) -> bool:
+    """Return whether replicas stay together. At the limit rho is computed as 1 minus a rounding error."""
+    return rho < 1 - 1e-9
 
 
 def rounds_to_halve(rho: float) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Position:
-    """The coordinates of one rank."""
+    """Holds the coordinates of one rank."""
 
     replica: int
     stage: int
@@ -17,9 +17,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank as the outer optimizer sees it: which replica, among how many, and where its counterparts are.
+    """Places one rank for the outer optimizer: in which replica, among how many, and where its counterparts are.
 
-    It is all that `outer` knows of a topology. A replica of one rank is `Place(replica, replicas)`.
+    `outer` knows no more of a topology. A replica of one rank is `Place(replica, replicas)`.
 
     Attributes:
         replica: this rank's replica, from 0.
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Topology:
-    """The parallel layout of a run.
+    """Lays out the ranks of a run.
 
     rank = ((replica * pp + stage) * dp + dp_rank) * tp + tp_rank, so the tensor-parallel ranks of a stage are
     neighbours (one node) and a replica is a contiguous block of ranks. In a federation each job is one replica,

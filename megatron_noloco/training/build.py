@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,9 +20,9 @@ from megatron_noloco.monitor.monitor import DELAY_STEPS
 from megatron_noloco.outer import (
     Channel,
     Exchange,
-    MeanModel,
     NoRounds,
     Rounds,
+    mean_model,
 )
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
@@ -61,8 +62,8 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
     averages = config.evaluation.mean_model and membership is None
-    mean_model = MeanModel(outer, weights, place.replicas) if averages else None
-    evaluator = Evaluator(engine, routing, prepared.validation, losses, mean_model)
+    means = partial(mean_model, outer, weights) if averages else None
+    evaluator = Evaluator(engine, routing, prepared.validation, losses, means)
     evaluator.stops_before = joined.stopping.before_part
     return Run(
         schedule=_schedule(config),

@@ -7,6 +7,7 @@ own replica, and sends nothing.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 
@@ -18,7 +19,7 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.activity import now
 from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
-from megatron_noloco.outer import Exchange, MeanModel
+from megatron_noloco.outer import Exchange, ExchangeReport, group_mean
 from megatron_noloco.plans.routing import Routing
 
 _FILLS = 4  # of the pipeline, between two looks whether to stop
@@ -34,7 +35,7 @@ class Evaluator:
     Args:
         sources: the validation microbatches of each dataset.
         losses: carries the losses of the replicas of this job.
-        mean_model: of the replicas of this job; None: they exchange no weights.
+        mean_model: puts the mean model in place, see `outer.mean_model`; None: no weights are exchanged.
 
     Attributes:
         stops_before: see `Stopping.before_part`.
@@ -46,7 +47,7 @@ class Evaluator:
         routing: Routing,
         sources: list[ValidationSource],
         losses: Exchange,
-        mean_model: MeanModel | None,
+        mean_model: Callable[[int], AbstractContextManager[ExchangeReport]] | None,
     ) -> None:
         self.engine = engine
         self.routing = routing
@@ -82,7 +83,7 @@ class Evaluator:
         by_replica = [own_losses] if self.replicas == 1 else self._exchanged(own_losses, done)
         if self.mean_model is None:
             return self._evaluation(by_replica, [math.nan] * len(own_losses), math.nan)
-        with self.mean_model.in_place(done) as report:
+        with self.mean_model(done) as report:
             mean_losses = self._losses()
         return self._evaluation(by_replica, mean_losses, report.standard_deviation)
 
@@ -117,7 +118,8 @@ class Evaluator:
         marked = torch.stack([torch.nan_to_num(own, 0.0, 0.0, 0.0), (~own.isfinite()).float()])
         table[self.engine.groups.position.replica] = marked * self.replicas
         everyone = tuple(range(self.replicas))
-        table = self.losses.whole_mean(table.flatten(), everyone, done, "an evaluation").view_as(table)
+        own, mean = table.flatten(), torch.empty(table.numel())
+        table = group_mean(self.losses, own, everyone, done, "an evaluation", out=mean).view_as(table)
         return table[:, 0].where(table[:, 1] < 0.5, math.nan).tolist()
 
     def _losses(self) -> list[float]:

@@ -13,6 +13,8 @@ from megatron_noloco import __version__
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import RunConfig, describe
+from megatron_noloco.data.sources import RecordSource, Source
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
@@ -123,13 +125,25 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
         + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
         next_commands=(
             f"{program} report {run}",
-            f'{program} generate {run} --prompt ""',
+            f"{program} generate {run} --prompt {example_prompt(config.source, prepared.tokenizer)}",
             f"{program} export {run} --output my-model",
         ),
     )
     console = Console(progress, training.train_iters, start.step, facts)
     console.say(*_first_lines(prepared, joined))
     return console
+
+
+def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
+    """Return a prompt, quoted for a shell: one that asks for an answer after fine-tuning, else an empty one."""
+    if not isinstance(source, RecordSource):
+        return '""'
+    try:
+        text = tokenizer.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    except ValueError:  # no template, or it takes no such messages
+        text = "a prompt such as those of the records"
+    text = text.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n")
+    return f"$'{text}'" if "\\" in text else f"'{text}'"
 
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:

@@ -4,7 +4,7 @@ import hashlib
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_noloco.data.indexed import open_indexed
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
-from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.federation.frames import checksum_of
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, check_fits, check_tokenizer
@@ -173,15 +173,11 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
 
 def _tokenizer(config: RunConfig) -> Tokenizer:
     """Build the tokenizer; where its files are gone, from the copy that a run with checkpoints keeps of it."""
-    output, choice = Path(config.training.output_dir), config.tokenizer
-    if (
-        choice.tokenizer_model
-        and not Path(choice.tokenizer_model).exists()
-        and config.checkpoint.load != "none"
-    ):
-        copies = filter(Path.is_dir, map(tokenizer_folder, (output, *sorted(output.glob("replica_*")))))
-        choice = replace(choice, tokenizer_model=str(next(copies, choice.tokenizer_model)))
-    return build_tokenizer(choice)
+    output, place = Path(config.training.output_dir), config.tokenizer.tokenizer_model
+    if place is None or Path(place).exists() or config.checkpoint.load == "none":
+        return build_tokenizer(config.tokenizer)
+    copies = map(tokenizer_folder, (output, *sorted(output.glob("replica_*"))))
+    return find_tokenizer(config.tokenizer, filter(Path.is_dir, copies))
 
 
 def _check_machine(config: RunConfig) -> None:

@@ -87,7 +87,7 @@ class OverlapChoice:
             self._step_seconds.append(step_seconds)
         if self.outer.overlap_steps or done % self.local_steps or self._rounds <= _MEASURED_ROUNDS:
             return None
-        self.outer.overlap_steps = agreement.largest_announced(_SUBJECT)
+        self.outer.overlap_steps = max(agreement.announced(_SUBJECT))
         return self.outer.overlap_steps
 
     def after_round(self, report: RoundReport) -> None:

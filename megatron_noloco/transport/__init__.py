@@ -1,1 +1,1 @@
-"""Transports: bytes between two ranks, over MPI, torch.distributed or threads of one process."""
+"""Transports: bytes between two ranks, over MPI or torch.distributed."""

@@ -1,15 +1,14 @@
 """The interface of a transport: point-to-point messages between flat buffers, with a deadline; no collectives.
 
-flight = transport.post(sends, receives, tag)      # every chunk of every message is under way at once
-for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it arrives
-    ...
-flight.finish(deadline_seconds)                    # from here on the send buffers may be reused
-
-A caller that has something else to do meanwhile calls `flight.arrived()` now and then, until `flight.done()`, and
-`flight.wait(deadline_seconds)` in between where it has not.
+flight = transport.post(sends, receives, tag)  # every chunk of every message is under way at once
+while not flight.done():                       # then the send buffers may be reused
+    for arrival in flight.arrived():           # act on each chunk that has arrived
+        ...
+    flight.wait(deadline_seconds)              # or compute, and call `arrived` now and then
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,14 +19,14 @@ EXCHANGE_TAGS = 384  # number of tags that belong to one exchange
 
 @dataclass(frozen=True)
 class Message:
-    """One buffer to or from one rank: flat (one dimension), contiguous, without gradient, in host memory."""
+    """Names a buffer to or from one rank: flat (one dimension), contiguous, without gradient, in host memory."""
 
     rank: int
     buffer: Tensor
 
 
 class Arrival(NamedTuple):
-    """A chunk that has arrived: elements start..stop of the buffer of receive number `message`."""
+    """Names a chunk that has arrived: elements start..stop of the buffer of receive number `message`."""
 
     message: int
     start: int
@@ -60,50 +59,109 @@ class RankLostError(ConnectionError):
         self.why = why
 
 
-class Flight(Protocol):
-    """The messages of one `post`, while they are under way."""
+class Chunk(NamedTuple):
+    """Holds a piece of a message: its `Arrival`, the rank at the other end, and its bytes."""
+
+    arrival: Arrival
+    rank: int
+    data: Tensor  # uint8 view of the message's buffer
+
+
+class Transfers:
+    """Holds the chunks that a flight sends, or those that it receives; subclasses find out which have completed.
+
+    Attributes:
+        chunks: the chunks under way, by their `Arrival`, in the order of posting.
+        posted: the time of the post, on the monotonic clock.
+        timed_out: whether `next` has raised ExchangeTimeoutError; the caller then collects no more chunks.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
+        self.chunks = {chunk.arrival: chunk for chunk in chunks}
+        self.timed_out = False
+        self._tag = tag
+        self.posted = time.monotonic()
+
+    def completed(self) -> list[Arrival]:
+        """Return the chunks completed since the last call, and remove them from `chunks`; never blocks.
+
+        Raises RankLostError when a chunk will never complete.
+        """
+        raise NotImplementedError
+
+    def _wait(self, waited_seconds: float, left_seconds: float) -> None:
+        """Block until a chunk may have completed, at most `left_seconds`."""
+        raise NotImplementedError
+
+    def next(self, deadline_seconds: float) -> list[Arrival]:
+        """Wait until at least one chunk completes; then return what `completed` does.
+
+        Raises ExchangeTimeoutError when `deadline_seconds` have passed since the post.
+        """
+        started = now = time.monotonic()
+        while not (completed := self.completed()):
+            left_seconds = self.posted + deadline_seconds - now
+            if left_seconds <= 0:
+                self.timed_out = True
+                rank = next(iter(self.chunks.values())).rank
+                raise ExchangeTimeoutError(rank, self._tag, now - self.posted)
+            self._wait(now - started, left_seconds)
+            now = time.monotonic()
+        return completed
+
+
+class Flight:
+    """Follows the messages of one `post`, cut into chunks, while they are under way."""
+
+    def __init__(self, received: Transfers, sent: Transfers) -> None:
+        self._received = received
+        self._sent = sent
+        self._arrived: list[Arrival] = []  # found by `wait`
 
     @property
     def posted(self) -> float:
         """The time of the post, on the monotonic clock."""
-        ...
-
-    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        """Yield each chunk of each receive once, in the order of arrival.
-
-        Raises ExchangeTimeoutError with a rank whose chunk is missing `deadline_seconds` after `post`, and
-        RankLostError for a chunk that will never arrive. The time the caller spends between chunks counts towards
-        the deadline as well.
-        """
-        ...
-
-    def finish(self, deadline_seconds: float) -> None:
-        """Wait until the send buffers may be reused; deadline and error are those of `arrivals`."""
-        ...
+        return self._received.posted
 
     def arrived(self) -> list[Arrival]:
-        """Return the chunks that have arrived and were neither returned nor yielded by `arrivals` before.
+        """Return the chunks that have arrived since the last call, each once, in the order of arrival.
 
-        Never blocks. Where messages move only inside calls of a library, this makes such a call.
+        Never blocks. Where messages move only inside calls of a library, this makes such a call. Raises
+        RankLostError for a chunk that will never arrive, as `done` and `wait` do.
         """
-        ...
+        found, self._arrived = self._arrived, []
+        return found + self._received.completed()
 
     def done(self) -> bool:
-        """Return whether `arrivals` has nothing left to yield and `finish` would return at once. Never blocks."""
-        ...
+        """Return whether `arrived` has nothing left to return and the send buffers may be reused; never blocks."""
+        self._sent.completed()
+        return not (self._arrived or self._received.chunks or self._sent.chunks)
 
     def wait(self, deadline_seconds: float) -> None:
-        """Wait until `arrived` has something to return, or `done` holds; deadline and errors as in `arrivals`."""
-        ...
+        """Wait until `arrived` has something to return, or `done` holds.
 
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds spent waiting inside `arrivals`, `wait` and `finish` so far."""
-        ...
+        Raises ExchangeTimeoutError with a rank whose chunk is missing `deadline_seconds` after `post`, however the
+        caller spent that time.
+        """
+        if self._arrived:
+            return
+        if self._received.chunks:
+            self._arrived = self._received.next(deadline_seconds)
+            return
+        while self._sent.chunks:
+            self._sent.next(deadline_seconds)
+
+    def finish(self, deadline_seconds: float) -> list[Arrival]:
+        """Wait until `done` holds; return what `arrived` would, of all chunks. Raises as `wait` does."""
+        found = list[Arrival]()
+        while not self.done():
+            self.wait(deadline_seconds)
+            found += self.arrived()
+        return found
 
 
 class Transport(Protocol):
-    """A rank's endpoint: two ranks that post matching messages under one tag exchange them.
+    """Connects a rank to the others: two ranks that post matching messages under one tag exchange them.
 
     Messages between two ranks under one tag match in the order in which they were posted; both sides must
     give them equal length and dtype. `tag` is any non-negative integer; its value modulo the transport's own

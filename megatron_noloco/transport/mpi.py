@@ -6,15 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_noloco.transport.chunks import (
-    DEFAULT_CHUNK_BYTES,
-    Chunk,
-    ChunkFlight,
-    Transfers,
-    check_messages,
-    cut,
-)
-from megatron_noloco.transport.interface import Arrival, Message
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, check_messages, cut
+from megatron_noloco.transport.interface import Arrival, Chunk, Flight, Message, Transfers
 
 _COUNT_LIMIT = 2**31  # MPI counts are C ints
 _YIELD_SECONDS = 1e-3  # a wait begins with yields, not sleeps: chunks from the same host arrive within it
@@ -51,7 +44,7 @@ class _Requests(Transfers):
             time.sleep(min(sleep_seconds, _LONGEST_SLEEP_SECONDS, left_seconds))
 
 
-class _MpiFlight(ChunkFlight):
+class _MpiFlight(Flight):
     def under_way(self) -> bool:
         """Return whether MPI may still access the buffers.
 
@@ -63,7 +56,7 @@ class _MpiFlight(ChunkFlight):
 
 
 class MpiTransport:
-    """Point-to-point messages on a private duplicate of COMM_WORLD, without copies.
+    """Sends messages between two ranks on a private duplicate of COMM_WORLD, without copies.
 
     Every rank must construct its transport at the same place of the program. A request that missed its
     deadline is never cancelled (MPI promises little about what then arrives): the transport keeps it and its
@@ -94,7 +87,7 @@ class MpiTransport:
         self.rank: int = self._comm.Get_rank()
         self.world_size: int = self._comm.Get_size()
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         from mpi4py import MPI
 
         check_messages([*sends, *receives], self.rank, self.world_size)

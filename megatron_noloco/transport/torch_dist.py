@@ -17,15 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.transport.chunks import (
-    DEFAULT_CHUNK_BYTES,
-    Chunk,
-    ChunkFlight,
-    ReportedTransfers,
-    check_messages,
-    cut,
-)
-from megatron_noloco.transport.interface import Message, RankLostError
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, ReportedTransfers, check_messages, cut
+from megatron_noloco.transport.interface import Chunk, Flight, Message, RankLostError
 
 _NEVER = timedelta(days=365)  # the group's time-out, which must not come before the caller's deadline
 
@@ -35,7 +28,7 @@ _Work = SimpleQueue[Callable[[], None] | None]  # None ends a thread
 
 
 class TorchTransport:
-    """Point-to-point messages over a gloo group of its own.
+    """Sends messages between two ranks over a gloo group of its own.
 
     The constructor makes the group over all ranks, so every rank must construct its transport at the same
     place of the program.
@@ -51,14 +44,14 @@ class TorchTransport:
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         tag %= 2**31
         incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)
         common: dict[str, Any] = {"group": self._group, "tag": tag}
         receiving = [(c, _start(dist.irecv, c, group_src=c.rank, **common)) for c in incoming]
         sending = [(c, _start(dist.isend, c, group_dst=c.rank, **common)) for c in outgoing]
-        return ChunkFlight(self._watch(receiving, tag), self._watch(sending, tag))
+        return Flight(self._watch(receiving, tag), self._watch(sending, tag))
 
     def _watch(self, begun: list[tuple[Chunk, _Started]], tag: int) -> ReportedTransfers:
         """Let a thread per partner report its chunks, so that a late partner delays no other.

@@ -17,7 +17,6 @@ from megatron_noloco.federation.network import FederationTransport, Network, Pat
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Message, RankLostError
-from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.mpi import library_name
 from megatron_noloco.transport.torch_dist import TorchTransport, _Threads
 from tests.distributed.transport_suite import (
@@ -31,6 +30,7 @@ from tests.distributed.transport_suite import (
     swap,
 )
 from tests.harness import RankFailedError, run_mpi, run_ranks, said
+from tools.loopback import loopback_world
 
 Outcomes = list[dict[str, str]]  # per rank: case -> "passed" or a traceback
 
@@ -106,7 +106,7 @@ def test_loopback_copies_what_is_sent() -> None:
     outgoing, incoming = pattern(0, 10), torch.zeros(10)
     first.post([Message(1, outgoing)], [], tag=1)
     outgoing.zero_()
-    list(second.post([], [Message(0, incoming)], tag=1).arrivals(1.0))
+    second.post([], [Message(0, incoming)], tag=1).finish(1.0)
     assert torch.equal(incoming, pattern(0, 10))
 
 
@@ -128,7 +128,7 @@ def _one_leaves(rank: int, world_size: int) -> str:
         flight = transport.post([], [Message(1, torch.zeros(BIG_ELEMENTS))], tag=3)
         swap(transport, 1, 5, tag=1)
         with pytest.raises(RankLostError, match="rank 1 has gone") as caught:
-            list(flight.arrivals(DEADLINE_SECONDS))
+            flight.finish(DEADLINE_SECONDS)
         assert caught.value.rank == 1
         message = str(caught.value)
     swap(transport, 2 if rank == 0 else 0, 5, tag=4)  # the survivors go on

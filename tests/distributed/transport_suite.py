@@ -30,9 +30,7 @@ def pattern(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def complete(flight: Flight) -> list[Arrival]:
-    arrivals = list(flight.arrivals(DEADLINE_SECONDS))
-    flight.finish(DEADLINE_SECONDS)
-    return arrivals
+    return flight.finish(DEADLINE_SECONDS)
 
 
 def swap(
@@ -146,12 +144,11 @@ def chunks_from_one_partner_do_not_wait_for_another(transport: Transport) -> Non
     if transport.rank == 0:
         buffers = [torch.zeros(100), torch.zeros(100)]
         flight = transport.post([], [Message(1, buffers[0]), Message(2, buffers[1])], tag=60)
-        arrivals = iter(flight.arrivals(DEADLINE_SECONDS))
-        assert next(arrivals).message == 1
+        flight.wait(DEADLINE_SECONDS)
+        assert {arrival.message for arrival in flight.arrived()} == {1}
         swap(transport, 1, 1, tag=61)  # only now does rank 1 send
-        assert 0 in {arrival.message for arrival in arrivals}
+        assert 0 in {arrival.message for arrival in complete(flight)}
         assert torch.equal(buffers[0], pattern(1, 100))
-        assert flight.wait_seconds > 0
     elif transport.rank == 1:
         swap(transport, 0, 1, tag=61)
         complete(transport.post([Message(0, pattern(1, 100))], [], tag=60))
@@ -164,7 +161,7 @@ def a_missed_deadline_names_the_rank(transport: Transport) -> None:
     if transport.rank == 0:
         missing = torch.zeros(BIG_ELEMENTS)
         flight = transport.post([], [Message(1, missing)], tag=70)
-        assert_times_out(lambda: list(flight.arrivals(0.3)), rank=1, tag=70, seconds=0.3)
+        assert_times_out(lambda: flight.finish(0.3), rank=1, tag=70, seconds=0.3)
         swap(transport, 2, 400, tag=71)
         swap(transport, 1, 400, tag=72)
         swap(transport, 1, 400, tag=73)
@@ -228,7 +225,6 @@ def arrived_does_not_wait(transport: Transport) -> None:
         assert_covered(arrivals, [100_001])
         assert torch.equal(incoming, pattern(1, 100_001))
         assert complete(flight) == []
-        assert flight.wait_seconds == 0
     elif transport.rank == 1:
         swap(transport, 0, 1, tag=76)
         complete(transport.post([Message(0, pattern(1, 100_001))], [], tag=75))

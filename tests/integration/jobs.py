@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.attach.attached import own_state
-from megatron_noloco.attach.state_loader import StateLoader, copy_state
-from megatron_noloco.attach.trained import Stateful
+from megatron_noloco.attach.adapter import Stateful
+from megatron_noloco.attach.attached import inner_state
+from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
@@ -106,11 +106,11 @@ def by_way_of_a_handover(
     )
     for number in range(3):
         step(number)
-    snapshots = [copy_state(outer, 3, given, ())() for given in (own_state([optimizer]), None)]
+    snapshots = [JobState(outer, given, ()).copy(3)() for given in (inner_state([optimizer]), None)]
     found = [step(3)]
     for snapshot in snapshots:
         step(4)
-        loader = StateLoader(outer, own_state([optimizer]), ())
+        loader = JobState(outer, inner_state([optimizer]), ())
         offer = loader.check(0, snapshot.description)
         loader.take(offer, lambda buffers, parts=snapshot.parts: buffers[0].copy_(torch.tensor(parts[0])))
         loader.settle(offer, whole=True)

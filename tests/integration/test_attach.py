@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
-from megatron_noloco.attach.deepspeed_engine import check_muon, trained_by_deepspeed
+from megatron_noloco.attach.deepspeed_engine import check_muon, deepspeed_adapter
 from tests.harness import run_ranks
 from tests.integration.jobs import by_the_equations, by_way_of_a_handover, federation, paper, run_jobs
 from tests.integration.spy import Spy
@@ -256,7 +256,7 @@ def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
             microbatch(engine, draw.manual_seed(100 * number + 10 * part + rank))
         return whole(engine)
 
-    return by_way_of_a_handover(trained_by_deepspeed(engine).weights, engine.optimizer, step)
+    return by_way_of_a_handover(deepspeed_adapter(engine).weights, engine.optimizer, step)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"checkpoint": {"load": "/no/such/step"}},
         ("checkpoint.load: /no/such/step: no such folder",),
     ),
-    "corpus too small to evaluate": ({"evaluation": {"iters": 1000}}, ("corpus too small", "need 2000")),
+    "corpus too small to evaluate": (
+        {"evaluation": {"iters": 1000}},
+        ("corpus too small", "need 2000 samples"),
+    ),
 }
 
 

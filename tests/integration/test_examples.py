@@ -164,7 +164,7 @@ def test_the_example_runs_where_only_torch_and_numpy_are_installed(environment: 
 def test_the_library_imports_nothing_of_the_trainer(environment: Path) -> None:
     script = (
         "import megatron_noloco, megatron_noloco.outer, megatron_noloco.plans.stability\n"
-        "import megatron_noloco.transport.loopback, megatron_noloco.transport.torch_dist, sys\n"
+        "import megatron_noloco.transport.torch_dist, sys\n"
         "import megatron_noloco.transport.mpi\n"  # imports mpi4py when it is used
         "print(megatron_noloco.__file__)\n"
         "print([name for name in ('deepspeed', 'megatron', 'mpi4py') if name in sys.modules])\n"

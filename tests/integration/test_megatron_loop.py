@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_noloco.attach import attach
-from megatron_noloco.attach.megatron_optimizer import trained_by_megatron
+from megatron_noloco.attach.megatron_optimizer import megatron_adapter
 from tests.harness import REPOSITORY, run_launcher, run_ranks
 from tests.integration import megatron_on_cpu
 from tests.integration.jobs import (
@@ -150,7 +150,7 @@ def sorted_values(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def taken_over(rank: int, world_size: int, kind: str) -> list[Tensor]:
     with megatron_on_cpu.prepare():
         model, optimizer = BUILD[kind](1)
-        weights = trained_by_megatron(optimizer).weights
+        weights = megatron_adapter(optimizer).weights
 
         def step(number: int) -> Tensor:
             LOOP.train_step(model, optimizer, LOOP.microbatch(number, rank))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach import attach, state_loader
-from megatron_noloco.attach.attached import own_state
-from megatron_noloco.attach.state_loader import StateLoader, copy_state, take_state
+from megatron_noloco.attach import attach, job_state
+from megatron_noloco.attach.attached import inner_state
+from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.federation import takeover as taking
 from megatron_noloco.federation.handover import Snapshot
 from megatron_noloco.outer.weights import TorchWeights
@@ -93,15 +93,13 @@ def taken(
     """Take the state of `step` from one that told another step before."""
     outer, inner = rank(0.0)
     giver, its_inner = rank(2.0)
-    gives: Any = Gives(copy_state(giver, step, its_inner, ())(), told, losses)
-    return take_state(gives, StateLoader(outer, inner, ()), least, 1.0), outer, inner
+    gives: Any = Gives(JobState(giver, its_inner, ()).copy(step)(), told, losses)
+    return JobState(outer, inner, ()).take_over(gives, least, 1.0), outer, inner
 
 
 def test_the_inner_state_may_be_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with DistributedDataParallel: each rank exchanges a part of the weights, and steps with all of them."""
-    monkeypatch.setattr(
-        state_loader, "_OTHER_BYTES", 4096
-    )  # of names; the rest is a small part of a real state
+    monkeypatch.setattr(job_state, "_OTHER_BYTES", 4096)  # of names; the rest is a small part of a real state
     state, outer, inner = taken(step=20, told=20)
     assert state is not None
     assert int(state["local_steps_done"]) == 20
@@ -122,8 +120,8 @@ def normalised(value: float, wrap: bool = False) -> nn.Module:
 @pytest.mark.parametrize("wrap", [False, True])
 def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
     (giver, _), (outer, _), own = rank(2.0), rank(0.0), normalised(0.0)
-    gives: Any = Gives(copy_state(giver, 20, None, [normalised(2.0, wrap)])(), 20, 0)
-    assert take_state(gives, StateLoader(outer, None, [own]), 1, 1.0) is not None
+    gives: Any = Gives(JobState(giver, None, [normalised(2.0, wrap)]).copy(20)(), 20, 0)
+    assert JobState(outer, None, [own]).take_over(gives, 1, 1.0) is not None
     assert {name: buffer.unique().tolist() for name, buffer in own.named_buffers()} == {
         "scratch": [0.0],
         "0.running_mean": [2.0],
@@ -134,8 +132,8 @@ def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
 
 def test_a_state_with_other_buffers_is_not_taken(recwarn: pytest.WarningsRecorder) -> None:
     (giver, _), (outer, _) = rank(2.0), rank(0.0)
-    gives: Any = Gives(copy_state(giver, 20, None, [nn.BatchNorm1d(3)])(), 20, 0)
-    assert take_state(gives, StateLoader(outer, None, [normalised(0.0)]), 1, 1.0) is None
+    gives: Any = Gives(JobState(giver, None, [nn.BatchNorm1d(3)]).copy(20)(), 20, 0)
+    assert JobState(outer, None, [normalised(0.0)]).take_over(gives, 1, 1.0) is None
     (line,) = (str(one.message) for one in recwarn)
     assert line.endswith("its buffers are not those of this model")
     assert not outer.weights.read().any()
@@ -179,7 +177,7 @@ def test_a_giver_whose_connection_is_lost_is_asked_again(
 
 def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the state of the inner optimizer that was taken does not fit."""
-    monkeypatch.setattr(state_loader, "take_state", Mock(side_effect=KeyError("moments")))
+    monkeypatch.setattr(JobState, "take_over", Mock(side_effect=KeyError("moments")))
     monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
     where = FederationSettings(slots=2, rendezvous=f"file://{tmp_path}", encryption="none")
     with pytest.raises(KeyError, match="moments"):
@@ -191,9 +189,9 @@ def test_states_of_other_parts_are_refused_in_one_line() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    given = own_state([optimizer, schedule]).state_dict()
-    own_state((optimizer, schedule)).load_state_dict(given)
+    given = inner_state([optimizer, schedule]).state_dict()
+    inner_state((optimizer, schedule)).load_state_dict(given)
     with pytest.raises(ValueError, match="attach: inner has 1 parts here, and 2 where the state comes from"):
-        own_state(optimizer).load_state_dict(given)
+        inner_state(optimizer).load_state_dict(given)
     with pytest.raises(ValueError, match="attach: inner is a Linear; give its optimizer"):
-        own_state(model)
+        inner_state(model)

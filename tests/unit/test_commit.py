@@ -22,10 +22,9 @@ from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, Exch
 from megatron_noloco.outer.finite_mean import finite_mean
 from megatron_noloco.outer.messages import CHANNELS, PHASES
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import ChunkFlight
-from megatron_noloco.transport.interface import Message
-from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
+from megatron_noloco.transport.interface import Flight, Message
 from tests.unit.fleet import SECONDS, noise
+from tools.loopback import LoopbackTransport, loopback_world
 
 LENGTH = 5000
 SHORT_SECONDS = 0.1
@@ -40,7 +39,7 @@ class FaultyTransport:
         self._inner, self._fault = inner, fault
         self.rank, self.world_size = inner.rank, inner.world_size
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         channel = tag // PHASES % CHANNELS
         arriving = [(one.rank, self._fault(self.rank, channel, one.buffer)) for one in sends]
         sent = [Message(rank, buffer) for rank, buffer in arriving if buffer is not None]

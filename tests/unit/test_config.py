@@ -316,15 +316,30 @@ def test_the_old_form_of_a_setting_is_read_with_a_line_that_says_the_new_one(
     assert RunConfig.of_checkpoint(saved) == now
 
 
+def test_a_saved_split_that_had_no_effect_is_left_out() -> None:
+    paths = {"data": {"train_data_path": "a", "valid_data_path": "b"}}
+    saved = RunConfig.from_dict(edited(paths)).to_dict()
+    saved["data"]["split"] = "8,2"
+    with pytest.raises(
+        ConfigError, match=r'data.split "8,2" has no effect: data.train_data_path is read whole'
+    ):
+        RunConfig.from_dict(saved)
+    assert RunConfig.of_checkpoint(saved).data.split == "949,50,1"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
         (
             "noloco.overlap",
             {"mode": "delyed"},
-            "noloco.overlap is not a known key; did you mean noloco.overlap_s",
+            "noloco.overlap is not a known key; write noloco.overlap_steps in its place",
         ),
-        ("noloco.overlap", {"mode": "none", "delay_steps": 1}, "noloco.overlap is not a known key"),
+        (
+            "noloco.overlap",
+            {"mode": "none", "delay_steps": 1},
+            "noloco.overlap is not a known key; write noloco.overlap_steps in its place: 0, a number",
+        ),
         (
             "noloco.overlap",
             {"mode": "delayed", "delay_steps": 6},
@@ -336,8 +351,21 @@ def test_the_old_form_of_a_setting_is_read_with_a_line_that_says_the_new_one(
             {"intervall": "round"},
             'noloco.routing: must be one of "off", "round", "microbatch"',
         ),
-        ("noloco.grouping", "stage", "noloco.grouping is not a known key"),
-        ("federation.local_steps", "some", "federation.local_steps is not a known key"),
+        (
+            "noloco.routing",
+            {"interval": 5},
+            'noloco.routing: must be one of "off", "round", "microbatch", got {"interval": 5}',
+        ),
+        (
+            "noloco.grouping",
+            "stage",
+            "noloco.grouping is not a known key; replicas always exchange as wholes",
+        ),
+        (
+            "federation.local_steps",
+            "some",
+            "federation.local_steps is not a known key; write federation.skip_",
+        ),
         ("federation.relay", True, "federation.relay is not a known key"),
     ],
 )

@@ -175,7 +175,16 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-        "warmup_num_steps 1000 (DeepSpeed's default) is more than scheduler.params.total_num_steps 10",
+        "warmup_num_steps 1000 (DeepSpeed's default) is more than scheduler.params.total_num_steps 10 "
+        '("auto": training.train_iters)',
+    ),
+    (
+        {"scheduler": {"type": "WSD", "params": {"total_num_steps": "auto", "decay_num_steps": 11}}},
+        'decay_num_steps 11 is more than total_num_steps 10 ("auto": training.train_iters)',
+    ),
+    (
+        {"data.text": None, "data.data_path": "0.3 a 0.7 b"},
+        'data.data_path: a blend must be a list of weights and prefixes: ["0.3", "a", "0.7", "b"]',
     ),
     (
         {"scheduler": {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 9}}},

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron_noloco.data.corpus import (
     STANDARD_LIBRARY,
     Corpus,
-    Document,
     _split_by_file,
     check_text,
     load_corpus,
@@ -214,7 +213,7 @@ class TestCorpus:
     def test_a_file_goes_where_the_weights_as_written_send_it(self) -> None:
         """Shares of 1 give the same files as weights of 1000 do."""
         names = [f"{index}.txt" for index in range(3000)]
-        parts = _split_by_file([Document(name, name.encode()) for name in names], Split.parse(SPLIT))
+        parts = _split_by_file({name: name.encode() for name in names}, Split.parse(SPLIT))
         points = {
             name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48 * 1000
             for name in names
@@ -303,6 +302,6 @@ class TestMicrobatches:
     def test_validation_split_too_small(self) -> None:
         dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
         with pytest.raises(
-            ValueError, match=r"corpus too small: .* 30 samples .* 11 microbatches of 3 need 33"
+            ValueError, match=r"corpus too small: .* = 11 x 3 need 33 samples of 4 tokens, dataset has 30"
         ):
             ValidationSource(dataset, 3, count=11)

@@ -152,6 +152,10 @@ class TestIndexed:
         with pytest.raises(IndexError):
             built.train[sum(sizes)]
 
+    def test_a_share_is_shown_as_it_is_read(self) -> None:
+        summary = build(data_path=[1e-9, "a", 1, "b"], split="8,1,1").summary
+        assert "of the training split of a (0.009999 %), " in summary
+
     @pytest.mark.parametrize(
         ("data", "options", "line"),
         [
@@ -159,7 +163,7 @@ class TestIndexed:
             (
                 {"data_path": "a"},
                 {"global_batch": 48},
-                "380 tokens = 47 samples of 8, one global batch needs 48",
+                "one global batch needs 48 samples of 8 tokens, the training split of a has 47$",
             ),
             (
                 {"data_path": "a", "split": "999,1,0"},

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,16 @@ from megatron_noloco.monitor.monitor import Evaluation
 from megatron_noloco.outer import (
     Channel,
     Exchange,
-    MeanModel,
     NoRounds,
     OuterOptimizer,
     PartnerTimeoutError,
     TorchWeights,
+    mean_model,
 )
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.evaluator import Evaluator
-from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
+from tools.loopback import LoopbackTransport, loopback_world
 
 CHUNK_BYTES = 64
 PIECES = (30, 13)  # elements of a replica's weights
@@ -51,7 +52,7 @@ class Replica:
         loss: Callable[[list[Tensor]], float],
         method: str = "noloco",
         weights: Sequence[float] = (1.0,),
-        mean_model: bool = True,
+        with_mean: bool = True,
         deadline_seconds: float = 20.0,
         stretch: int = 1 << 24,
     ) -> None:
@@ -83,7 +84,7 @@ class Replica:
             SimpleNamespace(weight=weight, dataset=SimpleNamespace(name=f"dataset {place}"))
             for place, weight in enumerate(weights)
         ]
-        in_place = MeanModel(self.outer, means, replicas) if mean_model else None
+        in_place = partial(mean_model, self.outer, means) if with_mean else None
         self.evaluator = Evaluator(engine, Any, sources, losses, in_place)
         measured: Any = self.evaluator
         measured._loss = lambda source: sources.index(source) + loss(self.masters)
@@ -137,7 +138,7 @@ def test_without_rounds_the_fast_weights_are_averaged() -> None:
 
 
 def test_without_the_mean_model_no_weights_travel() -> None:
-    fleet = build(2, mean_model=False)
+    fleet = build(2, with_mean=False)
     evaluations = evaluate(fleet)
     assert [replica.sent for replica in fleet] == [[4], [4]], "each loss, and whether it is a number"
     for evaluation in evaluations:

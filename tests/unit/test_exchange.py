@@ -19,12 +19,12 @@ from megatron_noloco.outer import (
     PartnerLostError,
     PartnerTimeoutError,
     TorchWeights,
+    group_mean,
 )
 from megatron_noloco.outer.messages import CHANNELS, Contacts
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.transport.loopback import loopback_world
 from tests.unit.fleet import (
     CHUNK_BYTES,
     CODED_CHUNK_BYTES,
@@ -40,6 +40,7 @@ from tests.unit.fleet import (
     made,
     noise,
 )
+from tools.loopback import loopback_world
 
 SHORT_SECONDS = 0.05  # only where no answer comes
 
@@ -227,7 +228,7 @@ def test_vectors_of_other_lengths_are_refused(lengths: tuple[int, ...], bits: in
         mine = vector[: lengths[rank]] + 0.01 * noise(lengths[rank], seed=rank)
         exchange = CodedExchange(world[rank], Place(rank, len(group)), 0, 2.0, Coding(bits))
         try:
-            exchange.whole_mean(mine, group, 0, "a test")
+            group_mean(exchange, mine, group, 0, "a test", out=torch.empty_like(mine))
         except PartnerLostError as error:
             return str(error)
         return "averaged"

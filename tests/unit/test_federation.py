@@ -20,11 +20,10 @@ from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checks
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import FederationTransport, Patience
 from megatron_noloco.federation.rendezvous import Address
-from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.outer import Channel, Exchange, group_mean
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import ChunkFlight
-from megatron_noloco.transport.interface import Message
+from megatron_noloco.transport.interface import Flight, Message
 from tests.unit.federated import RUN, SECONDS, ask_to_stop, connected, swap, transport, until
 from tools import bench_pairing
 
@@ -241,7 +240,7 @@ def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int, conne
         assert not buffer.any()
         assert victim.present() == [1]
         partner.post([Message(0, torch.full((10,), 3.0))], [], tag=5)
-        list(flight.arrivals(SECONDS))
+        flight.finish(SECONDS)
         assert (buffer == 3.0).all()
         swap(victim, partner, tag=6)
 
@@ -257,7 +256,7 @@ def test_wants_of_a_partner_are_bounded(tmp_path: Path) -> None:
 # What is under way, and which counterparts can be a partner
 
 
-def receive(transport: FederationTransport, number: int) -> ChunkFlight:
+def receive(transport: FederationTransport, number: int) -> Flight:
     """Post the receive of an exchange with rank 1."""
     return transport.post([], [Message(1, torch.zeros(5))], tag_of(number, 0))
 
@@ -274,9 +273,9 @@ def test_a_partner_that_goes_fails_only_what_is_under_way_with_it(tmp_path: Path
             lost = first.post([], [Message(third.rank, buffers[0])], tag=1)
             kept = first.post([], [Message(second.rank, buffers[1])], tag=1)
         with pytest.raises(ConnectionError, match="rank 2 has gone"):
-            list(lost.arrivals(SECONDS))
+            lost.finish(SECONDS)
         second.post([Message(0, torch.full((1000,), 3.0))], [], tag=1)
-        list(kept.arrivals(SECONDS))
+        kept.finish(SECONDS)
         assert (buffers[1] == 3.0).all()
         with transport(tmp_path, 2, 3) as third:  # and back
             until(lambda: third.present() == [0, 1] and first.present() == [1, 2])
@@ -289,10 +288,10 @@ def test_what_is_void_on_one_side_fails_on_the_other(tmp_path: Path) -> None:
         second.partners.begin(3, 0)
         second.partners.end(3)
         with pytest.raises(ConnectionError, match="rank 1 has no part in this exchange"):
-            list(old.arrivals(SECONDS))
+            old.finish(SECONDS)
         assert later.arrived() == []
         send(second, 4)
-        list(later.arrivals(SECONDS))
+        later.finish(SECONDS)
 
 
 def test_nobody_waits_for_a_rank_that_has_another_partner(tmp_path: Path) -> None:
@@ -301,7 +300,7 @@ def test_nobody_waits_for_a_rank_that_has_another_partner(tmp_path: Path) -> Non
         flights = [receive(first, number) for number in range(3)]
         second.partners.begin(0, 2)
         with pytest.raises(ConnectionError, match="has no part"):
-            list(flights[0].arrivals(SECONDS))
+            flights[0].finish(SECONDS)
         assert first.partners.standing(0, 1) == (Standing.BUSY, "is not free")
         second.partners.begin(1, 0)
         until(lambda: first.partners.standing(1, 1) == (Standing.WAITING, ""))
@@ -309,10 +308,10 @@ def test_nobody_waits_for_a_rank_that_has_another_partner(tmp_path: Path) -> Non
         until(lambda: first.begun() == {1: 2})
         assert first.partners.standing(1, 1) == (Standing.WAITING, "")
         send(second, 1)
-        list(flights[1].arrivals(SECONDS))
+        flights[1].finish(SECONDS)
         second.partners.end(1)
         with pytest.raises(ConnectionError, match="has no part"):
-            list(flights[2].arrivals(SECONDS))
+            flights[2].finish(SECONDS)
 
 
 def test_a_rank_that_leaves_exchanges_out_completes_those_under_way(tmp_path: Path) -> None:
@@ -323,10 +322,10 @@ def test_a_rank_that_leaves_exchanges_out_completes_those_under_way(tmp_path: Pa
         until(lambda: first.begun() == {1: 3})
         assert first.partners.standing(1, 1) == (Standing.WAITING, "")
         send(second, 1)
-        list(under_way.arrivals(SECONDS))
+        under_way.finish(SECONDS)
         second.partners.end(1)
         with pytest.raises(ConnectionError, match="has no part"):
-            list(left_out.arrivals(SECONDS))
+            left_out.finish(SECONDS)
         assert first.partners.standing(3, 1) == (Standing.BUSY, "is not free")
 
 
@@ -338,7 +337,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         second.partners.begin(4, 0)
         until(lambda: first.begun() == {1: 4})
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
-        theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
+        group_mean(theirs, torch.ones(100), (0, 1), 4, "a test", out=torch.empty(100))
         second.partners.end(4)
         ((_, _, mean),) = committed.finish()
         assert not mean.any()
@@ -358,7 +357,7 @@ def test_a_round_of_a_job_that_is_to_stop_is_skipped_on_both_sides(tmp_path: Pat
         list(committed.finish())
         assert committed.report.missed == "replica 1 is not waited for: this job was asked to stop"
         with pytest.raises(ConnectionError, match="has no part"):
-            list(waits.arrivals(SECONDS))
+            waits.finish(SECONDS)
         assert not committed.report.in_doubt
 
 

@@ -1,6 +1,7 @@
 """Conversion to and from Hugging Face, and what is refused of a folder."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -16,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
+from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.huggingface import _say_losses
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface import evaluate, export
+from megatron_noloco.huggingface.evaluate import Result
 from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
     check_fits,
@@ -357,6 +361,11 @@ def change_weights(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:
     return spoil
 
 
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
 def write(name: str, content: str) -> Spoil:
     def spoil(folder: Path) -> None:
         (folder / name).write_text(content)
@@ -500,6 +509,11 @@ REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
     (change_weight(Q, lambda w: w.to(torch.int8)), (Q, "I8", "quantized")),
     (change_weight(Q, lambda w: w[:-1]), (Q, "[23, 20]", "[24, 20]")),
     (change_weights(lambda w: w.pop(NORM)), (f"no tensor {NORM}",)),
+    (
+        change_weight(Q, lambda w: w.fill_(math.nan)),
+        (f"model.safetensors: {Q} holds NaN or infinite weights",),
+    ),
+    (cut_short, ("model.safetensors: cut short",)),
     (add_a_tokenizer_of_words, ("theirs: no end-of-document token", "eos_token")),
     (lambda folder: add_a_tokenizer_of_words(folder, **{"</s>": 259}), ("a vocabulary of 259", "260")),
     (write("tokenizer.model", "?"), ("tokenizer.model", "save_pretrained")),
@@ -656,12 +670,23 @@ def test_import_refuses_another_tokenizer_that_the_config_names(
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2})
     code, output = import_folder(folder, {"data": {**CONFIG["data"], "tokenizer_type": "byte"}})
-    problem = ("not the one of the block data", f"data.tokenizer_model {folder}")
+    problem = (
+        f"{folder}: the model's tokenizer reads",
+        "than the run's of bytes",
+        f"tokenizer_model {folder}",
+    )
     assert_one_line(code, capsys, problem)
     assert not output.exists()
     _, output = import_folder(folder)
     output.write_text(json.dumps(json.loads(output.read_text()) | {"data": CONFIG["data"]}))
     assert_one_line(main(["config", "--check", str(output)]), capsys, problem)
+
+
+def test_an_evaluation_whose_loss_is_not_finite_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [Result("replica 0", "a", math.nan, 9), Result("mean model", "a", 1.0, 9)]
+    with pytest.raises(StoppedError, match="the loss is not finite: replica 0 on a; training has diverged"):
+        _say_losses(results)
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_tokenizers_are_told_apart_by_any_token(tmp_path: Path) -> None:
@@ -672,7 +697,7 @@ def test_tokenizers_are_told_apart_by_any_token(tmp_path: Path) -> None:
         add_a_tokenizer_of_words(folder, **{"</s>": 2}, **words)
     check_tokenizer(theirs, FastTokenizer(theirs), VOCABULARY)
     check_tokenizer(theirs, FastTokenizer(more), VOCABULARY)
-    with pytest.raises(ValueError, match="not the one of the block data"):
+    with pytest.raises(ValueError, match=f"theirs: the model's tokenizer .* than the run's in {other}; to"):
         check_tokenizer(theirs, FastTokenizer(other), VOCABULARY)
 
 

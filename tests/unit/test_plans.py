@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
-from megatron_noloco.plans.stability import Gossip, cycle_spread_factor, rounds_to_halve, spread_factor
+from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Place, Position, Topology
+from megatron_noloco.settings import NolocoSettings, groups_problem
 
 GOLDEN_DRAWS = Path(__file__).parents[1] / "golden" / "draws.json"
 UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
@@ -252,23 +253,23 @@ class TestStability:
         assert spread_factor(0.5, 0.7, 1) == pytest.approx(1.0)
 
     def test_the_problem_names_the_numbers_and_a_remedy(self) -> None:
-        assert Gossip(0.9, 0.7, 2).problem.startswith(
+        drifts = NolocoSettings(outer_momentum=0.9, consensus_weight=0.7, payload="fp32")
+        assert groups_problem(drifts, None).startswith(
             "outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7, group_size (n) 2: replicas would drift "
             "apart, rho = 1.098 >= 1; outer_momentum 0.8"
         )
 
     @pytest.mark.parametrize(
-        "drifts",
-        [
-            Gossip(0.9, 0.7, 2),
-            Gossip(0.5, 1.4, 2, payload="int4"),
-            Gossip(0.95, 0.7, 8, payload="int4"),
-        ],
+        ("alpha", "gamma", "n", "payload"),
+        [(0.9, 0.7, 2, "fp32"), (0.5, 1.4, 2, "int4"), (0.95, 0.7, 8, "int4")],
     )
-    def test_the_suggested_momentum_is_the_largest_stable_one(self, drifts: Gossip) -> None:
-        suggested = float(drifts.problem.partition("; outer_momentum ")[2].split()[0])
-        assert replace(drifts, outer_momentum=suggested).problem == ""
-        assert replace(drifts, outer_momentum=suggested + 0.01).problem != ""
+    def test_the_suggested_momentum_is_the_largest_stable_one(
+        self, alpha: float, gamma: float, n: int, payload: Literal["fp32", "int4"]
+    ) -> None:
+        drifts = NolocoSettings(outer_momentum=alpha, consensus_weight=gamma, group_size=n, payload=payload)
+        suggested = float(groups_problem(drifts, None).partition("; outer_momentum ")[2].split()[0])
+        assert groups_problem(replace(drifts, outer_momentum=suggested), None) == ""
+        assert groups_problem(replace(drifts, outer_momentum=suggested + 0.01), None) != ""
 
     def test_rounds_to_halve(self) -> None:
         assert rounds_to_halve(0.25) == pytest.approx(1)  # the spread squared quarters as the spread halves

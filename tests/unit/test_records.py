@@ -16,8 +16,9 @@ from megatron_noloco.data.datasets import build_datasets, validation_datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
 from megatron_noloco.data.samples import IGNORED
-from megatron_noloco.data.sources import Needs, RecordSource, Split
+from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_noloco.training.outputs import example_prompt
 from tests.unit.test_preprocess import make_tokenizer
 
 # Answers end with a token of their own, which is of the answer, and so is the newline after it.
@@ -121,8 +122,20 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("record", "line"),
         [
-            ({"text": "a"}, 'must be an object with "messages", a list, or with "prompt" and "completion"'),
-            ([1], "must be an object"),
+            (
+                {"text": "a"},
+                r'has "text" \(text\); a record is an object with "messages", a list of objects with',
+            ),
+            (
+                {"conversations": [{"from": "human"}]},
+                r'has "conversations" \(a list\); a record is an object with',
+            ),
+            (
+                {"prompt": [CHAT[1]], "completion": CHAT[2:3]},
+                r'has "prompt" \(a list\), "completion" \(a list\);',
+            ),
+            ({"messages": []}, r'has "messages" \(an empty list\)'),
+            (CHAT, "is a list; a record is an object"),
             (
                 {"messages": CHAT, "functions": [{"name": "f"}]},
                 '"functions" is not given to the chat template',
@@ -130,8 +143,13 @@ class TestRecords:
             ({"messages": CHAT, "prompt": "a", "completion": "b"}, 'has "messages" and also "prompt"'),
             ({"messages": CHAT, "weight": 0}, '"weight" 0 of a whole record'),
             ({"prompt": "a", "completion": "b", "weight": 0}, '"weight" 0 of a whole record'),
-            ({"messages": ["hello"]}, 'each of messages must be an object with "role" and "content"'),
-            ({"prompt": "\ud800", "completion": "a"}, "'utf-8' codec can't encode character"),
+            ({"messages": ["hello"]}, 'message 1 is text; each must be an object with "role" and "content"'),
+            (
+                {"messages": [{"from": "human", "value": "a"}]},
+                r'message 1 has "from" \(text\), "value" \(text\); each',
+            ),
+            ({"prompt": "\ud800", "completion": "a"}, "holds half a character"),
+            ({"messages": CHAT, "tools": [{"\ud800": 1}]}, "holds half a character"),
             ({"messages": CHAT[:2]}, 'no message has the role "assistant": there is nothing to learn'),
             ({"messages": [*CHAT[:2], {"role": "assistant"}]}, 'message 3 has no "content"$'),
             ({"messages": [{"role": "user", "content": None}, CHAT[2]]}, 'message 1 has no "content"$'),
@@ -276,6 +294,34 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
         build_datasets(source(path, "999,1"), BYTES, needs)
+
+
+def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
+    empty = {"role": "assistant", "content": " "}
+    given = (
+        {"messages": [*CHAT, CHAT[1], empty]},
+        {"messages": [*CHAT, CHAT[1], empty | {"weight": 0}]},
+        {"prompt": "a", "completion": ""},
+        {"prompt": "", "completion": "a"},
+    )
+    path = write(tmp_path / "a.jsonl", *given)
+    built = build_datasets(source(path, "1"), FastTokenizer(model), Needs(300, 64, evaluates=False))
+    assert built.summary.endswith("; empty answers: 2, of which only the end is learnt")
+
+
+def test_the_closing_hint_has_a_prompt_that_suits(model: Path) -> None:
+    chat, text = source("a.jsonl"), TextSource("a.txt", Split(1, 0, 0))
+    assert example_prompt(chat, FastTokenizer(model)) == r"$'<user>Hello\n<assistant>'"
+    assert example_prompt(chat, BYTES) == "'a prompt such as those of the records'"
+    assert example_prompt(text, BYTES) == '""'
+
+
+def test_too_few_records_for_a_batch(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})
+    with pytest.raises(
+        ValueError, match=r"one global batch needs 2 samples of 8 tokens, the training .* has 1$"
+    ):
+        build_datasets(source(path, "1"), BYTES, Needs(257, 8, global_batch=2, evaluates=False))
 
 
 @pytest.mark.parametrize("changed", ["prompt", "completion"])

@@ -16,9 +16,9 @@ from megatron_noloco.settings import (
     NolocoSettings,
     TrainerSettings,
     federation_problems,
-    gossip,
     grouping_of,
     groups_problem,
+    rho,
     shared,
 )
 from tests.unit.configs import edited
@@ -175,9 +175,9 @@ def test_groups_that_cannot_be_drawn_are_refused(changes: dict[str, Any], proble
 
 
 def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
-    assert gossip(NolocoSettings(**PAPER), 2).rho == 0.0
-    assert gossip(NolocoSettings(**PAPER), 8).rho == pytest.approx(0.7, abs=5e-4)
-    assert gossip(NolocoSettings(**PAPER | {"pairing": "cycle"}), 8).rho == pytest.approx(0.633, abs=5e-4)
+    assert rho(NolocoSettings(**PAPER), 2) == 0.0
+    assert rho(NolocoSettings(**PAPER), 8) == pytest.approx(0.7, abs=5e-4)
+    assert rho(NolocoSettings(**PAPER | {"pairing": "cycle"}), 8) == pytest.approx(0.633, abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -221,4 +221,3 @@ def test_rounding_errors_are_kept_in_groups_of_more_than_2(
     changes: dict[str, Any], replicas: int, kept: bool
 ) -> None:
     assert NolocoSettings(**changes).keeps_rounding_among(replicas) == kept
-    assert gossip(NolocoSettings(**changes), replicas).kept == kept

@@ -31,8 +31,7 @@ from megatron_noloco.federation.service import Service
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import ChunkFlight
-from megatron_noloco.transport.interface import Message
+from megatron_noloco.transport.interface import Flight, Message
 
 RANKS = 3
 RUN = 5
@@ -72,7 +71,7 @@ def content(sender: int, life: int, tag: int) -> Tensor:
 
 
 class Posted(NamedTuple):
-    flight: ChunkFlight
+    flight: Flight
     partner: int
     tag: int
     buffer: Tensor

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
+from megatron_noloco.huggingface.pretrained import NotFiniteWeightError, PretrainedWeights, read_architecture
 from megatron_noloco.model.architecture import Architecture
 from tests.unit.test_huggingface import exported, hf_config, make_model, random_weights
 
@@ -241,6 +241,20 @@ def test_tensors_that_contradict_the_config(
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
         PretrainedWeights(tmp_path, read_architecture(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused_when_they_are_read(value: float, tmp_path: Path) -> None:
+    model = make_model(model="mixtral")
+    weights = weights_of(model)
+    weights[NORM][1] = value
+    write(tmp_path, model, weights)
+    with PretrainedWeights(tmp_path, read_architecture(tmp_path)) as read:
+        for reading in (read.hf_tensors, read.check_finite):
+            with pytest.raises(
+                NotFiniteWeightError, match=f"model.safetensors: {NORM} holds NaN or infinite"
+            ):
+                reading()
 
 
 def test_stacked_experts_of_another_number(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Literal
+
+from megatron_noloco.plans.canonical import Rectangle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,11 +102,6 @@ class Parameter:
         """Whether it is the matrix of the embedding or the output layer: the only ones outside the layers."""
         return self.layer is None and _LAYER not in self.name and len(self.shape) > 1
 
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the full parameter is the slices of all tensor-parallel ranks, one after the other."""
-        return self.tp_dim == 0 and not (self.rows and self.rows.cut_each)
-
     def at(self, layer: int) -> "Parameter":
         """Return the parameter of one layer, from a row for all layers."""
         name, *hf = (text.replace(_LAYER, str(layer)) for text in (self.name, *self.hf))
@@ -116,36 +113,45 @@ class Parameter:
         """Return the shape of a tensor-parallel rank's slice."""
         return tuple(n // tp_size if d == self.tp_dim else n for d, n in enumerate(self.shape))
 
+    def rectangles(self, tp: int, tp_size: int) -> list[Rectangle]:
+        """Return the parts of the matrix that make up a tensor-parallel rank's slice, one after the other."""
+        rows, columns = self.shape[0], math.prod(self.shape[1:])
+        if self.tp_dim is None or tp_size == 1:
+            return [Rectangle(0, 0, rows, columns)]
+        if self.tp_dim > 0:
+            width = columns // tp_size
+            return [Rectangle(0, tp * width, rows, width)]
+        cut = self.rows.sizes if self.rows and self.rows.cut_each else (rows,)
+        tops = accumulate(cut, initial=0)
+        return [
+            Rectangle(top + tp * (size // tp_size), 0, size // tp_size, columns)
+            for top, size in zip(tops, cut, strict=False)
+        ]
+
     def slice(self, full: "Tensor", tp: int, tp_size: int) -> "Tensor":
         """Return a tensor-parallel rank's slice of the full parameter, shape `slice_shape(tp_size)`."""
         import torch
 
-        if self.tp_dim is None or tp_size == 1:
-            return full
-        sections = full.split(self._sections(1))
-        slices = [section.chunk(tp_size, dim=self.tp_dim)[tp] for section in sections]
-        return slices[0] if len(slices) == 1 else torch.cat(slices)
+        matrix = full.view(self.shape[0], -1)
+        slices = [
+            matrix[at.top : at.top + at.rows, at.left : at.left + at.width]
+            for at in self.rectangles(tp, tp_size)
+        ]
+        found = slices[0] if len(slices) == 1 else torch.cat(slices)
+        return found.reshape(self.slice_shape(tp_size))
 
-    def merge(self, slices: Sequence["Tensor"], take: "Callable[[int], Tensor] | None" = None) -> "Tensor":
-        """Return the full parameter from the slices of all tensor-parallel ranks; the inverse of `slice`.
-
-        Its memory comes from `take`, which returns a flat tensor of a given length.
-        """
-        import torch
-
+    def merge(self, slices: Sequence["Tensor"]) -> "Tensor":
+        """Return the full parameter from the slices of all tensor-parallel ranks; the inverse of `slice`."""
         if self.tp_dim is None or len(slices) == 1:
             return slices[0]
-        flat = slices[0].new_empty(math.prod(self.shape)) if take is None else take(math.prod(self.shape))
-        full = flat.view(self.shape)
-        sections = zip(*(part.split(self._sections(len(slices))) for part in slices), strict=True)
-        for merged, pieces in zip(full.split(self._sections(1)), sections, strict=True):
-            torch.cat(pieces, dim=self.tp_dim, out=merged)
+        full = slices[0].new_empty(self.shape)
+        matrix = full.view(self.shape[0], -1)
+        for tp, part in enumerate(slices):
+            places = self.rectangles(tp, len(slices))
+            rows = part.reshape(-1, places[0].width).split([at.rows for at in places])
+            for at, piece in zip(places, rows, strict=True):
+                matrix[at.top : at.top + at.rows, at.left : at.left + at.width] = piece
         return full
-
-    def _sections(self, tp_size: int) -> list[int]:
-        """Return the number of rows of each separately cut part, in the slice of one of `tp_size` ranks."""
-        whole = self.rows.sizes if self.rows and self.rows.cut_each else (self.shape[0],)
-        return [size // tp_size if self.tp_dim == 0 else size for size in whole]
 
     # Parts
 

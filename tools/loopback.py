@@ -7,15 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_noloco.transport.chunks import (
-    DEFAULT_CHUNK_BYTES,
-    Chunk,
-    ChunkFlight,
-    ReportedTransfers,
-    check_messages,
-    cut,
-)
-from megatron_noloco.transport.interface import Message
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, ReportedTransfers, check_messages, cut
+from megatron_noloco.transport.interface import Chunk, Flight, Message
 
 
 @dataclass
@@ -100,7 +93,7 @@ class LoopbackTransport:
         self._chunk_bytes = chunk_bytes
         self._turn = turn
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         incoming = cut(receives, self._chunk_bytes)
         received = _Received(incoming, tag, self._turn)
@@ -108,7 +101,7 @@ class LoopbackTransport:
             self._channels.receive((chunk.rank, self.rank, tag), chunk, received)
         for chunk in cut(sends, self._chunk_bytes):
             self._channels.send((self.rank, chunk.rank, tag), chunk.data)
-        return ChunkFlight(received, ReportedTransfers([], tag))  # sends are copied: they need no waiting
+        return Flight(received, ReportedTransfers([], tag))  # sends are copied: they need no waiting
 
 
 def loopback_world(

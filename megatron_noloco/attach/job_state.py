@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_noloco.attach.adapter import Stateful
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
-from megatron_noloco.attach.trained import Stateful
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.takeover import take_over
 from megatron_noloco.outer import OuterOptimizer
@@ -21,70 +21,65 @@ _MOST_BYTES_PER_WEIGHT = 64  # of the replica
 _OTHER_BYTES = 1 << 24
 
 
-def copy_state(
-    outer: OuterOptimizer, done: int, inner: Stateful | None, modules: Sequence[nn.Module]
-) -> Callable[[], Snapshot]:
-    """Copy the state of this rank; return what makes a snapshot of the copy."""
-    file = io.BytesIO()
-    state = {
-        "weights": outer.weights.read(),
-        "outer": outer.state(wait=False),
-        "inner": None if inner is None else inner.state_dict(),
-        "buffers": buffers_of(modules),
-    }
-    torch.save(state, file)
-    content = file.getvalue()
-
-    def made() -> Snapshot:
-        digest = hashlib.sha256(content).hexdigest()
-        description = {"step": done, "bytes": len(content), "sha256": digest}
-        return Snapshot(json.dumps(description).encode(), [np.frombuffer(content, np.uint8)])
-
-    return made
-
-
-def take_state(
-    handover: Handover, loader: "StateLoader", least: int, seconds: float
-) -> dict[str, Tensor] | None:
-    """Take the state of the replica that is furthest, if it has done `least` local steps. A collective of the job.
-
-    Overwrites what the loader has. Returns a state for `OuterOptimizer.restore`, with "local_steps_done"; None
-    where there is none to take. Warns where the state of one could not be taken.
-    """
-    lines = list[str]()
-    found = take_over(handover, loader, least, seconds, lines.append)
-    if found is not None and loader.inner is not None and loader.state["inner"] is None:
-        lines.append(f"replica {found[0].slot} gave no state of its inner optimizer; it begins anew")
-    for line in lines:
-        warnings.warn(line, stacklevel=3)
-    if found is None:
-        return None
-    state: dict[str, Tensor] = loader.state["outer"]
-    return state | {"local_steps_done": torch.tensor(found[1].step)}
-
-
 class Offer(NamedTuple):
-    """What a rank says of its state."""
+    """Describes the state that a rank offers."""
 
     step: int
     bytes: int
     sha256: str
 
 
-class StateLoader:
-    """Loads weights, buffers and the inner state of another replica; implements `federation.takeover.Taker`.
+class JobState:
+    """Gives the state of a rank to another job, and takes that of one; implements `federation.takeover.Taker`.
+
+    The state is weights, buffers, the outer optimizer's, and that of the inner optimizer.
 
     Args:
         modules: that have the buffers.
 
     Attributes:
-        state: what was loaded last.
+        taken: what was taken last.
     """
 
     def __init__(self, outer: OuterOptimizer, inner: Stateful | None, modules: Sequence[nn.Module]) -> None:
-        self.state: dict[str, Any] = {}
-        self.inner = inner
-        self._outer, self._modules = outer, modules
+        self.taken: dict[str, Any] = {}
+        self._outer, self._inner, self._modules = outer, inner, modules
+
+    def copy(self, done: int) -> Callable[[], Snapshot]:
+        """Copy the state after `done` local steps; return what makes a snapshot of the copy."""
+        file = io.BytesIO()
+        state = {
+            "weights": self._outer.weights.read(),
+            "outer": self._outer.state(wait=False),
+            "inner": None if self._inner is None else self._inner.state_dict(),
+            "buffers": buffers_of(self._modules),
+        }
+        torch.save(state, file)
+        content = file.getvalue()
+
+        def made() -> Snapshot:
+            description = Offer(done, len(content), hashlib.sha256(content).hexdigest())._asdict()
+            return Snapshot(json.dumps(description).encode(), [np.frombuffer(content, np.uint8)])
+
+        return made
+
+    def take_over(self, handover: Handover, least: int, seconds: float) -> dict[str, Tensor] | None:
+        """Take the state of the replica that is furthest, if it has done `least` local steps.
+
+        A collective of the job, which overwrites weights, buffers and the inner state. Returns a state for
+        `OuterOptimizer.restore`, with "local_steps_done"; None where there is none to take. Warns of each state
+        that could not be taken.
+        """
+        lines = list[str]()
+        found = take_over(handover, self, least, seconds, lines.append)
+        if found is not None and self._inner is not None and self.taken["inner"] is None:
+            lines.append(f"replica {found[0].slot} gave no state of its inner optimizer; it begins anew")
+        for line in lines:
+            warnings.warn(line, stacklevel=3)
+        if found is None:
+            return None
+        state: dict[str, Tensor] = self.taken["outer"]
+        return state | {"local_steps_done": torch.tensor(found[1].step)}
 
     def check(self, slot: int, description: bytes) -> Offer:
         try:
@@ -118,13 +113,13 @@ class StateLoader:
             raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
         if not sound:
             raise ValueError("its weights are not finite, or not as many as here")
-        self.state = state
+        self.taken = state
 
     def settle(self, offer: Offer, whole: bool) -> None:
         if not whole:
             return
-        if self.inner is not None and self.state["inner"] is not None:
-            self.inner.load_state_dict(self.state["inner"])  # before the weights, which some load as well
+        if self._inner is not None and self.taken["inner"] is not None:
+            self._inner.load_state_dict(self.taken["inner"])  # before the weights, which some load as well
         with self._outer.weights.writing() as write:
-            write(0, self.state["weights"])
-        write_buffers(self._modules, self.state["buffers"])
+            write(0, self.taken["weights"])
+        write_buffers(self._modules, self.taken["buffers"])

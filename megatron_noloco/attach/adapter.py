@@ -1,4 +1,4 @@
-"""What a loop trains, as `attach` sees it: the weights, and the ranks over which their gradients are reduced."""
+"""Adapters of training engines: the weights of a rank, and the ranks over which their gradients are reduced."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ from megatron_noloco.plans.topology import Topology
 
 
 class Stateful(Protocol):
-    """The inner optimizer, or what else has a state that goes with the weights."""
+    """Has a state that goes with the weights: the inner optimizer, a schedule."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -22,8 +22,8 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Trained:
-    """One rank's part of what a loop trains.
+class EngineAdapter:
+    """Shows `attach` what an engine trains on this rank; made by a file of its own for each kind of engine.
 
     Attributes:
         weights: of this rank.
@@ -47,19 +47,19 @@ class Trained:
     part_of: Callable[[Any], Tensor] = lambda parameter: parameter
 
 
-def check_reduced_over(trained: Trained, topology: Topology, rank: int) -> None:
+def check_reduced_over(adapter: EngineAdapter, topology: Topology, rank: int) -> None:
     """Raise ValueError where gradients are not reduced over exactly the ranks of this rank's replica."""
-    if trained.reduced_over is None:
+    if adapter.reduced_over is None:
         if not topology.slots:
             raise ValueError(
                 "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
             )
         return
     own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
-    if sorted(trained.reduced_over) != own:
-        remedy = trained.remedy[bool(topology.slots)].format(replicas=topology.replicas)
+    if sorted(adapter.reduced_over) != own:
+        remedy = adapter.remedy[bool(topology.slots)].format(replicas=topology.replicas)
         raise ValueError(
-            f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(trained.reduced_over)}, its "
+            f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(adapter.reduced_over)}, its "
             f"replica is {own}; {remedy}"
         )
 
@@ -85,7 +85,7 @@ def topology_of(replicas: int) -> Topology:
 
 
 class ReplicaGroups:
-    """The `mpu` for `deepspeed.initialize`: data-parallel ranks are those of this rank's replica only.
+    """Makes the `mpu` for `deepspeed.initialize`: data-parallel ranks are those of this rank's replica only.
 
     The ranks of the job are divided into `replicas` blocks of consecutive ranks. All ranks make it at the same
     place, after torch.distributed has been initialised. For models without tensor or pipeline parallelism.

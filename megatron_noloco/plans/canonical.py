@@ -1,0 +1,119 @@
+"""The canonical vector: all weights of the unsplit model in one order, and where a rank's weights lie in it.
+
+A parameter is a matrix of the vector, row by row: the first dimension, and the product of the others. In any
+layout, a rank has a few rectangles of a parameter: tensor parallelism cuts rows or columns, and a partition of
+ZeRO begins and ends within a row.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+
+class Rectangle(NamedTuple):
+    """Rows top..top + rows and columns left..left + width of a matrix."""
+
+    top: int
+    left: int
+    rows: int
+    width: int
+
+
+class Matrix(NamedTuple):
+    """A parameter in the canonical vector: elements start..start + rows * columns."""
+
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+    @property
+    def whole(self) -> Rectangle:
+        return Rectangle(0, 0, self.rows, self.columns)
+
+
+class Block(NamedTuple):
+    """A rectangle of a matrix whose elements lie one after the other, row by row, in a vector of a rank.
+
+    Attributes:
+        own: index of its first element in the rank's vector.
+        matrix: of which it is a part.
+    """
+
+    own: int
+    matrix: Matrix
+    top: int
+    left: int
+    rows: int
+    width: int
+
+    @property
+    def place(self) -> Rectangle:
+        """Where it lies in the matrix."""
+        return Rectangle(self.top, self.left, self.rows, self.width)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.rows * self.width
+
+    @property
+    def first(self) -> int:
+        """Index of its first element in the canonical vector."""
+        return self.matrix.start + self.top * self.matrix.columns + self.left
+
+    def part(self, begin: int, end: int) -> Iterator["Block"]:
+        """Yield elements begin..end of the block, as at most three blocks."""
+        while begin < end:
+            row, column = divmod(begin, self.width)
+            if column or end - begin < self.width:  # the rest of a row
+                rows, width = 1, min(self.width - column, end - begin)
+            else:
+                rows, width = (end - begin) // self.width, self.width
+            place = Rectangle(self.top + row, self.left + column, rows, width)
+            yield Block(self.own + begin, self.matrix, *place)
+            begin += rows * width
+
+    def between(self, start: int, stop: int) -> Iterator["Block"]:
+        """Yield what lies in elements start..stop of the canonical vector, as at most three blocks."""
+        yield from self.part(self._before(start), self._before(stop))
+
+    def _before(self, index: int) -> int:
+        """Return how many elements of the block lie before an element of the canonical vector."""
+        row, column = divmod(index - self.matrix.start, self.matrix.columns)
+        if row < self.top:
+            return 0
+        if row >= self.top + self.rows:
+            return self.size
+        return (row - self.top) * self.width + min(max(column - self.left, 0), self.width)
+
+
+def matrices(shapes: Mapping[str, Sequence[int]]) -> dict[str, Matrix]:
+    """Return the matrix of each parameter, from the shapes of the unsplit model in their order."""
+    sizes = [0, *accumulate(prod(shape) for shape in shapes.values())]
+    return {
+        name: Matrix(start, shape[0], prod(shape[1:]))
+        for start, (name, shape) in zip(sizes, shapes.items(), strict=False)
+    }
+
+
+def blocks(matrix: Matrix, slices: Iterable[Rectangle], begin: int, end: int, own: int) -> Iterator[Block]:
+    """Yield the blocks of a part of a slice of a parameter.
+
+    Args:
+        slices: rectangles of the matrix that make up the slice, one after the other.
+        begin, end: elements of the slice of which the part consists.
+        own: index of element `begin` in the rank's vector.
+
+    Rows beyond the matrix, such as padding of the vocabulary, have no block.
+    """
+    before = 0
+    for place in slices:
+        whole = Block(own + before - begin, matrix, *place)
+        for block in whole.part(max(begin - before, 0), min(end - before, whole.size)):
+            yield from block.between(matrix.start, matrix.stop)
+        before += whole.size
