@@ -43,7 +43,7 @@ echo "replica 2 was killed at step $killed"
 job=$first
 reach 0 120
 start 2
-echo "replica 2 is back; the others are at step $(steps 0)"
+echo "replica 2 is started again; the others are at step $(steps 0)"
 for job in "$first" "$second" "$job"; do
     wait_for_job "$job"
     [ "$code" = 0 ] || { echo "a job has failed: see $runs/replica_*.log" >&2; exit 1; }

@@ -29,7 +29,7 @@ def main() -> None:
     count = sum(steps_that_count(log.rows) for log in logs)
     possible = len(logs) * max(row["step"] for log in logs for row in log.rows)
     share = f"{100 * count / possible:.1f} %"
-    print(f"step efficiency: {count} of the {possible} local steps without a fault, {share}")
+    print(f"step efficiency: {count} of the {possible} local steps of a run without faults, {share}")
 
 
 def steps_that_count(rows: Iterable[Row]) -> int:

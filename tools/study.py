@@ -32,7 +32,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from megatron_noloco.config import ConfigError
+from megatron_noloco.config import ConfigError, RunConfig
 from tools.options import add_changes, apply, command_line
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 from tools.simulator.trained import train
@@ -68,6 +68,10 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     run: Run = train if options.trainer else partial(simulate, compiled=options.compiled)
     try:
+        for method in study["runs"]:  # all of them, before the first takes its time
+            raw = configure(study, method)
+            raw.pop("simulator", None)
+            RunConfig.from_dict(raw)
         results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
     except (ConfigError, RefusedError) as error:  # all others are faults of the program
         sys.exit(f"study: {error}")
@@ -191,7 +195,6 @@ def simulate(raw: dict[str, Any], folder: Path, compiled: bool = False) -> dict[
 
     before_engines()
 
-    from megatron_noloco.config import RunConfig
     from tools.simulator.own import take_own
     from tools.simulator.simulation import Simulation
 

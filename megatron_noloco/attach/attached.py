@@ -179,7 +179,7 @@ class Attached:
             reports = self._membership.average(self.outer, self.done)
             for report in reports:
                 if report.missed:
-                    warnings.warn(f"the mean is that of {report.group}: {report.missed}", stacklevel=2)
+                    warnings.warn(f"the final average is {report.missed}", stacklevel=2)
             return reports
         return self.outer.average_all(self.done)
 
@@ -198,8 +198,8 @@ class Attached:
                 self._until_closed.callback(self._membership.leave)
             if self._membership is not None and self._rounds and not self._rounds_met:
                 warnings.warn(
-                    f"none of the {self._rounds} rounds of this job took place: it met no other replica, and "
-                    "trained alone; lines on stderr say why",
+                    f"none of this job's {self._rounds} rounds had a partner: it trained alone; lines on stderr "
+                    "say why",
                     stacklevel=2,
                 )
             if not raising:
@@ -305,7 +305,7 @@ def attach(
         if state is not None:  # others that wait for this job must not find it behind
             membership.keeping_up.start(int(state["local_steps_done"]))
         if not membership.wait_for_start(continues=state is not None):
-            warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
+            warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
             state = job_state.take_over(membership.handover, least, settings.deadline_seconds)

@@ -25,11 +25,14 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from megatron_noloco.attach.attached import Attached, attach
 from megatron_noloco.files import put_in_place, write_whole
 from megatron_noloco.settings import FederationSettings, NolocoSettings
+
+_NAME = "noloco_{:05d}.pt"  # of a rank's state in a checkpoint
+_UPLOADS_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
 class NolocoCallback(TrainerCallback):
@@ -43,8 +46,9 @@ class NolocoCallback(TrainerCallback):
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
       `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it if the checkpoint is in
       `output_dir`. It is written to `output_dir` and moved, so that there is one whenever the Trainer deletes an
-      older checkpoint. Just-in-time checkpoints (`enable_jit_checkpoint`) get it when they are there. To start a
-      replica again from another one, copy the other's checkpoint folder there.
+      older checkpoint. Just-in-time checkpoints (`enable_jit_checkpoint`) get it when they are there, and
+      checkpoints that are uploaded (`hub_strategy`) before. To start a replica again from another one, copy the
+      other's checkpoint folder there.
     - A job that begins when others have trained takes over the present state of one: its weights, its rounds, and
       its optimizer.
     - A job that has fallen behind continues at the step of the others: `global_step` and the learning rate jump.
@@ -63,8 +67,9 @@ class NolocoCallback(TrainerCallback):
         federation, settings, slot, seed: see `attach`.
         average: whether the replicas average at the end.
 
-    Raises ValueError at the beginning of the training as `attach` does, for a checkpoint without a state, and
-    with `load_best_model_at_end`, which would replace the average; later for a model that is loaded meanwhile.
+    Raises ValueError at the beginning of the training as `attach` does, for a checkpoint without a state, for
+    uploads of checkpoints to which other ranks would add their states too late, and with
+    `load_best_model_at_end`, which would replace the average; later for a model that is loaded meanwhile.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class NolocoCallback(TrainerCallback):
             raise ValueError(
                 "load_best_model_at_end: NoLoCo ends with an average of the replicas; set it to False"
             )
+        _check_uploads(args)
         saved = self._left_over() if self._trains else None
         self._written_at, self._loaded = -1, False
         if state.global_step:
@@ -167,10 +173,13 @@ class NolocoCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._write(args, state)
-        put_in_place(_waiting(args), _file(args, state))
-        os.utime(_file(args, state))  # see `_complete`
-        self._written_at = -1
+        self._put_in_place(args, state)
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._trains:  # else the Trainer's own `push_to_hub`, of the model at the end
+            self._put_in_place(args, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -217,13 +226,18 @@ class NolocoCallback(TrainerCallback):
         The Trainer does not call `on_save` for just-in-time checkpoints. So this is called after other callbacks,
         and before the weights change.
         """
-        file, suffix = _file(args, state), f"_{args.process_index}" if args.world_size > 1 else ""
-        try:
-            saved_at = file.with_name(f"rng_state{suffix}.pth").stat().st_mtime_ns
-        except FileNotFoundError:
-            return
-        if not file.exists() or file.stat().st_mtime_ns < saved_at:
+        file = _file(args, state)
+        if _random_state(args, file).exists() and not _is_complete(args, file):
             write_whole(file, lambda path: torch.save(self._state(state), path))
+
+    def _put_in_place(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Move the state into the Trainer's checkpoint of this step, unless it is there: it may be uploaded."""
+        file = _file(args, state)
+        if not _is_complete(args, file):
+            self._write(args, state)
+            put_in_place(_waiting(args), file)
+            os.utime(file)  # see `_is_complete`
+        self._written_at = -1
 
     def _state(self, state: TrainerState) -> dict[str, Tensor]:
         """Return the state that goes with the weights after `global_step` steps, also before their round."""
@@ -260,12 +274,38 @@ def _schedule_of(trainer: Trainer) -> Any:
     return getattr(trainer.model_wrapped, "lr_scheduler", None) or trainer.lr_scheduler
 
 
+def _check_uploads(args: TrainingArguments) -> None:
+    """Raise ValueError where the Trainer would upload checkpoints without the state of each rank.
+
+    Rank 0 uploads, and waits for no other rank. transformers 4 uploads before any callback is called.
+    """
+    if not args.push_to_hub or HubStrategy(args.hub_strategy) not in _UPLOADS_CHECKPOINTS:
+        return
+    if args.world_size > 1 or not hasattr(TrainerCallback, "on_push_begin"):
+        raise ValueError(
+            f'hub_strategy "{HubStrategy(args.hub_strategy).value}": checkpoints would be uploaded without the '
+            'state of the rounds; it needs a job of one rank, and transformers 5. Use "every_save" or "end"'
+        )
+
+
+def _is_complete(args: TrainingArguments, file: Path) -> bool:
+    """Whether a file of this rank's state is that of the checkpoint around it, and not of an earlier one."""
+    saved = _random_state(args, file)
+    return file.exists() and saved.exists() and file.stat().st_mtime_ns >= saved.stat().st_mtime_ns
+
+
+def _random_state(args: TrainingArguments, file: Path) -> Path:
+    """Return the file that the Trainer writes for this rank, beside that of its state."""
+    suffix = f"_{args.process_index}" if args.world_size > 1 else ""
+    return file.with_name(f"rng_state{suffix}.pth")
+
+
 def _waiting(args: TrainingArguments) -> Path:
-    """Return where this rank's state waits for the checkpoint that it belongs to."""
-    return Path(str(args.output_dir)) / f"noloco_{args.process_index:05d}.pt"
+    """Return where this rank's state waits for its checkpoint; the Trainer uploads no name with "_" before it."""
+    return Path(str(args.output_dir)) / f"_{_NAME.format(args.process_index)}"
 
 
 def _file(args: TrainingArguments, state: TrainerState) -> Path:
     """Return the file of this rank's state in the checkpoint of this step."""
-    waiting = _waiting(args)
-    return waiting.parent / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / waiting.name
+    folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    return folder / _NAME.format(args.process_index)

@@ -151,8 +151,7 @@ def source_replica(replica: int, saved: Topology) -> int:
 def describe_replicas(saved: Topology, now: Topology) -> list[str]:
     """Return a line for each replica that is cloned or dropped."""
     cloned = [
-        f"replica {replica} is new: a clone of replica {source_replica(replica, saved)}, "
-        f"with data of its own from here on"
+        f"replica {replica} begins as a clone of replica {source_replica(replica, saved)}, with data of its own"
         for replica in now.numbers
         if replica not in saved.numbers
     ]

@@ -4,14 +4,14 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 
 from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.indexed import IndexedTokens, open_indexed
 from megatron_noloco.data.records import RecordDataset, load_records
 from megatron_noloco.data.samples import (
     JoinedDataset,
@@ -133,7 +133,11 @@ def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset
     """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
     try:
-        tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
+        tokens: np.ndarray
+        if indexed:
+            tokens = open_indexed(data, tokenizer).tokens
+        else:
+            tokens = load_corpus(data, Split(1, 0, 0), tokenizer).train
     except ValueError as error:
         raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     dataset = TokenDataset(tokens, needs, data)
@@ -211,11 +215,12 @@ def _read_indexed(
     source: IndexedSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
 ) -> tuple[list[list[Part]], str]:
     """Shuffle training alone, so that every run is evaluated on the same samples."""
-    open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
+    # Both splits are often of one dataset, whose index may be long.
+    open_once = cache(partial(open_indexed, tokenizer=tokenizer))
     found = []
     for split in splits:
         found.append(list[Part]())
-        for indexed, (first, stop), name, weight in _split_of_blend(source, split, open_indexed):
+        for indexed, (first, stop), name, weight in _split_of_blend(source, split, open_once):
             tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
             if split == _TRAINING:
                 found[-1].append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
@@ -226,7 +231,7 @@ def _read_indexed(
     summary = "; ".join(
         f"{name}: {_in_words(parts)}" for name, parts in zip(_SPLIT_NAMES, [*found, []], strict=False)
     )
-    return found, summary + "".join(_check_beginnings(source, open_indexed, tokenizer))
+    return found, summary + "".join(_check_beginnings(source, open_once, tokenizer))
 
 
 def _in_words(parts: list[Part]) -> str:

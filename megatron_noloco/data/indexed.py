@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.files import naming_file, put_in_place, write_whole
+from megatron_noloco.files import naming_file, put_in_place, write_text, write_whole
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -79,6 +79,21 @@ class IndexedTokens:
         return self.tokens[self.offsets[first] : self.offsets[stop]]
 
 
+def open_indexed(prefix: str, tokenizer: Tokenizer) -> IndexedTokens:
+    """Open a dataset; raises ValueError as `IndexedTokens` does, and where it was made with another tokenizer."""
+    indexed, record = IndexedTokens(prefix), _record_of(prefix)
+    if record.is_file() and record.read_text().strip() != tokenizer.digest:
+        raise ValueError(
+            f"{record}: the dataset was made with another tokenizer than that of the block data; set the same, or "
+            "preprocess the text again (if this one has only further tokens, remove the file)"
+        )
+    return indexed
+
+
+def _record_of(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.tokenizer.sha256")
+
+
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Map an .idx file into memory; raises ValueError unless it is complete.
 
@@ -132,12 +147,18 @@ class IndexedWriter:
             with suppress(OSError):  # of what a full disk does not take, and nobody needs
                 self._tokens.close()
 
-    def finish(self) -> None:
-        """Put the tokens in place, then the index, each after it is synced to disk."""
+    def finish(self, tokenizer: Tokenizer | None = None) -> None:
+        """Put the tokens in place, then the index, each after it is synced to disk.
+
+        Args:
+            tokenizer: with which they were made, which `open_indexed` compares; Megatron ignores the file.
+        """
         with naming_file(self._partial):
             self._tokens.flush()
             put_in_place(self._partial, Path(f"{self.prefix}.bin"))
         self._tokens.close()  # and unlock it, which must have its name by then
+        if tokenizer is not None:
+            write_text(_record_of(self.prefix), f"{tokenizer.digest}\n")
         code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
         lengths = np.array(self._lengths, dtype=np.int32)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths

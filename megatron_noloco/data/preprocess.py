@@ -1,6 +1,7 @@
 """Encode text into Megatron's indexed datasets, in the order of the inputs.
 
 A dataset gets its name, `PREFIX_KEY_document.{bin,idx}`, when it is complete: a run that was stopped is run again.
+`PREFIX_KEY_document.tokenizer.sha256` tells its tokenizer from others.
 """
 
 from collections.abc import Callable, Iterator
@@ -110,7 +111,7 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
                 f"nothing was written: {tally.empty} documents are empty, {tally.not_text} files are no UTF-8 text"
             )
         for writer in writers.values():
-            writer.finish()
+            writer.finish(tokenizer)
     finally:
         for writer in writers.values():
             writer.discard()

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import numpy as np
@@ -73,7 +74,6 @@ class ByteTokenizer:
     def save(self, folder: Path, max_length: int) -> None:
         """Write this tokenizer in Hugging Face's format: byte-level BPE without merges."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
 
         # GPT-2's alphabet: a printable byte is itself; the others, in order, are the characters from U+0100 on.
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -86,11 +86,9 @@ class ByteTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_DOCUMENT])
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            eos_token=END_OF_DOCUMENT,
-            model_max_length=max_length,
-        ).save_pretrained(folder)
+        with TemporaryDirectory() as made:
+            tokenizer.save(f"{made}/tokenizer.json")
+            FastTokenizer(Path(made)).save(folder, max_length)
 
     def keep_in(self, folder: Path) -> None:
         pass

@@ -207,7 +207,7 @@ class KeepingUp:
         members = {slot for slot, vote in zip(others, votes, strict=True) if vote}
         why = {rank // place.ranks_per_replica: text for rank, text in left_out.items()}
         if not counts:
-            why.setdefault(place.replica, "is far behind for another rank")
+            why.setdefault(place.replica, "is far behind as another of its ranks sees it")
         return AtEnd(tuple(sorted({place.replica, *members})), why)
 
     def _left_out(self, own: dict[int, int], awaited: dict[int, _Awaited]) -> dict[int, str]:
@@ -218,8 +218,8 @@ class KeepingUp:
         for rank, last in came.items():
             if is_far_behind(last, furthest, self._behind):
                 why[rank] = (
-                    f"ended at local step {self._due(last)}, another at {self._due(furthest)}: more than "
-                    f"federation.rounds_behind {self._rounds_behind} behind"
+                    f"ended at local step {self._due(last)}, more than federation.rounds_behind "
+                    f"({self._rounds_behind}) rounds before the furthest at {self._due(furthest)}"
                 )
         return why
 

@@ -126,8 +126,8 @@ class FederationProtocol:
                     self.use(rank, link)
         elif rival := self.directory.rival:
             self.warn(
-                f"another process of this rank, at {rival.endpoint}, counts for the others: is --replica that of "
-                "another job? End one of the two; if this one is right, start it again"
+                f"the others exchange with another process of this rank, at {rival.endpoint}: does another job "
+                "have the same --replica? End one of the two; if this one is right, start it again"
             )
 
     def name_namesakes(self) -> None:

@@ -280,8 +280,8 @@ class SharedFolder:
             return ""
         newest = max(others, key=lambda path: path.stat().st_mtime)
         return (
-            f"no other job of this run is found, and {self.folder} has addresses of another run: "
-            f"{self._difference(newest)}, or {newest.name} is old"
+            f"no other job of this run is found, only {newest} of another run: {self._difference(newest)}, or the "
+            "file is old"
         )
 
     def _difference(self, path: Path) -> str:

@@ -135,7 +135,9 @@ class TreeMean:
         report = self.report
         why = {**dict.fromkeys(report.group, "was lost, or is not finite"), **self._left_out}
         report.missed = "; ".join(
-            f"without replica {slot}: {text}" for slot, text in sorted(why.items()) if not included[slot]
+            f"without replica {slot}, which {text}"
+            for slot, text in sorted(why.items())
+            if not included[slot]
         )
         report.group = tuple(included.nonzero().flatten().tolist())
         report.seconds = time.perf_counter() - report.started

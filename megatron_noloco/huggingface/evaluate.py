@@ -4,6 +4,7 @@ Of a checkpoint the slow weights are evaluated, which an export also contains.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -13,13 +14,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import check_folder, folder_adds_bos
+from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.datasets import validation_datasets, whole_dataset
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
+from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture, tokenizer_of
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
@@ -90,6 +90,8 @@ def open_weights(
         seq_length: tokens in a sample; None: the model's.
         tokenizer_place: see `open_source`.
 
+    Where samples are longer than the model's context, a line on stderr says so.
+
     Raises ValueError when the model, or the data to evaluate it on, is missing.
     """
     first = paths[0]
@@ -98,7 +100,8 @@ def open_weights(
             raise ValueError(f"{first}: a Hugging Face folder has no validation split; give --data")
         return _open_hugging_face(first, data, seq_length)
     source = open_source(paths, "mean", tokenizer_place)
-    architecture = replace(source.architecture, seq_length=seq_length or source.architecture.seq_length)
+    context = source.architecture.seq_length
+    architecture = replace(source.architecture, seq_length=seq_length or context)
     names = [f"replica {replica}" for replica in source.replicas]
     sets = [[replica] for replica in source.replicas]
     if len(names) > 1:
@@ -112,6 +115,7 @@ def open_weights(
         if data
         else validation_datasets(source.config.source, tokenizer, needs)
     )
+    _tell_of_long_samples(architecture, context)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:
@@ -123,14 +127,14 @@ def open_weights(
 
 def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> WeightSets:
     architecture = read_architecture(folder)
-    architecture = replace(
-        architecture, seq_length=seq_length or min(architecture.seq_length, _MAX_SEQ_LENGTH)
-    )
+    context = architecture.seq_length
+    architecture = replace(architecture, seq_length=seq_length or min(context, _MAX_SEQ_LENGTH))
     weights = PretrainedWeights(folder, architecture)
     needs = Needs(architecture.vocab_size, architecture.seq_length)
-    tokenizer = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder))
+    tokenizer = tokenizer_of(folder)
     check_folder(tokenizer)
     dataset = whole_dataset(data, tokenizer, needs)
+    _tell_of_long_samples(architecture, context)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:
@@ -138,3 +142,11 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Weigh
             yield [weights]
 
     return WeightSets(architecture, [dataset], [str(folder)], open_sets)
+
+
+def _tell_of_long_samples(architecture: Architecture, context: int) -> None:
+    if architecture.seq_length > context:
+        sys.stderr.write(
+            f"--seq-length {architecture.seq_length}: the model's context is {context} tokens; it was not trained "
+            "to read longer samples\n"
+        )

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.files import naming_file, write_tensors, writing
-from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
+from megatron_noloco.huggingface.pretrained import UNFINISHED, PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
-UNFINISHED = "UNFINISHED"  # name of a file that marks a folder that was not checked, or failed the check
 TOLERANCE = 1e-4  # difference of a logit that an export must stay below, both models in fp32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

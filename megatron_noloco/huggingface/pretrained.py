@@ -26,12 +26,15 @@ from megatron_noloco.model.families import (
     table_of,
 )
 
+UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
+
 
 def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a run that starts from the folder: the template with the folder's model and tokenizer.
 
     No weights are copied. Raises ValueError, in one line, when no run can start from the folder.
     """
+    check_finished(folder)
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
     dropout = _config_of(folder).get("attention_dropout")
     template_model = {
@@ -57,7 +60,8 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
-    """Raise ValueError, one line per problem, unless the folder has all weights of this model."""
+    """Raise ValueError, one line per problem, unless the folder has all weights of this model, and is finished."""
+    check_finished(folder)
     ours = model_fields(architecture)
     lines = [
         f"training.pretrained: model.{name} is {ours.get(name)!r}, but {value!r} in {folder / 'config.json'}"
@@ -93,12 +97,23 @@ def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     """
     if "tokenizer_type" in data or not (folder / "tokenizer.json").exists():
         return data
-    if _same_tokens(FastTokenizer(folder), ByteTokenizer()):
+    tokenizer = tokenizer_of(folder)
+    if isinstance(tokenizer, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
-    begin = {"prepend_bos": True} if folder_adds_bos(folder) else {}
+    begin = {"prepend_bos": True} if tokenizer.before_document else {}
     place = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
     return {**begin, **data, **place}
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face model: the byte-level one where it is the same, as in our exports.
+
+    Raises ValueError where there is none.
+    """
+    theirs, byte = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder)), ByteTokenizer()
+    ends = (theirs.before_document, theirs.end_of_document) == (byte.before_document, byte.end_of_document)
+    return byte if ends and _same_tokens(theirs, byte) else theirs
 
 
 def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
@@ -133,6 +148,15 @@ def _same_tokens(theirs: FastTokenizer, ours: Tokenizer) -> bool:
 
 
 # The files
+
+
+def check_finished(folder: Path) -> None:
+    """Raise ValueError for an export that was not checked, or failed the check."""
+    if (folder / UNFINISHED).exists():
+        raise ValueError(
+            f"{folder / UNFINISHED}: this export ended before its check, or failed it; export the model again, or "
+            "remove the file to use the folder as it is"
+        )
 
 
 def read_architecture(folder: Path) -> Architecture:

@@ -14,6 +14,7 @@ from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer, find_tokenizer
+from megatron_noloco.huggingface.pretrained import check_finished
 from megatron_noloco.model.architecture import Architecture
 
 
@@ -64,7 +65,10 @@ class ModelSource:
 
 
 def is_hugging_face(paths: Sequence[Path]) -> bool:
-    """Return whether a model is a Hugging Face folder, not a checkpoint; raises ValueError for several folders."""
+    """Return whether a model is a Hugging Face folder, not a checkpoint.
+
+    Raises ValueError for several folders, and as `check_finished` does.
+    """
     first = paths[0]
     if (
         not (first / "config.json").is_file() or (first / "checkpoints").is_dir()
@@ -72,6 +76,7 @@ def is_hugging_face(paths: Sequence[Path]) -> bool:
         return False
     if len(paths) > 1:
         raise ValueError(f"{first}: a Hugging Face folder is one model; give it alone")
+    check_finished(first)
     return True
 
 

@@ -250,7 +250,7 @@ class Monitor:
         self._interval_started += pause_seconds
 
     def summary(self, done: int, stopped_by: str | None, unsaved: int, federated: bool) -> None:
-        """Show the closing table; in a federation also how many rounds took place.
+        """Show the closing table; in a federation also how many rounds had a partner.
 
         Args:
             stopped_by: why the run ends early; None where it does not.
@@ -260,8 +260,8 @@ class Monitor:
             failed = f"{unsaved} of {dist.get_world_size()} ranks" if unsaved else None
             self.console.summary(done, stopped_by, failed)
             if federated and self._rounds:
-                alone = "" if self._rounds_met else ": this job met no other replica, and trained alone"
-                self.say(f"{self._rounds_met} of {self._rounds} rounds took place{alone}")
+                alone = "" if self._rounds_met else ": it trained alone"
+                self.say(f"{self._rounds_met} of this job's {self._rounds} rounds had a partner{alone}")
 
     def close(self) -> None:
         self.metrics.close()

@@ -64,7 +64,7 @@ def take_over_checkpoint(
     start, notes = own, list[str]()
     writer = CheckpointWriter(settings, topology, architecture, notes.append)
     if line := _taken(handover, writer, own.step + margin + 1, seconds):
-        before = f"; the own one was of step {own.step}, and the samples between are not read"
+        before = f"; this job's own checkpoint was of step {own.step}, and the samples between are not read"
         notes.append(line + before * bool(own.step))
         start = find_start(settings, topology)
     return replace(start, notes=[*dict.fromkeys(own.notes + start.notes), *notes])

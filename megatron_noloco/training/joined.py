@@ -92,7 +92,7 @@ def join_job(prepared: Prepared) -> Joined:
         )
         transport: Transport = membership.transport
         if not membership.wait_for_start(continues=start.folder is not None):
-            notes.append("fewer replicas than federation.start_with are there; starting without")
+            notes.append("started, though fewer replicas than federation.start_with are there")
         margin = config.federation.rounds_behind * config.noloco.local_steps
         membership.handover.saved = SavedState(settings.folder, topology.position(dist.get_rank()))
         start = take_over_checkpoint(

@@ -23,7 +23,7 @@ from megatron_noloco.checkpoint.run_settings import tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
 from megatron_noloco.data.datasets import Datasets, build_datasets
-from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.indexed import open_indexed
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
@@ -120,9 +120,13 @@ def _slot(config: RunConfig, replica: int | None) -> int:
 
 
 def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> dict[str, Any]:
-    """Return what decides what a weight means, by name; the pretrained weights are added by `first_weights`."""
+    """Return what decides what a weight means, and where the training ends, by name.
+
+    The pretrained weights are added by `first_weights`.
+    """
     return {
         "training.seed": config.training.seed,
+        "training.train_iters": config.training.train_iters,
         "model": config.model.model_dump() | asdict(architecture),
         "parallel": config.parallel.model_dump(exclude={"replicas"}),
         "tokenizer": tokenizer.digest,
@@ -162,7 +166,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    _check_source(config.source, Path(config.training.output_dir))
+    _check_source(config.source, tokenizer, Path(config.training.output_dir))
     _check_load(config.checkpoint.load, Path(config.training.output_dir))
     return tokenizer, architecture
 
@@ -251,7 +255,7 @@ def _not_a_step(folder: Path) -> str | None:
     return f'not a step folder; name one, such as {example}, or give "auto" for the newest in training.output_dir'
 
 
-def _check_source(source: Source, output_dir: Path) -> None:
+def _check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
     """Raise ValueError where nothing can be read, or what the run writes would be."""
     if isinstance(source, TextSource):
         check_text(source.text)
@@ -264,4 +268,4 @@ def _check_source(source: Source, output_dir: Path) -> None:
         return
     for blend in filter(None, (source.train, source.validation)):
         for prefix, _ in blend.parts:
-            IndexedTokens(prefix)
+            open_indexed(prefix, tokenizer)

@@ -67,7 +67,7 @@ def run_jobs(
     """Return `function(slot, rank, *args)` by slot and rank; a job of one rank has no torch.distributed."""
 
     def job(rank: int, world_size: int) -> Any:
-        warnings.filterwarnings("error", "fewer jobs than")
+        warnings.filterwarnings("error", "started, though fewer jobs than")
         warnings.filterwarnings("error", "the replicas had equal weights")
         slot, rank = divmod(rank, ranks)
         dist.barrier()  # all have joined

@@ -66,6 +66,7 @@ class Loop:
             eval_strategy="steps",
             eval_delay=0,
             save_strategy="steps",
+            push_to_hub=False,
         )
         self.state: Any = SimpleNamespace(
             global_step=0, max_steps=12, logging_steps=3, eval_steps=4, save_steps=5
@@ -293,6 +294,27 @@ def test_a_checkpoint_saved_before_a_round_has_the_state_before_it(
     callback.noloco.close()
 
 
+def test_a_checkpoint_that_is_uploaded_has_the_state(
+    alone: Callable[[Path, Loop], Any], tmp_path: Path
+) -> None:
+    """The Trainer uploads between its files of a checkpoint and `on_save`, which must not replace what is read."""
+    loop = Loop(tmp_path, 0)
+    loop.args.push_to_hub, loop.args.hub_strategy = True, "checkpoint"
+    callback = alone(tmp_path, loop)
+    loop.control.should_save = True
+    loop.steps(callback, 3)
+    (waiting,) = Path(loop.args.output_dir).glob("*.pt")
+    assert waiting.name.startswith("_"), "which the Trainer does not upload with the model"
+    save_as_the_trainer(loop)
+    callback.on_push_begin(loop.args, loop.state, loop.control)
+    assert int(saved_in(loop.folder)["local_steps_done"]) == 3
+    before = (loop.folder / "noloco_00000.pt").stat()
+    callback.on_save(loop.args, loop.state, loop.control)
+    assert (loop.folder / "noloco_00000.pt").stat() == before
+    assert not waiting.exists()
+    callback.noloco.close()
+
+
 def test_a_training_that_ends_early_skips_its_round_and_does_not_average(tmp_path: Path) -> None:
     """The other job is there and stands still."""
     assert run_jobs(tmp_path, 2, 1, one_ends_early, tmp_path)[0] == [("was asked to stop", True)]
@@ -359,6 +381,11 @@ def test_a_training_that_resumes_after_one_that_has_failed_loads_its_checkpoint(
     ("args", "step", "line"),
     [
         ({"load_best_model_at_end": True}, 0, "load_best_model_at_end: NoLoCo ends with an average"),
+        (
+            {"push_to_hub": True, "hub_strategy": "all_checkpoints", "world_size": 2},
+            0,
+            'hub_strategy "all_checkpoints": checkpoints would be uploaded without the state of the rounds',
+        ),
         ({}, 5, r".*checkpoint-5/noloco_00000.pt is missing: the checkpoint to resume from must be in"),
     ],
 )

@@ -378,11 +378,15 @@ class TestOtherNumberOfReplicas:
         ("saved", "now", "lines"),
         [
             (Topology(4), Topology(4), []),
-            (Topology(4), Topology(6), ["replica 4 is new: a clone of replica 0, ", "replica 5 is new: "]),
+            (
+                Topology(4),
+                Topology(6),
+                ["replica 4 begins as a clone of replica 0, ", "replica 5 begins as "],
+            ),
             (Topology(4), Topology(2), ["replica 2 is dropped", "replica 3 is dropped"]),
             (job(5), job(5), []),
             (Topology(4), job(1), []),
-            (job(2), job(5), ["replica 5 is new: a clone of replica 2, "]),
+            (job(2), job(5), ["replica 5 begins as a clone of replica 2, "]),
         ],
     )
     def test_what_changes_is_reported(self, saved: Topology, now: Topology, lines: list[str]) -> None:

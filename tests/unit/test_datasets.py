@@ -5,8 +5,10 @@ import math
 import shutil
 import threading
 import zlib
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,13 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.datasets import Datasets, build_datasets, split_bounds, whole_dataset
+from megatron_noloco.data.datasets import (
+    Datasets,
+    build_datasets,
+    split_bounds,
+    validation_datasets,
+    whole_dataset,
+)
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
@@ -31,7 +39,7 @@ from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder, slots_of
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.training.prepare import prepare
+from megatron_noloco.training.prepare import check_start, prepare
 from tests.unit.test_preprocess import make_tokenizer
 
 SEQ = 8
@@ -198,6 +206,34 @@ class TestIndexed:
             whole_dataset(prefix, build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
         assert main(["data", "inspect", prefix, "--samples", "40"]) == 0
         assert "document 30: tokens 5 5 5 -1 5" in capsys.readouterr().out
+
+    def test_a_dataset_of_another_tokenizer_is_refused_wherever_it_is_opened(self, tmp_path: Path) -> None:
+        """Its tokens would be in the vocabulary. One that Megatron has made says nothing of its tokenizer."""
+        prefix, byte = str(tmp_path / "made"), build_tokenizer(TokenizerChoice("byte"))
+        other: Any = SimpleNamespace(digest="of another tokenizer")
+        config = RunConfig.from_dict(run_config({"data_path": prefix, "split": "1,1,0"}))
+        doors: list[Callable[[], object]] = [
+            lambda: build(data_path=prefix, split="1,1,0"),
+            lambda: validation_datasets(config.source, byte, Needs(257, SEQ)),
+            lambda: whole_dataset(prefix, byte, Needs(257, SEQ)),
+            lambda: check_start(config),
+        ]
+        for made_with in (other, byte, None):
+            Path(f"{prefix}.idx").unlink(missing_ok=True)
+            Path(f"{prefix}.tokenizer.sha256").unlink(missing_ok=True)
+            writer = IndexedWriter(Path(prefix), vocab_size=257)
+            for _ in range(8):
+                writer.add(np.arange(10), ends_document=True)
+            writer.finish(made_with)
+            for door in doors:
+                if made_with is other:
+                    line = (
+                        r"made\.tokenizer\.sha256: the dataset was made with another tokenizer than that of"
+                    )
+                    with pytest.raises(ValueError, match=line):
+                        door()
+                else:
+                    door()
 
     def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets_module, "_EXCERPT_TOKENS", 160)

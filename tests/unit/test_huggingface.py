@@ -23,7 +23,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.huggingface import export
+from megatron_noloco.huggingface import evaluate, export
 from megatron_noloco.huggingface.evaluate import Result
 from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
@@ -32,6 +32,7 @@ from megatron_noloco.huggingface.pretrained import (
     config_for_any_version,
     model_fields,
     read_architecture,
+    tokenizer_of,
 )
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
@@ -536,6 +537,49 @@ def test_import_refuses(
     code, output = import_folder(folder)
     assert_one_line(code, capsys, (str(folder), *fragments))
     assert not output.exists()
+
+
+@pytest.mark.parametrize("command", ["import", "generate", "evaluate", "pretrained"])
+def test_an_export_that_is_not_finished_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model())
+    _, imported = import_folder(folder)
+    (folder / export.UNFINISHED).touch()
+    options = {
+        "generate": ["--prompt", "a"],
+        "evaluate": ["--data", "text"],
+        "import": ["--config", str(imported), "--output", str(tmp_path / "again.json")],
+    }
+    capsys.readouterr()
+    if command == "pretrained":
+        code = main(["config", "--check", str(imported)])
+    else:
+        code = main([command, str(folder), *options[command]])
+    assert_one_line(code, capsys, (f"{folder}/UNFINISHED: this export ended before its check, or failed it",))
+
+
+@pytest.mark.parametrize(("length", "told"), [(None, False), (32, False), (33, True)])
+def test_samples_longer_than_the_context_are_reported(
+    length: int | None, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, text = write_folder(tmp_path / "theirs", make_model()), tmp_path / "text"
+    ByteTokenizer().save(folder, 32)
+    text.write_text("a text of more than 33 tokens " * 9)
+    evaluate.open_weights([folder], str(text), length)
+    line = "--seq-length 33: the model's context is 32 tokens; it was not trained to read longer samples\n"
+    assert capsys.readouterr().err == (line if told else "")
+
+
+@pytest.mark.parametrize("end", ["</s>", "<|endoftext|>"])
+def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Path) -> None:
+    """So an export is evaluated on the datasets of its run; another end of documents makes another tokenizer."""
+    ByteTokenizer().save(tmp_path, 32)
+    if end == "</s>":
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            path = tmp_path / name
+            path.write_text(path.read_text().replace('"<|endoftext|>"', '"</s>"').replace(": 256", ": 257"))
+    assert isinstance(tokenizer_of(tmp_path), ByteTokenizer if end == "<|endoftext|>" else FastTokenizer)
 
 
 def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tuple[str, ...]) -> None:

@@ -123,10 +123,10 @@ def test_one_that_ended_far_behind_gets_the_mean_and_is_not_in_it(
     with connected(tmp_path, 3) as ranks:
         found = together(*(lambda at=at: final(ranks[at], weights[at], done=steps[at]) for at in range(3)))
     all_have(found, [weights[at] for at in sorted(slots[:2])])
-    why = "ended at local step 10, another at 18: more than federation.rounds_behind 3 behind"
+    why = "ended at local step 10, more than federation.rounds_behind (3) rounds before the furthest at 18"
     for _, report in found:
         assert report.group == tuple(sorted(slots[:2]))
-        assert report.missed == f"without replica {slots[2]}: {why}"
+        assert report.missed == f"without replica {slots[2]}, which {why}"
 
 
 def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) -> None:
@@ -238,7 +238,9 @@ def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
     found = ends_without(tmp_path, 3, weights)
     assert parent_of(3, {0, 1, 2, 3}) == 2
     all_have(found, weights[:3])
-    assert [report.missed for _, report in found] == ["without replica 3: was lost, or is not finite"] * 3
+    assert [report.missed for _, report in found] == [
+        "without replica 3, which was lost, or is not finite"
+    ] * 3
 
 
 def test_one_that_loses_its_parent_keeps_what_it_has(tmp_path: Path) -> None:
@@ -247,7 +249,7 @@ def test_one_that_loses_its_parent_keeps_what_it_has(tmp_path: Path) -> None:
     assert torch.equal(found[0][0], weights[1])
     all_have(found[1:], weights[2:])
     assert [report.group for _, report in found] == [(1,), (2, 3), (2, 3)]
-    lost = [f"without replica {slot}: was lost, or is not finite" for slot in (0, 2, 3)]
+    lost = [f"without replica {slot}, which was lost, or is not finite" for slot in (0, 2, 3)]
     assert found[0][1].missed == "; ".join(lost)
 
 

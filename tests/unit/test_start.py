@@ -13,11 +13,13 @@ from megatron_noloco.checkpoint import catalog, resume
 from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.federation.likeness import differences, digests_of, pack
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training import joined
 from megatron_noloco.training.joined import check_ranks, checkpoint_settings
-from megatron_noloco.training.prepare import _check_load
+from megatron_noloco.training.prepare import _alike, _check_load
 from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, flip_a_bit, write_checkpoint
 
 PARALLEL = {"replicas": 2, "pipeline_model_parallel_size": 2}
@@ -227,3 +229,22 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job need"
     ):
         check_ranks(rank(**{changed: "b"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"training": {"train_iters": 7}}, "training.train_iters"),
+        ({"training": {"train_iters": 5, "seed": 3}}, "training.seed"),
+        ({"data": {"text": "other"}}, ""),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, ""),
+    ],
+)
+def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str, Any], named: str) -> None:
+    """Not how they come there: rates and data may differ."""
+
+    def alike(changes: dict[str, Any]) -> dict[str, str]:
+        config = RunConfig.from_dict(CONFIG | {"training": {"train_iters": 5}} | changes)
+        return digests_of(_alike(config, ByteTokenizer(), config.architecture(257)))
+
+    assert differences(alike({}), pack(alike(changes))) == named

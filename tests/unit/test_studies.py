@@ -60,10 +60,10 @@ def fail(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise ValueError("too many values to unpack (expected 2)")
 
 
-def run_study(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the command line, each run in a process of its own."""
-    raw = {"training": {}, "optimizer": {"params": {"lr": 1.0}}}
-    runs = {name: [] for name in ("one", "alone", "synchronous")}
+def run_study(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
+    """As on the command line, each run in a process of its own; the last run has the changes."""
+    raw = json.loads(FILES[0].read_text())["base"]
+    runs = {"one": [], "alone": [], "synchronous": list(changes)}
     (folder / "study.json").write_text(json.dumps({"base": raw, "seeds": [1], "runs": runs}))
     monkeypatch.setattr(study, "train", run)
     monkeypatch.setattr(
@@ -77,6 +77,15 @@ def test_what_the_user_can_put_right_is_shown_without_a_traceback(
 ) -> None:
     with pytest.raises(SystemExit, match=r"^study: a: must be 1\nb: must be 2$"):
         run_study(refuse, tmp_path, monkeypatch)
+
+
+def test_a_run_that_cannot_be_made_is_refused_before_the_first_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        SystemExit, match=r"^study: noloco\.local_steps 9999 is more than training\.train_iters"
+    ):
+        run_study(fail, tmp_path, monkeypatch, "noloco.local_steps=9999")
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,9 @@ def test_an_own_checkpoint_that_is_damaged_does_not_count(tmp_path: Path) -> Non
             not_used, *_, taken = start_of(taker, folders[1])
         assert not_used == f"not used: {damaged}: checksum does not match its manifest"
         assert taken.startswith("taken over from replica 0: its state after local step 22, ")
-        assert taken.endswith("; the own one was of step 10, and the samples between are not read")
+        assert taken.endswith(
+            "; this job's own checkpoint was of step 10, and the samples between are not read"
+        )
 
 
 @pytest.mark.usefixtures("alone")
@@ -264,7 +266,7 @@ def test_a_save_that_was_never_completed_is_out_of_the_way(tmp_path: Path) -> No
         not_used, aside, taken = start_of(taker, folders[1])
     assert not_used == f"not used: {unfinished.parent}: no manifest; it was never completed"
     assert aside == f"set aside: {unfinished.parent} is now step_00000020.set_aside"
-    assert taken.endswith("; the own one was of step 4, and the samples between are not read")
+    assert taken.endswith("; this job's own checkpoint was of step 4, and the samples between are not read")
     assert names_in(catalog.step_folder(folders[1], 20)) == names_in(catalog.step_folder(folders[0], 20))
     assert (folders[1] / "step_00000020.set_aside" / "replica_01" / "file").exists()
 

@@ -318,6 +318,10 @@ class TestAutoTokenizer:
         ByteTokenizer().save(tmp_path, max_length=64)
         assert check_exported(ByteTokenizer(), tmp_path) == ""
         assert not folder_adds_bos(tmp_path)
+        written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        assert written["tokenizer_class"] == "PreTrainedTokenizerFast", (
+            "which all versions of transformers have"
+        )
 
 
 CONFIG: dict[str, Any] = {
