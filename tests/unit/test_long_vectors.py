@@ -1,0 +1,202 @@
+"""Vectors of more than 2^32 elements: places, blocks, bytes, frames and files, without the memory for one.
+
+Where only places count, a vector is on torch's device "meta", which has shapes and no memory. Where elements
+count, it is a sparse file that is mapped into memory: only the pages that a test touches take space.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.checkpoint.reader import read_into
+from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.samples import ShuffledDataset
+from megatron_noloco.data.sources import Needs
+from megatron_noloco.federation.frames import (
+    DTYPE_CODES,
+    HANDOVER_TAG,
+    Frame,
+    Kind,
+    Member,
+    Receive,
+    Send,
+    read,
+)
+from megatron_noloco.outer import TorchWeights
+from megatron_noloco.outer.messages import CHANNELS, PHASES, tag_of
+from megatron_noloco.outer.payload import BLOCK, message_bytes, pieces
+from megatron_noloco.outer.round import cut as fragments_of
+from megatron_noloco.outer.stretch import divided
+from megatron_noloco.transport.chunks import ReportedTransfers, cut
+from megatron_noloco.transport.interface import EXCHANGE_TAGS, Message
+
+LONG = 2**32 + 1000
+MIB = 2**20
+
+
+def shape_only(elements: int) -> Tensor:
+    return torch.empty(elements, device="meta")
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Tensor:
+    """Return LONG zeros in fp32."""
+    return torch.from_file(str(tmp_path / "vector"), shared=True, size=LONG, dtype=torch.float32)
+
+
+def test_chunks_cover_a_message_and_lie_where_they_say() -> None:
+    chunks = cut([Message(1, shape_only(LONG))], 64 * MIB)
+    places = [chunk.arrival for chunk in chunks]
+    assert (places[0].start, places[-1].stop) == (0, LONG)
+    assert all(before.stop == after.start for before, after in pairwise(places))
+    assert [chunk.data.storage_offset() for chunk in chunks] == [4 * place.start for place in places]
+    assert sum(len(chunk.data) for chunk in chunks) == 4 * LONG
+
+
+def test_blocks_of_a_code_are_numbered_to_the_end() -> None:
+    found = list(pieces(shape_only(LONG), blocks=2**15))
+    assert [piece.storage_offset() for piece, _ in found] == [at.start * BLOCK for _, at in found]
+    (last, at) = found[-1]
+    assert (at.stop, last.storage_offset() + len(last)) == (-(-LONG // BLOCK), LONG)
+    assert message_bytes(LONG, 8) == 532 * at.stop
+
+
+def test_members_of_a_group_divide_all_elements() -> None:
+    own, others = divided(LONG, SimpleNamespace(ranks=[0, 1, 2], place=SimpleNamespace(rank=1)))  # type: ignore[arg-type]
+    parts = [others[0], own, others[2]]
+    assert (parts[0].start, parts[-1].stop) == (0, LONG)
+    assert all(before.stop == after.start for before, after in pairwise(parts))
+
+
+@pytest.mark.parametrize("copied", [(), [(5, 10), (2**31 - 3, 2**31 + 4), (LONG - 2, LONG)]])
+def test_fragments_hold_each_element_once(copied: Any) -> None:
+    fragments = fragments_of(LONG, copied, 3)
+    ranges = sorted(place for fragment in fragments for place in fragment.ranges)
+    assert (ranges[0][0], ranges[-1][1]) == (0, LONG)
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    assert sum(fragment.length for fragment in fragments) == LONG
+    last = fragments[-1]
+    ((within, place),) = last.within(last.length - 1, last.length)
+    assert (within.stop, place.stop) == (last.length, last.ranges[-1][1])
+
+
+def test_weights_are_read_and_written_beyond_a_tensor_of_this_length(sparse: Tensor) -> None:
+    weights, numbers = TorchWeights([sparse, torch.zeros(5)]), torch.arange(1.0, 9.0)
+    assert weights.length == LONG + 5
+    with weights.writing() as write:
+        write(LONG - 3, numbers)
+        write(2**31 - 4, numbers)
+    for start in (LONG - 3, 2**31 - 4):
+        weights.read_into(found := torch.empty(8), start)
+        assert torch.equal(found, numbers)
+    assert sparse[LONG - 3 :].tolist() == [1, 2, 3]
+    assert sparse[2**31 + 3].item() == 8
+
+
+def test_fragments_gather_and_scatter_beyond_2_to_the_31(sparse: Tensor) -> None:
+    first, *_ = fragments_of(LONG, [(2**31 - 2, 2**31 + 2), (LONG - 4, LONG)], 2)
+    sparse[2**31 - 2 : 2**31 + 2], sparse[-4:] = torch.tensor([[1.0], [2.0]]).expand(2, 4)
+    copies = type(first)(first.ranges[:2])
+    found = copies.gather(sparse, torch.empty(8))
+    assert found.tolist() == [1.0] * 4 + [2.0] * 4
+    copies.scatter(2 * found, sparse)
+    assert (sparse[2**31 + 1].item(), sparse[-1].item()) == (2, 4)
+
+
+# Frames of a federation
+
+
+MEMBER = Member(rank=3, run=1, epoch=4, ranks=8)
+
+
+def test_offsets_in_frames_are_those_of_the_bytes() -> None:
+    """Of 4.3 GB sent in chunks of 64 MiB, all of which are the same memory here."""
+    chunk, count = np.zeros(64 * MIB, np.uint8), 65
+    send = Send(7, count * len(chunk), 0, lambda: (chunk for _ in range(count)), lambda failure: None)
+    want = Frame(Kind.WANT, run=1, sender=2, receiver=3, epoch=5, number=9)
+    sent = [header for header, _ in send.frames(want, MEMBER)]
+    assert [frame.offset for frame in sent] == [index * len(chunk) for index in range(count)]
+    assert sent[-1].offset == 2**32
+    assert [read(frame.pack()) for frame in sent] == sent
+
+
+def test_the_last_chunk_of_a_message_is_taken_to_its_place(sparse: Tensor) -> None:
+    message = Message(3, sparse)
+    chunks = cut([message], 64 * MIB)
+    data = np.full(len(chunks[-1].data), 1, np.uint8)
+    before = sparse.nbytes - len(data)
+    transfers = ReportedTransfers(chunks[-1:], 7)
+    receive = Receive(7, message, chunks, transfers, len(chunks) - 1, before)
+    fields: dict[str, Any] = {"to_epoch": 5, "tag": 7, "number": 9, "dtype": DTYPE_CODES[torch.float32]}
+    assert not receive.take(MEMBER.frame(Kind.DATA, 2, data, offset=before % 2**32, **fields), data)
+    assert receive.take(MEMBER.frame(Kind.DATA, 2, data, offset=before, **fields), data)
+    assert receive.complete
+    assert transfers.completed() == [chunks[-1].arrival]
+    assert sparse[-1:].view(torch.uint8).tolist() == [1] * 4
+
+
+def test_tags_of_late_exchanges_are_distinct_and_below_those_of_handovers() -> None:
+    numbers = [early + number for early in (0, 2**31, 2**50) for number in (0, 1)]
+    tags = [
+        [tag_of(number, channel) + phase for channel in range(CHANNELS) for phase in range(PHASES)]
+        for number in numbers
+    ]
+    assert len({tag for of_number in tags for tag in of_number}) == len(numbers) * EXCHANGE_TAGS
+    assert max(tags[-1]) < HANDOVER_TAG
+    for first, second in zip(tags[::2], tags[1::2], strict=True):
+        together = {tag % 2**31 for tag in first + second}
+        assert len(together) == 2 * EXCHANGE_TAGS, "as torch.distributed and MPI shorten them"
+    frame = Frame(Kind.DATA, 1, 2, 3, 4, tag=max(tags[-1]))
+    assert read(frame.pack()) == frame
+
+
+# Files
+
+
+def test_a_checkpoint_is_read_beyond_2_to_the_32(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    entry = {"slow_weights.0": {"dtype": "F32", "shape": [LONG], "data_offsets": [0, 4 * LONG]}}
+    header = json.dumps(entry).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.seek(4 * (LONG - 3), 1)
+        file.write(np.array([1, 2, 3], np.float32).tobytes())
+    read_into(found := torch.empty(5), path, "slow_weights.0", LONG - 5)
+    assert found.tolist() == [0, 0, 1, 2, 3]
+
+
+def test_samples_are_cut_from_more_than_2_to_the_32_tokens(tmp_path: Path) -> None:
+    """Of three sequences, each as long as the format permits, and a short one, whose tokens alone are not 0."""
+    lengths = np.array([2**31 - 1] * 3 + [40], np.int32)
+    begins = np.cumsum(lengths, dtype=np.int64) - lengths
+    with (tmp_path / "long.bin").open("wb") as file:
+        file.seek(2 * int(begins[-1]))
+        file.write(np.arange(1, 41, dtype=np.uint16).tobytes())
+    header = b"MMIDIDX\x00\x00" + np.array(1, "<u8").tobytes() + b"\x08" + np.array([4, 5], "<u8").tobytes()
+    bounds = np.arange(5, dtype=np.int64)
+    (tmp_path / "long.idx").write_bytes(
+        header + b"".join(part.tobytes() for part in (lengths, 2 * begins, bounds))
+    )
+    indexed = IndexedTokens(str(tmp_path / "long"))
+    assert indexed.part(3, 4).tolist() == list(range(1, 41))
+    dataset = ShuffledDataset(indexed.tokens, indexed.offsets, needs(seq_length=8), "long")
+    found = {int(token) for index in around_the_short_one(dataset) for token in dataset[index].tokens}
+    assert found >= set(range(2, 40))
+
+
+def needs(seq_length: int) -> Needs:
+    return Needs(vocab_size=50, seq_length=seq_length)
+
+
+def around_the_short_one(dataset: ShuffledDataset) -> Iterator[int]:
+    """Yield the samples that have tokens of the last sequence, wherever the shuffled order put it."""
+    place = dataset._order.at(np.arange(4)).tolist().index(3) * (2**31 - 1)
+    yield from range(place // dataset.seq_length, (place + 40) // dataset.seq_length + 1)
