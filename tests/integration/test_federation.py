@@ -16,12 +16,14 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.keys import Keys
 from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
+from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
 from tools.disturbed_replica import pause, send_times
 
 STEPS = 8
 ENDLESS = {"training": {"train_iters": 100_000}, "checkpoint": {"save_interval": 4}}  # until it is stopped
+WITH_PAUSES = partial(pause, 0.03)  # of a replica that trains while another one starts, which needs the cores
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +66,7 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
     ("slots", "ranks", "more"),
     [
         (4, 1, {}),
-        (
-            4,
-            1,
-            {"noloco": {"payload": "int8", "fragments": 2, "overlap_steps": 1}},
-        ),
+        (4, 1, {"noloco": {"payload": "int8", "fragments": 2, "overlap_steps": 1}}),
         (2, 2, {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"hidden_dropout": 0.1}}),
         pytest.param(2, 2, {"parallel": {"data_parallel_size": 2}}, marks=pytest.mark.slow),
     ],
@@ -113,7 +111,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
     }
     with Federation(tmp_path, changes(text, 4, **more), apart=True) as federation:
         for replica in range(3):
-            federation.start(replica)
+            federation.start(replica, disturb=WITH_PAUSES)
         federation.until(2, 10)
         federation.kill(2)
         killed_at = federation.rows(2)[-1]["step"]
@@ -129,6 +127,29 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert "replica 3 begins as a clone of replica" in federation.log(3)
         assert federation.missed(0) + federation.missed(1) > 0
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
+
+
+def test_a_job_that_loses_a_rank_ends_and_its_partner_goes_on_alone(tmp_path: Path, text: str) -> None:
+    """Of four ranks, tp 2 x pp 2, while a round of a fragment overlaps with local steps."""
+    more = {
+        "parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        "noloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 3},
+        "federation": {"start_with": 2, "rounds_behind": 1000, "skip_local_steps": False},
+        "training": {"train_iters": 12},
+        "checkpoint": {"save_interval": 0},
+    }
+    lost = 1  # the second tensor-parallel rank of the first stage, in local step 7
+    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+        federation.start(0, ranks=4)
+        federation.start(1, ranks=4, disturb=partial(plant, "SIGKILL", lost, 7))
+        codes = federation.exit_codes(1)
+        assert [code == -signal.SIGKILL for code in codes] == [False, True, False, False]
+        assert codes[0] == codes[2] == codes[3] == 1
+        federation.wait()
+        partners = {row["step"]: row["round/partners"] for row in federation.rows(0) if "round/index" in row}
+        assert partners.keys() == {5, 7, 9, 11}, "three local steps after each round began"
+        assert (partners[5], partners[11]) == ([1], [])
+        assert federation.rows(0)[-1]["step"] == 12
 
 
 def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, text: str) -> None:
@@ -159,25 +180,25 @@ def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_
             "key_file": str(tmp_path / "key"),
         },
         "parallel": {"pipeline_model_parallel_size": 2},
-        "training": {"train_iters": 60},
+        "training": {"train_iters": 40},
         "checkpoint": {"save_interval": 1, "keep_last": 100},
     }
     with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
-        for replica in range(2):
-            federation.start(replica, ranks=2)
-        federation.until(1, 12)
+        federation.start(0, ranks=2, disturb=partial(pause, 0.1))
+        federation.start(1, ranks=2)
+        federation.until(1, 8)
         federation.kill(1)
         shutil.rmtree(federation.output_dir(1))
-        federation.until(0, 21)
+        federation.until(0, 15)
         federation.start(1, ranks=2)
         federation.wait()
-        assert federation.rows(1)[-1]["step"] == 60
+        assert federation.rows(1)[-1]["step"] == 40
         found_step = re.search(
             r"taken over from replica 0: its state after local step (\d+)", federation.log(1)
         )
         assert found_step is not None, federation.log(1)
         step = int(found_step[1])
-        assert step >= 20
+        assert step >= 14
         assert federation.rows(1)[0]["step"] > step
         theirs, ours = (
             federation.output_dir(replica) / f"replica_{replica:02d}" / "checkpoints" for replica in range(2)
@@ -198,7 +219,7 @@ def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> Non
     more = ENDLESS | {"federation": {"start_with": 3, "rounds_behind": 2}}
     with Federation(tmp_path, changes(text, 4, **more)) as federation:
         for replica in range(3):
-            federation.start(replica, changes=found_by(0, replica))
+            federation.start(replica, changes=found_by(0, replica), disturb=WITH_PAUSES)
         for replica in range(3):
             federation.until_it_has_a_partner(replica, after=0)
         federation.kill(0)
@@ -215,7 +236,7 @@ def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_pat
     """Where it is told not to take theirs over. Else it does, though none has saved anything."""
     more = ENDLESS | {"federation": {"rounds_behind": 2}, "checkpoint": {"save_interval": 0}}
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
-        federation.start(0)
+        federation.start(0, disturb=WITH_PAUSES)
         federation.until(0, 40)
         federation.start(1, changes={"checkpoint": {"load": "none"}})
         assert federation.exit_codes(1) == [1]
@@ -237,7 +258,7 @@ def test_a_stopped_replica_costs_one_deadline_and_takes_over_a_state_when_it_goe
         "checkpoint": {"save_interval": 0, "load": "none"},
     }
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
-        federation.start(0)
+        federation.start(0, disturb=WITH_PAUSES)
         federation.start(1)
         federation.until(1, 8)
         federation.signal(1, signal.SIGSTOP)
@@ -310,14 +331,14 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
 def test_slots_are_raised_by_restarting_one_job_after_the_other(tmp_path: Path, text: str) -> None:
     with Federation(tmp_path, changes(text, 2, **ENDLESS, federation={"start_with": 2})) as federation:
         for replica in range(2):
-            federation.start(replica)
+            federation.start(replica, disturb=WITH_PAUSES)
         more = {"federation": {"slots": 3}}
         for replica in range(2):
             federation.until_it_has_a_partner(replica, after=0)
             stopped_at = federation.rows(replica)[-1]["step"]
             federation.signal(replica, signal.SIGTERM)
             assert federation.exit_codes(replica) == [0]
-            federation.start(replica, changes=more)
+            federation.start(replica, changes=more, disturb=WITH_PAUSES)
             federation.until_log(replica, "continuing from")
             federation.until_it_has_a_partner(replica, after=stopped_at)
         federation.start(2, changes=more)
@@ -333,9 +354,9 @@ def last_losses(federation: Federation, replicas: int) -> list[float]:
 def test_poisoned_vectors_are_refused(tmp_path: Path, text: str) -> None:
     """One replica sends NaN, one a million times its weights: the other three train as if they were not there."""
     more = {
-        "training": {"train_iters": 40},
+        "training": {"train_iters": 24},
         "checkpoint": {"save_interval": 0},
-        "evaluation": {"interval": 40, "iters": 4},
+        "evaluation": {"interval": 24, "iters": 4},
     }
     losses = []
     for poisonous in ((), (math.nan, 1e6)):
