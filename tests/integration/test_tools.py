@@ -37,7 +37,16 @@ OF_RANKS = {
 }
 
 
-SECONDS_LONG = ("bench_checkpoint", "bench_data", "bench_routing", "bench_tflops", "gpu_check.replicas")
+# bench_pairing and bench_overlap are run by test_federation.py and test_netlab.py as well.
+SECONDS_LONG = (
+    "bench_checkpoint",
+    "bench_data",
+    "bench_overlap",
+    "bench_pairing",
+    "bench_routing",
+    "bench_tflops",
+    "gpu_check.replicas",
+)
 
 
 def each(names: Iterable[str]) -> list[Any]:
@@ -62,7 +71,7 @@ def test_a_tool_that_writes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_chaos(tmp_path: Path) -> None:
+def test_chaos_kills_a_replica_that_comes_back(tmp_path: Path) -> None:
     """One of three replicas is killed and comes back without its folder; a new one joins."""
     few = "--replicas 3 --kills 1 --returns 1 --joins 1 --freezes 0 --steps 60 --limit 80"
     found = run("chaos", [*few.split(), "--output", str(tmp_path / "chaos")])
@@ -72,7 +81,7 @@ def test_chaos(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_chaos_in_one_job(tmp_path: Path) -> None:
+def test_chaos_kills_a_rank_of_a_job_that_is_started_again(tmp_path: Path) -> None:
     """A rank is killed, and the job started again: the same losses as without."""
     few = "--one-job --replicas 2 --kills 1 --returns 1 --freezes 0 --steps 30 --limit 200"
     found = run("chaos", [*few.split(), "--output", str(tmp_path / "chaos")], timeout=500)
@@ -82,7 +91,7 @@ def test_chaos_in_one_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_faulty(tmp_path: Path) -> None:
+def test_faulty_replicas_do_not_end_the_others(tmp_path: Path) -> None:
     """One of three replicas sends NaN, or is slow: the other two end well, and the slow one has left out steps."""
     few = "--replicas 3 --faults sends_nan slow --steps 60 --step-seconds 0.1 --limit 120"
     found = run("faulty", [*few.split(), "--output", str(tmp_path / "faulty")], timeout=500)
@@ -95,7 +104,7 @@ def test_faulty(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_uneven(tmp_path: Path) -> None:
+def test_a_slow_replica_costs_less_as_a_separate_job(tmp_path: Path) -> None:
     """Of two replicas the slow one holds up the other in one job, and less where they are separate jobs."""
     few = "--replicas 2 --steps 11 --step-seconds 0.3 --cases one_slow"
     found = run("uneven", [*few.split(), "--output", str(tmp_path / "uneven")], timeout=500)["found"]
@@ -104,12 +113,12 @@ def test_uneven(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", each(ALONE))
-def test_a_tool(name: str) -> None:
+def test_a_tool_prints_what_it_measures(name: str) -> None:
     options, figure = ALONE[name]
     assert figure in run(name, options.split())
 
 
-@pytest.mark.parametrize("name", OF_RANKS)
+@pytest.mark.parametrize("name", each(OF_RANKS))
 def test_a_tool_of_several_ranks(name: str) -> None:
     ranks, options, figure = OF_RANKS[name]
     finished = run_mpi(ranks, f"tools.{name}", options.split(), timeout=180)

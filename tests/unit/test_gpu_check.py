@@ -6,9 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from tools.gpu_check.runner import REPOSITORY, Outcome, Results, Step, figures, run, run_all, table
+from tools.gpu_check.runner import REPOSITORY, Results, Step, run, run_all
 from tools.gpu_check.steps import STEPS
 
 
@@ -45,24 +43,6 @@ def test_a_step_that_passes_and_one_that_fails(tmp_path: Path) -> None:
     assert (tmp_path / "bad.log").read_text().startswith("half done")
 
 
-def test_finished_steps_are_not_run_again(tmp_path: Path) -> None:
-    """Until they are forgotten."""
-    count = tmp_path / "count"
-    step = python("counted", f"open({str(count)!r}, 'a').write('x')")
-    for runs in (1, 1, 2):
-        if runs == 2:
-            results(tmp_path).forget(["counted"])
-        list(run_all([step, BAD], results(tmp_path), gpus=1, seconds=600))
-        assert count.read_text() == "x" * runs
-
-
-def test_steps_for_which_there_are_no_gpus_or_no_time_wait(tmp_path: Path) -> None:
-    kept = results(tmp_path)
-    large, long = python("large", "", gpus=2), python("long", "", limit_seconds=1000)
-    list(run_all([large, long, GOOD], kept, gpus=1, seconds=600))
-    assert list(kept.found) == ["good"]
-
-
 def test_a_step_that_is_too_slow_ends_with_all_that_it_started(tmp_path: Path) -> None:
     """Also with a rank that is in a session of its own and does not hear."""
     child = tmp_path / "child"
@@ -87,31 +67,6 @@ def running(pid: int) -> bool:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@pytest.mark.parametrize(
-    ("out", "expected"),
-    [
-        ('{"figure": 1, "peer": "2"}\n', ("1", "2")),
-        ('a {brace}\n{\n "figure": "1", "profile": {"mm": 0.5}\n}\n', ("1", "")),
-        ("...\n== 3 passed in 2.1s ==\n", ("3 passed in 2.1s", "")),
-        ("", ("", "")),
-    ],
-)
-def test_figures(out: str, expected: tuple[str, str]) -> None:
-    assert figures(out) == expected
-
-
-def test_the_table_has_every_step_and_the_errors() -> None:
-    waiting = python("waiting", "")
-    found = {"good": Outcome(True, 12.3, "1 | 2", "3"), "bad": Outcome(False, 4.0, error="line 1\nline 2")}
-    lines = table([GOOD, BAD, waiting], found).splitlines()
-    assert lines[2:5] == [
-        "| good | what good proves | yes | 12 | 1 \\| 2 | 3 |",
-        "| bad | what bad proves | **no** | 4 |  |  |",
-        "| waiting | what waiting proves | waiting |  |  |  |",
-    ]
-    assert lines[5:] == ["", "**bad**", "", "```", "line 1", "line 2", "```"]
 
 
 def test_every_step_names_a_module_or_a_test_that_is_there() -> None:

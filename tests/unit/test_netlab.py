@@ -5,7 +5,6 @@ import statistics
 
 import pytest
 
-from tools.netlab.__main__ import chosen_ways, host_numbers, main, quantity
 from tools.netlab.network import COHERENCE_SECONDS, Link, Network
 from tools.netlab.relay import obey
 
@@ -87,49 +86,3 @@ def test_the_delay_of_a_path_changes_but_packets_do_not_overtake_each_other() ->
     assert [packet for _, _, packet in found] == [b"%d" % index for index in range(500)]
     delays = {round(when - index / 100, 3) for index, (when, _, _) in enumerate(found)}
     assert len(delays) >= 5 / COHERENCE_SECONDS
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"rate": 0.0}, "rate of a link must be above 0"),
-        ({"delay": -1.0}, "delay of a link must be at least 0"),
-        ({"jitter": -0.1}, "jitter of a link must be at least 0"),
-        ({"loss": 1.0}, "loss of a link must be at least 0 and below 1"),
-        ({"queue_seconds": 0.0}, "queue_seconds of a link must be above 0"),
-    ],
-)
-def test_links_that_cannot_be(fields: dict[str, float], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Link(**fields)
-
-
-def test_quantities_have_units() -> None:
-    assert quantity("rate", "10Mbit") == 1e7
-    assert quantity("delay", "25ms") == 0.025
-    assert quantity("delay", "2s") == 2.0
-    assert quantity("bytes", "0.5MB") == 5e5
-    for kind, text, units in (("rate", "10", "kbit, Mbit, Gbit"), ("delay", "xms", "us, ms, s")):
-        with pytest.raises(ValueError, match=units):
-            quantity(kind, text)
-
-
-def test_hosts_and_ways_are_checked() -> None:
-    assert host_numbers("2,16") == [2, 16]
-    assert chosen_ways("round;MPI_Allreduce, ring") == ["round", "MPI_Allreduce, ring"]
-    for hosts in ("1", "two", "", "2,300"):
-        with pytest.raises(ValueError, match="from 2 to 250"):
-            host_numbers(hosts)
-    with pytest.raises(ValueError, match="must be some of round; "):
-        chosen_ways("square")
-
-
-def test_a_single_repeat_which_would_be_left_out_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["netlab", "rounds", "--repeats", "1"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert (
-        capsys.readouterr().err == "netlab: --repeats 1 leaves nothing: the first is left out; at least 2\n"
-    )

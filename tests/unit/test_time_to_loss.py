@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tools.netlab.network import Link
-from tools.time_to_loss import Moment, curve, seconds_to, train
+from tools.time_to_loss import Moment, curve, seconds_to
 
 
 def steps(step: int, seconds: float) -> dict[str, Any]:
@@ -48,11 +47,3 @@ def test_between_two_evaluations_the_loss_falls_in_a_straight_line() -> None:
     assert seconds_to(moments, 2.5) == 20.0
     assert seconds_to(moments, 2.0) == 30.0
     assert seconds_to(moments, 1.9) is None
-
-
-def test_a_run_on_another_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "done").write_text("[{}, {}]")
-    with pytest.raises(
-        ValueError, match="is a run of other settings or on another link; give another --output"
-    ):
-        train({"training": {}}, [], tmp_path, Link(1e6, 0.0), 1.0)
