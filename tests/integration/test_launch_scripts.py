@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_noloco.config import load_config
 from tests.harness import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
@@ -48,22 +49,16 @@ def write_programs(folder: Path, content: Mapping[str, str]) -> None:
         (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("shell", ["sh", "bash"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_script_is_sound_shell(script: str, shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"no {shell} on this machine")
-    finished = subprocess.run([shell, "-n", REPOSITORY / "launch" / script], capture_output=True, text=True)
+def test_a_script_is_sound_shell_and_can_be_executed(script: str) -> None:
+    path = REPOSITORY / "launch" / script
+    finished = subprocess.run(["sh", "-n", path], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-
-
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in SOURCED])
-def test_script_can_be_executed(script: str) -> None:
-    assert os.access(REPOSITORY / "launch" / script, os.X_OK)
+    assert script in SOURCED or os.access(path, os.X_OK)
 
 
 @pytest.mark.parametrize("path", [*(f"launch/{script}" for script in SCRIPTS), "Makefile", ".ci/run"])
-def test_named_files_exist(path: str) -> None:
+def test_files_that_scripts_name_exist(path: str) -> None:
     missing = {
         name for name in named_files((REPOSITORY / path).read_text()) if not (REPOSITORY / name).exists()
     }
@@ -74,9 +69,7 @@ def test_quickstart_starts_as_many_ranks_as_its_config_needs() -> None:
     script = (REPOSITORY / "launch" / "quickstart.sh").read_text()
     match = re.search(r"mpirun\.sh (\d+) (\S+)", script)
     assert match is not None
-    check = [sys.executable, "-m", "megatron_noloco", "config", "--check", match[2], "--world-size", match[1]]
-    finished = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0, finished.stderr
+    assert load_config(REPOSITORY / match[2]).topology(int(match[1])).world_size == int(match[1])
 
 
 SHOW_HOSTFILE = """[ "$1" != --version ] || {{ echo '{version}'; exit; }}
@@ -111,7 +104,7 @@ def test_mpirun_finds_the_programs_beside_it(tmp_path: Path) -> None:
     assert launch("mpirun.sh", "8", CONFIG, environ=environ) == (0, "started\n")
 
 
-@pytest.mark.parametrize("where", ["", "launch", ".."])
+@pytest.mark.parametrize("where", ["launch", ".."])
 def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
     """On a copy whose mpirun.sh and Python only tell that they were called."""
     root = tmp_path / "a copy"
@@ -183,23 +176,24 @@ def test_a_profile_is_what_mpirun_finds(profile: str, tmp_path: Path) -> None:
     assert "--mca btl_tcp_if_include eth7" in line
 
 
-@pytest.mark.parametrize("profile", ["wan", "ethernet"])
-def test_a_profile_is_what_srun_finds(profile: str, tmp_path: Path) -> None:
-    assert commanded("slurm.sh", tmp_path, profile)[1]["OMPI_MCA_btl"] == "tcp,self,sm"
+def test_a_profile_is_what_srun_finds(tmp_path: Path) -> None:
+    assert commanded("slurm.sh", tmp_path, "ethernet")[1]["OMPI_MCA_btl"] == "tcp,self,sm"
 
 
-@pytest.mark.parametrize("script", ["mpirun.sh", "slurm.sh"])
-def test_an_unknown_profile_starts_nothing(script: str) -> None:
-    environ = {"LAUNCH_PROFILE": "wlan", "SLURM_SUBMIT_DIR": str(REPOSITORY)}
-    code, said = launch(script, "8", CONFIG, environ=environ)
+@pytest.mark.parametrize(
+    ("variable", "line"),
+    [
+        ("PYTHON=/opt/typo", "there is no such program"),
+        ("MPIRUN=/opt/typo", "there is no such program"),
+        ("LAUNCH_PROFILE=wlan", "is unknown: it must be wan, ethernet or ib"),
+    ],
+)
+def test_a_variable_that_names_nothing_starts_nothing(variable: str, line: str) -> None:
+    name, _, value = variable.partition("=")
+    code, said = launch("mpirun.sh", "8", CONFIG, environ={name: value})
     assert code == 2
-    assert said == "LAUNCH_PROFILE=wlan is unknown: it must be wan, ethernet or ib\n"
-
-
-@pytest.mark.parametrize("variable", ["PYTHON", "MPIRUN"])
-def test_a_program_that_there_is_not_is_not_replaced(variable: str) -> None:
-    code, said = launch("mpirun.sh", "8", CONFIG, environ={variable: "/opt/typo"})
-    assert (code, said) == (2, f"{variable}=/opt/typo: there is no such program\n")
+    assert said.startswith(variable)
+    assert said.endswith(f"{line}\n")
 
 
 def test_a_closed_terminal_asks_the_job_to_save(tmp_path: Path) -> None:
@@ -251,9 +245,8 @@ echo "$(basename "$0") $*"
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", [name if name == "slurm" else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", RECORDED)
 def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     """DeepSpeed's own runner, with launchers that only show how they are called. {name}: what differs here."""
     commands = dict.fromkeys(("srun", "sinfo", "pdsh", "mpirun"), SHOW)
@@ -302,14 +295,12 @@ NEEDS_HOSTFILE = 'needs HOSTFILE, with a line like "node1 slots=8" for each host
     ("environ", "says"),
     [
         ("LAUNCHER=rsh", "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich"),
-        ("LAUNCHER=slurm", f"LAUNCHER=slurm {NEEDS_HOSTFILE}"),
         ("NODE_RANK=0", f"NODE_RANK=0 {NEEDS_HOSTFILE}"),
         ("LAUNCHER=openmpi HOSTFILE={hosts}", "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0"),
         (
             "LAUNCHER=mpich HOSTFILE={hosts} MPIRUN={mpirun}",
             "LAUNCHER=mpich needs the mpirun of MPICH, which {mpirun} is not: set MPIRUN",
         ),
-        ("NODE_RANK=1 HOSTFILE={hosts}", "NODE_RANK=1: HOSTFILE={hosts} names hosts 0 to 0"),
         ("NODE_RANK=first HOSTFILE={hosts}", "NODE_RANK=first: HOSTFILE={hosts} names hosts 0 to 0"),
     ],
 )

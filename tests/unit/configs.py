@@ -34,6 +34,23 @@ GOOD: dict[str, Any] = {
 }
 
 
+# The least that a config needs; a test changes the blocks that it is about.
+SMALLEST: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+    },
+    "noloco": {"recipe": "paper", "local_steps": 2},
+    "data": {"text": "somewhere"},
+    "training": {"train_iters": 2},
+}
+
+
 def edited(edits: dict[str, Any]) -> dict[str, Any]:
     """GOOD with dotted keys set, or removed where the value is MISSING."""
     raw = copy.deepcopy(GOOD)

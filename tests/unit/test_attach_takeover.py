@@ -25,12 +25,12 @@ TOPOLOGY = Topology(dp=RANKS, slot=1, slots=2)
 
 
 class Gives:
-    """A `Handover` that takes what one replica gives, whose connection is lost so often."""
+    """A `Handover` that takes what one replica gives."""
 
     place = TOPOLOGY.place(0)
 
-    def __init__(self, snapshot: Snapshot, step: int, losses: int) -> None:
-        self._snapshot, self._step, self._losses = snapshot, step, losses
+    def __init__(self, snapshot: Snapshot, step: int) -> None:
+        self._snapshot, self._step = snapshot, step
 
     def steps(self) -> dict[int, int]:
         return {0: self._step}
@@ -42,9 +42,6 @@ class Gives:
         pass
 
     def take(self, rank: int, tag: int, buffers: Sequence[Tensor]) -> None:
-        if self._losses:
-            self._losses -= 1
-            raise ConnectionError(f"rank {rank} has gone: the connection was lost")
         for buffer, part in zip(buffers, self._snapshot.parts, strict=True):
             buffer.copy_(torch.tensor(part))
 
@@ -87,13 +84,11 @@ def rank(value: float) -> tuple[Any, Inner]:
     return outer, Inner(value, weight)
 
 
-def taken(
-    step: int, told: int, least: int = 1, losses: int = 0
-) -> tuple[dict[str, Tensor] | None, Any, Inner]:
+def taken(step: int, told: int, least: int = 1) -> tuple[dict[str, Tensor] | None, Any, Inner]:
     """Take the state of `step` from one that told another step before."""
     outer, inner = rank(0.0)
     giver, its_inner = rank(2.0)
-    gives: Any = Gives(JobState(giver, its_inner, ()).copy(step)(), told, losses)
+    gives: Any = Gives(JobState(giver, its_inner, ()).copy(step)(), told)
     return JobState(outer, inner, ()).take_over(gives, least, 1.0), outer, inner
 
 
@@ -120,7 +115,7 @@ def normalised(value: float, wrap: bool = False) -> nn.Module:
 @pytest.mark.parametrize("wrap", [False, True])
 def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
     (giver, _), (outer, _), own = rank(2.0), rank(0.0), normalised(0.0)
-    gives: Any = Gives(JobState(giver, None, [normalised(2.0, wrap)]).copy(20)(), 20, 0)
+    gives: Any = Gives(JobState(giver, None, [normalised(2.0, wrap)]).copy(20)(), 20)
     assert JobState(outer, None, [own]).take_over(gives, 1, 1.0) is not None
     assert {name: buffer.unique().tolist() for name, buffer in own.named_buffers()} == {
         "scratch": [0.0],
@@ -132,7 +127,7 @@ def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
 
 def test_a_state_with_other_buffers_is_not_taken(recwarn: pytest.WarningsRecorder) -> None:
     (giver, _), (outer, _) = rank(2.0), rank(0.0)
-    gives: Any = Gives(JobState(giver, None, [nn.BatchNorm1d(3)]).copy(20)(), 20, 0)
+    gives: Any = Gives(JobState(giver, None, [nn.BatchNorm1d(3)]).copy(20)(), 20)
     assert JobState(outer, None, [normalised(0.0)]).take_over(gives, 1, 1.0) is None
     (line,) = (str(one.message) for one in recwarn)
     assert line.endswith("its buffers are not those of this model")
@@ -160,19 +155,6 @@ def test_a_giver_whose_ranks_gave_copies_of_different_steps_is_asked_again(
     assert told == ["the state of replica 0 was not taken over: its ranks offer the steps [20, 24]"] * (
         others - 1
     )
-
-
-@pytest.mark.parametrize(("losses", "steps"), [(1, [20]), (2, [])])
-def test_a_giver_whose_connection_is_lost_is_asked_again(
-    losses: int, steps: list[int], recwarn: pytest.WarningsRecorder
-) -> None:
-    """Once, with nothing kept of the first time."""
-    state, outer, _ = taken(step=20, told=20, losses=losses)
-    assert [int(found["local_steps_done"]) for found in (state,) if found is not None] == steps
-    assert (outer.weights.read() == (2.0 if steps else 0.0)).all()
-    told = [str(one.message) for one in recwarn]
-    gone = "rank 0 has gone: the connection was lost"
-    assert told == [f"the state of replica 0 was not taken over: {gone}"] * (losses - 1)
 
 
 def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

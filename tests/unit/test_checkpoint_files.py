@@ -25,21 +25,13 @@ from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
+from tests.unit.configs import SMALLEST
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
+CONFIG: dict[str, Any] = SMALLEST | {
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
     "noloco": {"recipe": "paper", "local_steps": 5},
     "parallel": {"replicas": 3, "pipeline_model_parallel_size": 2},
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "ffn_hidden_size": 64,
-        "num_attention_heads": 4,
-        "seq_length": 16,
-    },
-    "data": {"text": "somewhere"},
     "training": {"train_iters": 20},
 }
 TOPOLOGY = Topology(replicas=3, pp=2)

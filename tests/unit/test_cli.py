@@ -55,7 +55,7 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_message(command: str) -
         ),
     ],
 )
-def test_what_is_known_is_one_line(
+def test_a_known_error_is_one_line_with_its_exit_code(
     error: Exception,
     exit_code: int,
     line: str,
@@ -67,7 +67,7 @@ def test_what_is_known_is_one_line(
 
 
 @pytest.mark.parametrize("make", [lambda: KeyError("x"), lambda: ModuleNotFoundError("no", name="mine")])
-def test_everything_else_is_a_traceback(
+def test_an_unknown_error_is_a_traceback(
     make: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command_that_raises(make(), monkeypatch) == 1
@@ -78,12 +78,8 @@ def test_everything_else_is_a_traceback(
     ("command", "problem"),
     [
         ("plan a.json --mfu 0.5", "--mfu: estimates the time of a step on the GPU of --gpu"),
-        (
-            "plan a.json --mfu 0.5 --gpu A100 --step 1s",
-            "--mfu: estimates the time of a step on the GPU of --gpu",
-        ),
+        ("plan a.json --mfu 0.5 --gpu A100 --step 1s", "--mfu: estimates the time of a step on the GPU of"),
         (f"doctor --hostfile {__file__} --seconds 0", "--hostfile: names hosts to measure exchanges between"),
-        ("config --explain --world-size 4", "config: --world-size goes together with --check"),
     ],
 )
 def test_an_option_without_effect_is_refused(
@@ -96,8 +92,7 @@ def test_an_option_without_effect_is_refused(
 @pytest.mark.parametrize(
     ("option", "texts", "problem"),
     [
-        ("plan a.json --gpus", ("0", "-2", "1.5"), "is not a whole number of at least 1"),
-        ("plan a.json --gpus-per-node", ("0", "-2", "two"), "is not a whole number of at least 1"),
+        ("plan a.json --gpus", ("0", "-2", "1.5", "two"), "is not a whole number of at least 1"),
         (
             "plan a.json --mfu",
             ("0", "-1", "40", "nan", "x"),
@@ -106,14 +101,10 @@ def test_an_option_without_effect_is_refused(
         ("plan a.json --bandwidth", ("0Mbit",), "must be more than 0, such as 100Mbit or 1Gbit"),
         ("plan a.json --bandwidth", ("1GB", "1"), "is not a bandwidth; write 100Mbit or 1Gbit"),
         ("plan a.json --step", ("0s", "0.0ms"), "must be more than 0, such as 25ms or 0.3s"),
-        ("generate a --prompt b --tokens", ("-5", "0", "x"), "is not a whole number of at least 1"),
         ("export a --output b --max-shard-size", ("", "1TB", "big"), "is not a size; write 500MB or 2GB"),
-        ("export a --output b --max-shard-size", ("0MB",), "must be more than 0, such as 500MB or 2GB"),
         ("export a --output b --dtype", ("bf32",), "is not one of fp32, bf16, fp16"),
-        ("evaluate a --samples", ("0",), "is not a whole number of at least 1"),
         ("generate a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),
         ("generate a --prompt b --seed", ("-1", "9" * 20, "x"), "is not a whole number from 0 to 2^63 - 1"),
-        ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of at least 0"),
     ],
 )
 def test_a_number_out_of_bounds(
@@ -127,35 +118,23 @@ def test_a_number_out_of_bounds(
         assert line.endswith(f': "{text}" {problem}')
 
 
-def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        ([], "error: the following arguments are required: COMMAND; --help lists them"),
+        (["trian", "a"], "; did you mean train?"),
+        (["config", "--chek", "a"], "error: unrecognized arguments: --chek a"),
+        (["generate", "a", "--prompt", "\udcff"], "error: argument --prompt: '\\udcff' is not UTF-8 text"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line(
+    arguments: list[str], end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main.main(["generate", "a", "--prompt", "\udcff"])
+        main.main(arguments)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("error: argument --prompt: '\\udcff' is not UTF-8 text")
-
-
-def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["config", "--chek", "a"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "megatron-noloco: error: unrecognized arguments: --chek a\n"
-
-
-def test_no_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main([])
-    assert ended.value.code == 2
-    line = "megatron-noloco: error: the following arguments are required: COMMAND; --help lists them\n"
-    assert capsys.readouterr().err == line
-
-
-def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["trian", "a"])
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("; did you mean train?")
+    assert line.endswith(end)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +204,7 @@ def test_importing_it_is_quick_and_needs_no_extra() -> None:
     [["train", "--config", "configs/quickstart.json"], ["data", "preprocess"]],
     ids=lambda command: command[0],
 )
-def test_without_the_trainers_packages(command: list[str]) -> None:
+def test_a_command_without_its_packages_says_what_to_install(command: list[str]) -> None:
     arguments = [*command, "--input", "x", "--output-prefix", "y"] if command[0] == "data" else command
     code = (
         "import sys\n"

@@ -29,63 +29,39 @@ STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 
 
 # How each form of a line reads, once: the key, its value, and what the line says of the key.
+TEXT_OR_BLEND = (
+    ": must be text that is not empty or a list of text that is not empty or a number or null, got 3"
+)
 LINES: list[tuple[str, Any, str]] = [
     # keys that are not known: the nearest, the same name elsewhere, the name of another program
     ("noloco.local_stpes", 5, " is not a known key; did you mean noloco.local_steps?"),
     ("optimizer.params.beta", 8, " is not a known key; did you mean optimizer.params.betas?"),
     ("zzz", 1, " is not a known key; leave it out"),
     ("train_iters", 5, " is not a known key; did you mean training.train_iters?"),
-    ("training.eval_mean_model", True, " is not a known key; did you mean evaluation.mean_model?"),
-    ("training.tensorboard", True, " is not a known key; did you mean tensorboard?"),
     ("model.enabled", 1, " is not a known key; did you mean bf16.enabled or fp16.enabled?"),
     ("training.micro_batch_size", 8, " is not a known key; did you mean train_micro_batch_size_per_gpu?"),
     ("noloco.H", 8, " is not a known key; did you mean noloco.local_steps?"),
     (
         "model.tie_word_embeddings",
-        True,
+        1,
         " is not a known key; model.untie_embeddings_and_output_weights says the opposite",
     ),
     ("cuda_graph_impl", "local", " is not a known key; not supported: a graph would freeze the routes"),
     # keys of DeepSpeed that do nothing here
-    ("dataloader_drop_last", True, " is not a known key; leave it out"),
     ("steps_per_print", 10, " is not a known key; did you mean training.log_interval?"),
-    ("checkpoint.tag_validation", "FAIL", " is not a known key; leave it out"),
     ("zero_optimization.stage3_max_reuse_distance", 1, " is not a known key; leave it out"),
-    (
-        "zero_optimization.overlap_comm",
-        True,
-        " is not a known key; not supported: gradients are reduced once, after all microbatches",
-    ),
     # names of optimizers and schedules
     ("optimizer.type", "sgd", ": 'sgd' is not a known optimizer; did you mean SGD?"),
-    ("optimizer.type", "Lamb", ": 'Lamb' is not a known optimizer; known are AdamW, Adam, Muon, Lion, SGD"),
     ("optimizer.type", "RMSprop", ": 'RMSprop' is not a known optimizer; not supported: use AdamW"),
-    ("scheduler.type", "wsd", ": 'wsd' is not a known scheduler; did you mean WSD?"),
     # what is missing
-    ("training", MISSING, " is missing (an object with train_iters)"),
     ("training.train_iters", MISSING, " is missing (an integer >= 1: Local steps of the whole run.)"),
-    (
-        "optimizer",
-        MISSING,
-        ' is missing (an object with type: such as {"type": "AdamW", "params": {"lr": 3e-4}})',
-    ),
     # types and bounds
     ("training.train_iters", "ten", ": must be an integer >= 1, got 'ten'"),
     ("optimizer.params.lr", "auto", ': "auto" has no meaning here; give a number >= 0'),
-    ("noloco.outer_momentum", 1, ": must be a number >= 0 and < 1, got 1"),
     ("noloco.outer_lr", float("nan"), ": must be a number > 0, got NaN"),
-    ("noloco.consensus_weight", -0.1, ": must be a number >= 0 or null, got -0.1"),
     ("noloco.method", "nolocko", ': must be one of "noloco", "diloco", got \'nolocko\''),
-    ("noloco.overlap_steps", -1, ': must be an integer >= 0 or "auto", got -1'),
-    ("noloco.routing", "never", """: must be one of "off", "round", "microbatch", got 'never'"""),
     ("noloco.routing", "step", ': "step" is no longer a value; with local_steps 1 "round" is the same'),
-    ("data.text", "", ": must be text that is not empty or null, got ''"),
-    (
-        "data.data_path",
-        3,
-        ": must be text that is not empty or a list of text that is not empty or a number or null, got 3",
-    ),
-    ("optimizer.type", ["AdamW"], ': must be text, got ["AdamW"]'),
+    ("data.data_path", 3, TEXT_OR_BLEND),
     ("optimizer.params.betas", [0.9], ": must be a list of 2, each a number >= 0 and < 1, got [0.9]"),
     ("bf16.enabled", 1, ": must be true or false, got 1"),
     ("zero_optimization.allgather_bucket_size", 5, ": must be an integer >= 0 and divisible by 2, got 5"),
@@ -96,61 +72,36 @@ LINES: list[tuple[str, Any, str]] = [
 # Each rule, with a part of its line that names the field.
 RULES: list[tuple[dict[str, Any], str]] = [
     # the method
-    ({"noloco.fragments": 6}, "noloco.fragments 6 is more than local_steps 5"),
     ({"noloco.local_steps": 11}, "noloco.local_steps 11 is more than training.train_iters 10: the run"),
-    (
-        {"noloco.outer_momentum": 0.9},
-        "noloco.outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7, group",
-    ),
+    ({"noloco.outer_momentum": 0.9}, "noloco.outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7,"),
     ({"noloco.consensus_weight": 0}, "no outer_momentum is stable with this gamma; consensus_weight 0.01 is"),
     ({"noloco.outer_momentum": 0, "noloco.outer_nesterov": True}, "noloco.outer_nesterov has no effect with"),
-    ({"noloco.payload": "bf16"}, 'noloco.payload: "bf16" rounds the weights themselves'),
     # a federation
     ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),
     (FEDERATION | {"parallel.replicas": 4}, "parallel.replicas 4: a job of a federation is one replica"),
     (FEDERATION | {"noloco.enabled": False}, "noloco.enabled false: a federation is there for rounds"),
     (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
-    (
-        FEDERATION | {"noloco.routing": "round"},
-        'noloco.routing "round": a local step would wait for',
-    ),
+    (FEDERATION | {"noloco.routing": "round"}, 'noloco.routing "round": a local step would wait for'),
     (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),
     # DeepSpeed's keys
     ({"train_batch_size": 9}, "train_batch_size 9 is not train_micro_batch_size_per_gpu 4 x"),
     ({"train_batch_size": 6, "gradient_accumulation_steps": "auto"}, "train_batch_size 6 does not divide"),
     ({"train_micro_batch_size_per_gpu": MISSING}, "train_micro_batch_size_per_gpu or train_batch_size is"),
     ({"zero_optimization.stage": 3}, "zero_optimization.stage: 3 is not supported, use 0, 1 or 2"),
-    (
-        {"zero_optimization.stage": 2},
-        "zero_optimization.stage 2 needs parallel.pipeline_model_parallel_size 1, not",
-    ),
+    ({"zero_optimization.stage": 2}, "zero_optimization.stage 2 needs"),
     ({"fp16": {"loss_scale": 128}}, "fp16.enabled is missing: without it the run is not fp16"),
-    (
-        {"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}},
-        "fp16.hysteresis has no effect beside the static fp16.loss_scale 128; leave one of them out",
-    ),
-    (
-        {"evaluation": {"iters": 0, "full": True}},
-        "evaluation.full true has no effect with evaluation.iters 0",
-    ),
+    ({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}}, "fp16.hysteresis has no effect"),
+    ({"evaluation": {"iters": 0, "full": True}}, "evaluation.full true has no effect with evaluation.iters"),
     ({"wandb": {"project": "p"}}, "wandb.project has no effect without wandb.enabled, which is missing"),
-    ({"federation": {"listen": "off"}}, "federation.slots is missing: the most replicas there can be"),
     ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
     (FP16, "fp16 with a dynamic loss scale does not go together with routing"),
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
     # the optimizer and its schedules
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov needs a"),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"torch_adam": False, "fused": True}}},
-        "optimizer.params.fused is of torch's kernel; give torch_adam true, too, or leave it out",
-    ),
-    (
-        {"optimizer": {"type": "Adam", "params": {"fused": True}}},
-        "optimizer.params.fused is of torch's kernel; give torch_adam true",
-    ),
+    ({"optimizer": {"type": "Adam", "params": {"fused": True}}}, "optimizer.params.fused is of torch's"),
     (
         {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
-        "optimizer.params.adam_w_mode false has no effect on AdamW; use type Adam",
+        "adam_w_mode false has no effect on AdamW",
     ),
     ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
     (
@@ -163,11 +114,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002}}},
-        "scheduler.params.warmup_min_lr 0.002 is more than the peak, optimizer.params.lr 0.001; lower it",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002, "warmup_max_lr": 1e-4}}},
-        "scheduler.params.warmup_min_lr 0.002 is more than the peak, warmup_max_lr 0.0001; lower it",
+        "warmup_min_lr 0.002 is more than the",
     ),
     (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 11}}},
@@ -194,14 +141,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"data.text": MISSING}, "data.text is missing"),
     ({"data.data_path": "prefix"}, "data.text and data.data_path both say what is read"),
     ({"data.split": "1,2,3,4"}, "data.split: must be up to three weights"),
-    ({"data.split": "0,1,1"}, "data.split: must be up to three weights"),
-    ({"data.split": "9,x,1"}, "data.split: must be up to three weights"),
     ({"data.split": "1"}, "leaves no text for validation"),
     ({"data.valid_data_path": "b"}, "data.valid_data_path goes together with data.train_data_path"),
     ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and evaluation.iters is 10"),
     ({"data": {"data_path": ["0.5", "a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
-    ({"data": {"data_path": [0, "a"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
-    ({"data": {"data_path": []}}, "data.data_path: must be one prefix, or weights > 0 and"),
     ({"data.tokenizer_type": "HuggingFaceTokenizer"}, "needs data.tokenizer_model, a folder with its files"),
     ({"data.tokenizer_model": "x"}, 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'),
     ({"data": {"sft_data_path": "a", "eod_mask_loss": True}}, "data.eod_mask_loss does not go together"),
@@ -209,19 +152,12 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"data": {"sft_data_path": "a"}, "model.transformer_impl": "transformer_engine"},
         'data.sft_packing needs model.transformer_impl "local" (or "auto")',
     ),
-    (
-        {"data.reset_attention_mask": True, "model.transformer_impl": "transformer_engine"},
-        'data.reset_attention_mask needs model.transformer_impl "local" (or "auto")',
-    ),
     ({"data.sft_packing": False}, "data.sft_packing has a meaning only with data.sft_data_path"),
     ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
     # the model
     ({"model.family": "qwen3", "model.rope_scaling_factor": 8.0}, "model.rope_scaling_factor is not a"),
     ({"model.sliding_window": 5}, 'model.sliding_window is not a field of the family "llama", only of'),
-    (
-        {"model.family": "mixtral", "parallel.tensor_model_parallel_size": 2},
-        'family "mixtral" needs parallel.sequence_parallel true with parallel.tensor_model_parallel_size 2',
-    ),
+    ({"model.family": "mixtral", "parallel.tensor_model_parallel_size": 2}, 'family "mixtral" needs'),
     ({"model.family": "mixtral", "model.moe_router_topk": 9}, "model.moe_router_topk 9 is more than"),
     ({"model.yarn_rotary_scaling_factor": 4.0}, "model.yarn_rotary_scaling_factor and"),
     (
@@ -236,7 +172,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model.kv_channels": 15}, "model.kv_channels: a head of 15 channels has no rotary embedding"),
     ({"model.num_query_groups": 3}, "num_attention_heads 4 does not divide into model.num_query_groups 3"),
     ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
-    ({"model.recompute_method": "block"}, "model.recompute_method has a meaning only with"),
     ({"model.recompute_modules": ["mlp"]}, 'a meaning only with model.recompute_granularity "selective"'),
     (
         {"model.recompute_granularity": "selective", "model.recompute_modules": ["moe"]},
@@ -271,14 +206,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "3 / 2 stages = 1.50",
     ),
     ({"parallel.tensor_model_parallel_size": 3}, "model.num_attention_heads 4 does not divide by"),
-    (
-        {"parallel.tensor_model_parallel_size": 4, "model.num_query_groups": 2},
-        "model.num_query_groups 2 does not divide by parallel",
-    ),
-    (
-        {"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 130},
-        "model.ffn_hidden_size 130 does not divide by parallel",
-    ),
+    ({"parallel.tensor_model_parallel_size": 4, "model.num_query_groups": 2}, "model.num_query_groups 2"),
+    ({"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 130}, "model.ffn_hidden_size 130"),
     (
         {
             "parallel.tensor_model_parallel_size": 4,
@@ -295,35 +224,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
         },
         "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
     ),
-    (
-        {"parallel.expert_model_parallel_size": 2, "parallel.data_parallel_size": 2},
-        'parallel.expert_model_parallel_size 2: the family "llama" has no experts, only "qwen3_moe" and "mixtral"',
-    ),
-    (
-        EP2 | {"model.num_moe_experts": 5},
-        "model.num_moe_experts 5 does not divide by parallel.expert_model_parallel_size 2 (5 / 2 = 2.50)",
-    ),
-    (
-        EP2 | {"parallel.data_parallel_size": 1},
-        "parallel.data_parallel_size 1 does not divide by parallel.exp",
-    ),
+    ({"parallel.expert_model_parallel_size": 2, "parallel.data_parallel_size": 2}, "has no experts"),
+    (EP2 | {"model.num_moe_experts": 5}, "model.num_moe_experts 5 does not divide by"),
+    (EP2 | {"parallel.data_parallel_size": 1}, "parallel.data_parallel_size 1 does not divide by"),
     (EP2 | {"zero_optimization": {"reduce_scatter": False}}, "zero_optimization.reduce_scatter false: with"),
-    (
-        EP2 | {"zero_optimization": {"contiguous_gradients": False}},
-        "zero_optimization.contiguous_gradients fa",
-    ),
+    (EP2 | {"zero_optimization": {"contiguous_gradients": False}}, "zero_optimization.contiguous_gradients"),
     ({"parallel.sequence_parallel": True}, "sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
-    (
-        {"model.vocab_size": 32000},
-        'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is 32,000; set',
-    ),
+    ({"model.vocab_size": 32000}, 'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is 32,000;'),
     (
         {"training.output_dir": "a\0b"},
         r"training.output_dir: has a NUL character (\u0000), which no file's name can have; remove it",
     ),
-    ({"model.num_layers": 10**19}, "model.num_layers: "),
-    ({"model.hidden_size": 2 * 10**310}, "200000000... has 311 digits; no setting takes more than 20"),
     ({"model.family": "mixtral", "model.num_moe_experts": 10**7}, "model.num_moe_experts: "),
+    ({"model.hidden_size": 2 * 10**310}, "200000000... has 311 digits; no setting takes more than 20"),
 ]
 
 
@@ -355,7 +268,7 @@ ACCEPTED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("edits", ACCEPTED, ids=str)
-def test_what_the_rules_accept(edits: dict[str, Any]) -> None:
+def test_rules_accept_what_only_looks_wrong(edits: dict[str, Any]) -> None:
     RunConfig.from_dict(edited(edits))
 
 
@@ -391,7 +304,7 @@ def test_a_file_that_is_not_one_json_object(tmp_path: Path, text: str, fragment:
     assert fragment in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "absent.json")
     (tmp_path / "latin.json").write_bytes(b'{"\xe9": 1}')
@@ -438,7 +351,7 @@ def test_explain_of_one_field() -> None:
         ("zzz", "the blocks are noloco, "),
     ],
 )
-def test_explain_of_what_there_is_not(name: str, hint: str) -> None:
+def test_explain_of_an_unknown_name_says_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"config --explain {name}: there is no such block or field; {hint}"):
         explain(name)
 

@@ -1,5 +1,6 @@
 """What a run reads: text or indexed datasets, blended; the same for all ranks, and refused in one line."""
 
+import copy
 import json
 import math
 import shutil
@@ -40,6 +41,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder, slots_of
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.prepare import check_start, prepare
+from tests.unit.configs import SMALLEST
 from tests.unit.test_preprocess import make_tokenizer
 
 SEQ = 8
@@ -117,7 +119,7 @@ class TestIndexed:
         assert same != other
         assert same == build(train_data_path=["a"], valid_data_path="a").fingerprint
 
-    def test_paths_per_split(self) -> None:
+    def test_each_split_may_have_paths_of_its_own(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
         assert len(built.training[0].dataset.tokens) == len(built.validation[0].dataset.tokens) == 400
         assert build(train_data_path="a", evaluates=False).validation == []
@@ -139,7 +141,7 @@ class TestIndexed:
                 theirs = [round(bound * sequences) for bound in bounds]
                 assert theirs == ours[index : index + 2]
 
-    def test_a_blend(self) -> None:
+    def test_a_blend_has_samples_of_each_dataset_by_its_weight(self) -> None:
         built = build(data_path=["0.25", "a", "0.75", "b"], split="8,1,1")
         assert isinstance(built.train, JoinedDataset)
         sizes = [len(part.dataset) for part in built.training]
@@ -176,11 +178,7 @@ class TestIndexed:
                 "leaves the validation split of one empty: one sequence cannot be divided; preprocess several",
             ),
             ({"data_path": "a"}, {"vocab": 70}, "training split of a holds token 74, the vocabulary has 70"),
-            (
-                {"data_path": ["1", "a", "1", "b"]},
-                {"seq_length": 25},
-                "corpus too small: the validation split",
-            ),
+            ({"data_path": ["1", "a", "1", "b"]}, {"seq_length": 25}, "corpus too small: the validation"),
         ],
     )
     def test_what_cannot_be_is_one_line(
@@ -250,16 +248,8 @@ def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
 
 
 def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
-    sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW"},
-        "model": {**sizes, "seq_length": SEQ},
-        "data": data,
-        "training": {"train_iters": 1},
-        "evaluation": evaluation,
-        "noloco": {"enabled": False},
-    }
+    blocks = {"data": data, "evaluation": evaluation, "noloco": {"enabled": False}}
+    return copy.deepcopy(SMALLEST | blocks | {"model": SMALLEST["model"] | {"seq_length": SEQ}})
 
 
 @pytest.mark.parametrize(
@@ -276,14 +266,8 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        (
-            {"vocab_size": 200},
-            "model.vocab_size 200 is smaller than the tokenizer's 257; set it to 257 or leave it out",
-        ),
-        (
-            {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2},
-            "vocabulary 257 does not divide by parallel.tensor_model_parallel_size 2",
-        ),
+        ({"vocab_size": 200}, "model.vocab_size 200 is smaller than the tokenizer's 257; set it to 257 or"),
+        ({"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2}, "vocabulary 257 does not"),
     ],
 )
 def test_a_run_ends_before_it_starts(

@@ -12,27 +12,12 @@ from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.records import load_records
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.unit.configs import SMALLEST
 from tests.unit.test_preprocess import TEXTS, documents, expected, run, write_jsonl, zstd
 
 BYTES = ByteTokenizer()
 RECORD = json.dumps({"prompt": "a", "completion": "b"})
-CONFIG = json.dumps(
-    {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW"},
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "ffn_hidden_size": 8,
-            "num_attention_heads": 2,
-            "seq_length": 8,
-        },
-        "data": {"text": "a.txt", "split": "1,0,0"},
-        "training": {"train_iters": 1},
-        "noloco": {"enabled": False},
-        "evaluation": {"iters": 0},
-    }
-)
+CONFIG = json.dumps(SMALLEST | {"data": {"text": "a.txt", "split": "1,0,0"}, "evaluation": {"iters": 0}})
 UTF_16 = ["utf-16", "utf-16-le", "utf-16-be", "utf-32"]
 
 

@@ -162,16 +162,6 @@ def test_a_second_connection_is_used_when_the_first_is_lost(tmp_path: Path) -> N
         swap(first, second, tag=1)
 
 
-def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with transport(tmp_path / "one", 0) as first, transport(tmp_path / "two", 1, run=RUN + 1) as second:
-        for one, other in ((first, second), (second, first)):
-            one.service.learn({other.rank: other.address})
-        until(lambda: all(one.service.protocol.dropped["another run"] > 1 for one in (first, second)))
-        assert first.present() == second.present() == []
-    output = capfd.readouterr().err.splitlines()
-    assert sorted(line.split(" is refused")[0] for line in output) == ["rank 0: rank 1", "rank 1: rank 0"]
-
-
 def garbage(draw: random.Random, sound: list[bytes], victim_epoch: int) -> list[bytes]:
     """A message that no counterpart would send."""
     noise = draw.randbytes(draw.randrange(300))

@@ -37,6 +37,7 @@ from megatron_noloco.huggingface.pretrained import (
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from tests.harness import REPOSITORY, full_disk
+from tests.unit.configs import SMALLEST
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
 
@@ -336,21 +337,6 @@ def test_generate_computes_the_same_with_any_version_of_transformers(model: str,
 
 # What is refused: one line, exit code 2
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "ffn_hidden_size": 64,
-        "num_attention_heads": 4,
-        "seq_length": 16,
-    },
-    "noloco": {"recipe": "paper", "local_steps": 2},
-    "data": {"text": "somewhere"},
-    "training": {"train_iters": 2},
-}
-
 
 def change_weights(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:
     def spoil(folder: Path) -> None:
@@ -404,34 +390,16 @@ WINDOWS = {"use_sliding_window": True, "max_window_layers": 1}
 # Family, keys that are changed in its config, what is said; a row for each rule
 NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "gpt2"}, 'model_type is \'gpt2\'; only "llama", "qwen2"'),
-    ("llama", {"model_type": ["llama"]}, "model_type is ['llama']"),
     ("llama", {"attention_bias": True}, "attention_bias is True; Llamas with biases are not supported"),
-    ("llama", {"mlp_bias": True}, "mlp_bias is True"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("llama", {"num_hidden_layers": None}, "num_hidden_layers is missing"),
     ("llama", {"hidden_size": "20"}, "hidden_size is '20'; it must be a whole number >= 1"),
-    ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number > 0"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'; this family has only"),
     ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0; Megatron-core"),
     ("llama", {"rope_scaling": SHORT}, "original_max_position_embeddings 32; Megatron-core computes"),
-    ("llama", {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be an object"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    (
-        "llama",
-        {"rope_theta": 5e5},
-        "rope_theta is 500000.0 and rope_theta of rope_parameters is 10000.0; they",
-    ),
-    (
-        "llama",
-        {"rope_scaling": LLAMA3, "rope_theta": None},
-        "rope_parameters is not read beside rope_scaling",
-    ),
-    (
-        "llama 3.1",
-        {"rope_scaling": LLAMA3},
-        "factor of rope_scaling is 8.0 and of rope_parameters 32.0; they must be the same",
-    ),
-    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+    ("llama", {"rope_theta": 5e5}, "rope_theta is 500000.0 and rope_theta of rope_parameters is 10000.0;"),
+    ("llama", {"rope_scaling": LLAMA3, "rope_theta": None}, "rope_parameters is not read beside"),
+    ("llama 3.1", {"rope_scaling": LLAMA3}, "factor of rope_scaling is 8.0 and of rope_parameters 32.0;"),
     ("llama", {"quantization_config": {"bits": 4}}, "weights must not be quantized"),
     ("llama", {"is_causal": False}, "is_causal is false"),
     ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads is {'0': [1]}; all layers must have all heads"),
@@ -439,12 +407,9 @@ NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map names Python code"),
     ("qwen2", {"rope_scaling": LLAMA3}, "rope_scaling is of type 'llama3'; this family has only \"yarn\""),
     ("qwen2", WINDOWS, "max_window_layers 1 of 2 layers"),
-    ("qwen2", WINDOWS | {"max_window_layers": "all"}, "max_window_layers 'all' of 2"),
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, 'has "sliding_attention"'),
-    ("qwen2", {"layer_types": True}, "layer_types is True; it must be a list"),
     ("qwen2", {"rope_scaling": HF_YARN | {"attention_factor": 1.0}}, "1.0; it must be left out"),
     ("qwen3", {"rope_scaling": HF_YARN | {"beta_fast": 16}}, "beta_fast 16; it must be 32.0 with YaRN"),
-    ("qwen3", {"rope_scaling": HF_YARN | {"factor": 0}}, "factor is 0; it must be a number > 0"),
     ("qwen3", {"rope_parameters": {"full_attention": {}}}, 'its own for "full_attention"'),
     ("qwen3", {"attention_bias": True}, "attention_bias is True; a Qwen3 with biases"),
     ("qwen3", WINDOWS, "use_sliding_window is true"),
@@ -453,7 +418,6 @@ NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least 2"),
     ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
-    ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob is 'false'; it must be true or false"),
     ("qwen3_moe", {"num_experts": 7}, "num_local_experts is 5 and num_experts is 7; they must be the same"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]; every layer must have experts"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; every layer must have experts"),
@@ -497,7 +461,6 @@ REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
     (change_config(mlp_bias=True), ("config.json: mlp_bias",)),
     (shutil.rmtree, ("theirs", "No such file")),
     (write("config.json", "{"), ("config.json", "not a JSON object")),
-    (write("config.json", "[1]"), ("config.json", "not a JSON object")),
     (remove("model.safetensors"), ("model.safetensors", "missing")),
     (write("model.safetensors", "no"), ("model.safetensors",)),
     (list_a_missing_file, ("model-00002-of-00002.safetensors", "missing")),
@@ -524,12 +487,12 @@ REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
 def import_folder(folder: Path, changes: dict[str, Any] | None = None) -> tuple[int, Path]:
     config, output = folder.parent / "config.json", folder.parent / "imported.json"
     output.unlink(missing_ok=True)  # it is not overwritten
-    config.write_text(json.dumps(CONFIG | (changes or {})))
+    config.write_text(json.dumps(SMALLEST | (changes or {})))
     return main(["import", str(folder), "--config", str(config), "--output", str(output)]), output
 
 
 @pytest.mark.parametrize(("spoil", "fragments"), REFUSED, ids=[row[1][-1] for row in REFUSED])
-def test_import_refuses(
+def test_a_folder_that_cannot_be_imported_is_one_line(
     spoil: Spoil, fragments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_folder(tmp_path / "theirs", make_model())
@@ -612,7 +575,7 @@ def test_import_keeps_what_the_folder_does_not_decide(
 ) -> None:
     folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model=family))
     change_config(**change)(folder)
-    code, output = import_folder(folder, {"model": CONFIG["model"] | given | {"num_layers": 99}})
+    code, output = import_folder(folder, {"model": SMALLEST["model"] | given | {"num_layers": 99}})
     found = json.loads(output.read_text())["model"]
     assert (code, {name: found[name] for name in expected}) == (0, expected)
 
@@ -623,7 +586,7 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
     model = make_model(groups=1, tied=True, multiple=1, model=family)
     folder = write_folder(tmp_path / "theirs", model)
     for before in ({"family": "mistral", "sliding_window": 7}, {"rope_scaling_factor": 8.0}):
-        code, output = import_folder(folder, {"model": CONFIG["model"] | before})
+        code, output = import_folder(folder, {"model": SMALLEST["model"] | before})
         found = RunConfig.from_dict(json.loads(output.read_text()))
         assert (code, found.architecture(257)) == (0, replace(model, seq_length=16))
 
@@ -634,7 +597,7 @@ def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     code, output = import_folder(folder)
     assert code == 0
     assert json.loads(output.read_text())["data"] == {
-        **CONFIG["data"],
+        **SMALLEST["data"],
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": str(folder),
     }
@@ -651,7 +614,7 @@ def test_import_begins_documents_as_the_tokenizer_of_the_model_does(
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    code, output = import_folder(folder, {"data": CONFIG["data"] | given})
+    code, output = import_folder(folder, {"data": SMALLEST["data"] | given})
     assert (code, json.loads(output.read_text())["data"]["prepend_bos"]) == (0, not given)
 
 
@@ -669,7 +632,7 @@ def test_import_refuses_another_tokenizer_that_the_config_names(
 ) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2})
-    code, output = import_folder(folder, {"data": {**CONFIG["data"], "tokenizer_type": "byte"}})
+    code, output = import_folder(folder, {"data": {**SMALLEST["data"], "tokenizer_type": "byte"}})
     problem = (
         f"{folder}: the model's tokenizer reads",
         "than the run's of bytes",
@@ -678,7 +641,7 @@ def test_import_refuses_another_tokenizer_that_the_config_names(
     assert_one_line(code, capsys, problem)
     assert not output.exists()
     _, output = import_folder(folder)
-    output.write_text(json.dumps(json.loads(output.read_text()) | {"data": CONFIG["data"]}))
+    output.write_text(json.dumps(json.loads(output.read_text()) | {"data": SMALLEST["data"]}))
     assert_one_line(main(["config", "--check", str(output)]), capsys, problem)
 
 
@@ -711,7 +674,7 @@ def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> 
     assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
     assert raw["model"]["seq_length"] == 16
     assert RunConfig.from_dict(raw).architecture(257).padded_vocab_size == {1: 259, 2: 260}[tp_size]
-    assert (raw["optimizer"], raw["data"]) == (CONFIG["optimizer"], CONFIG["data"])
+    assert (raw["optimizer"], raw["data"]) == (SMALLEST["optimizer"], SMALLEST["data"])
 
 
 def test_a_config_that_does_not_fit_the_folder_is_refused_setting_by_setting(tmp_path: Path) -> None:

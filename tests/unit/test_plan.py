@@ -32,7 +32,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
              "routing sends"),
             ("Changes that help",),
         ),
-        ("llama_1.3b_recipe", "--bandwidth 1Gbit", ("this config",), ("routing sends",)),
         (
             "quickstart",
             "--gpu H100 --bandwidth 1Gbit",
@@ -43,8 +42,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         (
             "llama_1.3b",
             "--gpu 4090",
-            ("too much for 4090 of 24 GB", "pipeline_model_parallel_size 8", "recompute_granularity full",
-             "train_micro_batch_size_per_gpu"),
+            ("recompute_granularity full", "train_micro_batch_size_per_gpu"),
             ("this config",),
         ),
         (
@@ -55,7 +53,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ),
     ],
 )  # fmt: skip
-def test_what_it_shows(
+def test_plan_shows_memory_and_time_and_the_changes_that_help(
     config: str,
     options: str,
     shown: tuple[str, ...],
@@ -68,7 +66,7 @@ def test_what_it_shows(
     assert [words for words in not_shown if words in out] == []
 
 
-def test_experts_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_are_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks have half the experts each, and each the fp32 weights of as many as without."""
     experts = 2 * 8 * 3 * 4096 * 14336  # layers of a stage, experts, matrices
     raw = json.loads((CONFIGS / "llama_6.8b.json").read_text())
@@ -91,7 +89,7 @@ def test_experts_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found[1]["fits"] is ("fits 4090" in shown) is False
 
 
-def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_of_plan_has_bytes_and_seconds_of_each_method(capsys: pytest.CaptureFixture[str]) -> None:
     """8 replicas of 2 stages; pairs send each rank's weights once, most the last stage with the norm of 128."""
     options = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", "16"]
     assert main(["plan", str(CONFIGS / "routing.json"), *options]) == 0
@@ -251,7 +249,7 @@ def test_the_seconds_of_an_exchange() -> None:
     assert far.seconds(10_000, trips=1) == pytest.approx(1.25 * little + 0.05), "less than a window"
 
 
-def test_the_time_lost() -> None:
+def test_the_share_of_time_that_exchanges_cost() -> None:
     """An exchange of 2.5 s after 10 local steps: 2.5 s of 10 + 2.5."""
     waits = Scheme("", 1_000_000, 2.5, local_steps=10)
     assert waits.share_lost(step_seconds=1) == 0.2
@@ -299,12 +297,10 @@ def test_a_change_that_saves_keeps_the_batch(size: int, halved: bool) -> None:
     ("arguments", "problem"),
     [
         (["--gpu", "Voodoo"], "--gpu Voodoo: not known; known are H100 PCIe"),
-        (["--gpus", "7"], "7"),
         (["--latency", "25ms"], "--latency: give --bandwidth as well"),
-        (["--gpus-per-node", "4"], "--gpus-per-node: give --bandwidth as well"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_a_wrong_option_of_plan_is_one_line(
     arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(CONFIGS / "quickstart.json"), *arguments]) == 2
@@ -317,10 +313,8 @@ def test_bad_input_is_one_line(
     "method",
     [
         {"method": "diloco", "payload": "fp32"},
-        {"method": "diloco", "payload": "int8"},
         {"method": "diloco", "payload": "int4"},
         {"group_size": 4, "pairing": "random", "payload": "int4"},
-        {"group_size": 8, "pairing": "cycle", "payload": "fp32"},
         {"group_size": 8, "pairing": "cycle", "payload": "int8"},
     ],
     ids=str,

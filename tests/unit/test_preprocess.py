@@ -361,7 +361,7 @@ def call_preprocess(folder: Path, *options: str) -> "subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_the_command(tmp_path: Path, fast: Path) -> None:
+def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path) -> None:
     texts = [f"two three {number}" for number in range(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
     tokenizer = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast))
@@ -373,14 +373,6 @@ def test_the_command(tmp_path: Path, fast: Path) -> None:
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
     with pytest.raises(ValueError, match=r"out_text_document\.idx exists already"):
         run(tmp_path, [tmp_path / "a.jsonl"], encoding)
-
-
-def test_a_bad_line_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
-    finished = call_preprocess(tmp_path)
-    assert (finished.returncode, finished.stdout) == (2, "")
-    assert finished.stderr.startswith(f"{tmp_path / 'a.jsonl'}, line 2: not JSON")
-    assert finished.stderr.count("\n") == 1
 
 
 def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
@@ -411,13 +403,11 @@ def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str])
 
 BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl, line 2: not JSON"),
-    ("a.jsonl", b"[" * 100_000 + b"\n", {}, r"line 1: not JSON \(maximum recursion"),
     ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
     ("a.jsonl", b'{"body": "x"}\n', {}, r"line 1: no key 'text'; there are body"),
     ("a.jsonl", b'{"text": 3}\n', {}, r"'text' holds int, not text"),
     ("a.jsonl", b'{"text": ""}\n', {}, r"^nothing was written: 1 documents are empty, 0 files are no UTF-8"),
     ("a.jsonl.gz", gzip.compress(b"x" * 99)[:-9], {}, r"a\.jsonl\.gz: cannot be decompressed"),
-    ("a.jsonl.gz", b"plain", {}, r"cannot be decompressed"),
     ("a.txt.zst", zstd(os.urandom(9999))[:5000], {}, r"a\.txt\.zst: cannot be decompressed"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}\n', {}, r"a\.jsonl, line 2: holds half a character"),
     ("a.parquet", b"plain", {}, r"a\.parquet: not a valid Parquet file"),
@@ -486,16 +476,10 @@ class TestDamage:
             ("bin", slice(27), r"p\.bin: 27 bytes, its index says 7 tokens x 4 = 28; it is cut short"),
             ("idx", slice(60), r"p\.idx: 60 bytes, 2 sequences need 82; it is cut short"),
             ("idx", slice(20), r"p\.idx: not a Megatron index"),
-            ("idx", slice(0), r"p\.idx: not a Megatron index"),
-            ("idx", (0, 0), "not a Megatron index"),
             ("idx", (9, 0), "version 0 with token type 4"),
             ("idx", (17, 0), "token type 0"),
             ("idx", (42, 9), "its sequences do not lie one after the other"),
-            (
-                "idx",
-                (66, 9),
-                "its documents do not end where its sequences do; it was not finished, or is alt",
-            ),
+            ("idx", (66, 9), "its documents do not end where its sequences do; it was not finished, or is"),
         ],
     )
     def test_cut_short_or_altered(

@@ -31,6 +31,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer, find_
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
+from tests.unit.configs import SMALLEST
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
 
@@ -324,21 +325,6 @@ class TestAutoTokenizer:
         )
 
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "ffn_hidden_size": 16,
-        "num_attention_heads": 2,
-        "seq_length": 16,
-    },
-    "noloco": {"local_steps": 2},
-    "training": {"train_iters": 2},
-}
-
-
 def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
     raw = {
         "text": "text",
@@ -347,7 +333,7 @@ def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
         **data,
     }
     return RunConfig.from_dict(
-        {**CONFIG, "data": raw, "training": {**CONFIG["training"], "output_dir": str(output)}}
+        {**SMALLEST, "data": raw, "training": {**SMALLEST["training"], "output_dir": str(output)}}
     )
 
 
