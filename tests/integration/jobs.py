@@ -84,6 +84,15 @@ def run_jobs(
     return [found[slot * ranks : (slot + 1) * ranks] for slot in range(slots)]
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """Return the ValueError of a call; "taken" where it raises none."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + SECONDS
     while not path.exists():

@@ -3,6 +3,7 @@
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_noloco.attach import ReplicaGroups, attach
 from megatron_noloco.attach.deepspeed_engine import check_muon, deepspeed_adapter
 from tests.harness import run_ranks
-from tests.integration.jobs import by_the_equations, by_way_of_a_handover, federation, paper, run_jobs
+from tests.integration.jobs import (
+    by_the_equations,
+    by_way_of_a_handover,
+    federation,
+    paper,
+    refusal,
+    run_jobs,
+)
 from tests.integration.spy import Spy
 from tests.integration.tiny import HF_SIZES
 
@@ -162,17 +170,16 @@ def by_hand(value: object) -> Any:
     ("stage", "precision"),
     [
         (1, "fp32"),
-        (3, "fp32"),
-        (3, "bf16 adapters"),
+        (3, "fp32 adapters"),
         (0, "bf16 fused"),
-        by_hand((2, "bf16 adapters")),
-        *(by_hand((stage, "fp32")) for stage in (0, 2)),
+        *(by_hand((stage, "bf16 adapters")) for stage in (2, 3)),
+        *(by_hand((stage, "fp32")) for stage in (0, 2, 3)),
         *(by_hand((stage, "bf16")) for stage in range(4)),
     ],
 )
 def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
     """2 replicas of 2 data-parallel ranks; against the formula, on weights gathered from the engines."""
-    block: dict[str, Any] = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    block: dict[str, Any] = {"bf16": {"enabled": "bf16" in precision}}
     block |= {"fused": True} if "fused" in precision else {}
     if "adapters" in precision:  # some of whose weights ZeRO 3 divides, and some it keeps whole on every rank
         block |= {
@@ -180,7 +187,7 @@ def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 80},
         }
     found = run_ranks(REPLICAS * SIZE, train, stage, block, 2)
-    tolerance = {"rtol": 0, "atol": 1e-6} if precision == "fp32" else {"rtol": 2**-7, "atol": 2e-4}
+    tolerance = {"rtol": 2**-7, "atol": 2e-4} if "bf16" in precision else {"rtol": 0, "atol": 1e-6}
     before = torch.stack([one["before"] for one in found[::SIZE]], dim=1)
     assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
     expected = by_the_equations(found[0]["first"], before, SEED)
@@ -269,34 +276,21 @@ def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has(stage: int, bl
         assert not torch.equal(with_state, without)
 
 
-def refused(rank: int, world_size: int, what: str) -> str:
-    replicas = 1 if what == "reach" else REPLICAS
-    engine = engine_of(1, ReplicaGroups(replicas), seed=rank // SIZE if what == "seeds" else 0)
-    try:
-        attach(engine, SETTINGS, replicas=REPLICAS)
-    except ValueError as error:
-        return str(error)
-    return "taken"
+def refused(rank: int, world_size: int) -> str:
+    engine = engine_of(1, ReplicaGroups(1))
+    return refusal(lambda: attach(engine, SETTINGS, replicas=world_size))
 
 
-@pytest.mark.parametrize(
-    ("what", "line"),
-    [
-        (
-            "reach",
-            "rank 3: the gradient all-reduce of this model spans ranks [0, 1, 2, 3], its replica is [2, 3]",
-        ),
-        ("seeds", "the weights of replica 1 differ from those of replica 0"),
-    ],
-)
-def test_what_is_refused_in_one_line(what: str, line: str) -> None:
-    found = run_ranks(REPLICAS * SIZE, refused, what)
-    assert found[3].startswith(line)
-    assert "\n" not in found[3]
+def test_an_engine_whose_gradients_are_summed_over_replicas_is_refused() -> None:
+    _, found = run_ranks(2, refused)
+    assert found.startswith(
+        "rank 1: the gradient all-reduce of this model spans ranks [0, 1], its replica is [1]"
+    )
 
 
 def with_experts(rank: int, world_size: int) -> list[str]:
     """Each rank is a replica; the job is one; each rank has an expert of its own."""
+    deepspeed.ops.__compatible_ops__ = {}  # none is compiled, nor is a compiler tried
     found = []
     for replicas, ep_size in ((world_size, 1), (1, 1), (1, world_size)):
         model = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=ep_size)
@@ -308,17 +302,12 @@ def with_experts(rank: int, world_size: int) -> list[str]:
             mpu=ReplicaGroups(replicas),
             dist_init_required=False,
         )
-        try:
-            attach(engine, SETTINGS, replicas=replicas)
-            found.append("taken")
-        except ValueError as error:
-            found.append(str(error))
+        found.append(refusal(partial(attach, engine, SETTINGS, replicas=replicas)))
     return found
 
 
 def test_experts_whose_groups_leave_the_replica_are_refused() -> None:
-    """DeepSpeed compiles a kernel when it joins, which takes minutes where other work shares the cores."""
-    for rank, found in enumerate(run_ranks(2, with_experts, timeout=400)):
+    for rank, found in enumerate(run_ranks(2, with_experts)):
         assert found[0].startswith(
             f"attach: a group of DeepSpeed's experts spans ranks [0, 1], the data-parallel "
             f"group is [{rank}]; with experts each replica has to be a job of its own"

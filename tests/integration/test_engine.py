@@ -105,25 +105,31 @@ def distance_from_plain_torch(changes: dict[str, Any]) -> float:
     return max(float((found["weights"][name] - expected[name]).abs().max()) for name in expected)
 
 
-SCHEDULED: dict[str, dict[str, float]] = {
-    "WarmupLR": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
-    "WarmupDecayLR": {"total_num_steps": 6, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
-    "WarmupCosineLR": {"total_num_steps": 6, "warmup_num_steps": 2},
-    "WSD": {"total_num_steps": 5, "warmup_num_steps": 3, "decay_num_steps": 2},
+RATES: dict[str, tuple[dict[str, float], list[float]]] = {
+    "WarmupLR": ({"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3}, []),
+    "WarmupDecayLR": ({"total_num_steps": 6, "warmup_max_lr": 0.01, "warmup_num_steps": 3}, []),
+    "WarmupCosineLR": ({"total_num_steps": 6, "warmup_num_steps": 2}, []),
+    "WSD": (
+        {"total_num_steps": 5, "warmup_num_steps": 3, "decay_num_steps": 2},
+        [0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.005, 0.0],
+    ),
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_moves_the_learning_rate(schedule: str) -> None:
-    raw = tiny({"scheduler": None}) | {"scheduler": {"type": schedule, "params": SCHEDULED[schedule]}}
-    (found,) = run_ranks(1, train, raw, 5)
-    assert len(set(found["learning_rates"])) > 2, found["learning_rates"]
+def rates_of_all_schedules(rank: int, world_size: int) -> dict[str, list[float]]:
+    found = {}
+    for name, (params, _) in RATES.items():
+        raw = tiny({"scheduler": None, "model": {"num_layers": 1}})
+        found[name] = train(rank, world_size, raw | {"scheduler": {"type": name, "params": params}}, 6)
+    return {name: one["learning_rates"] for name, one in found.items()}
 
 
-def test_wsd_has_the_rates_it_says() -> None:
-    raw = tiny({"scheduler": None, **BF16}) | {"scheduler": {"type": "WSD", "params": SCHEDULED["WSD"]}}
-    (found,) = run_ranks(1, train, raw, 6)
-    assert found["learning_rates"] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.005, 0.0])
+def test_every_schedule_moves_the_learning_rate() -> None:
+    (found,) = run_ranks(1, rates_of_all_schedules)
+    assert found.keys() == set(SCHEDULES)
+    for name, (_, expected) in RATES.items():
+        assert len(set(found[name])) > 2, name
+        assert not expected or found[name] == pytest.approx(expected), name
 
 
 EQUAL: dict[str, dict[str, Any]] = {
@@ -168,7 +174,13 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+def by_hand(*names: str) -> list[Any]:
+    """Return all names of TOPOLOGIES; the tests of these, which others prove as well, are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow) if name in names else name for name in TOPOLOGIES]
+
+
+@pytest.mark.parametrize("name", by_hand("TP2 x PP2"))
 def test_topologies_train_alike(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes, ranks), single(), 1e-5)
@@ -210,10 +222,9 @@ def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize(
     ("parallel", "ranks", "tied"),
     [
-        ({"replicas": 2, **PP2}, 4, True),
         ({**PP2, "virtual_pipeline_model_parallel_size": 2}, 2, False),
         ({**TP2, **PP2}, 4, True),
-        ({**DP2, **TP2}, 4, False),
+        ({"replicas": 2, **DP2}, 4, False),
     ],
     ids=str,
 )
@@ -282,6 +293,7 @@ def test_recompute_draws_the_same_dropout_again() -> None:
     assert torch.equal(plain["master"], again["master"])
 
 
+@pytest.mark.slow
 def test_dropout_runs_on_stages_and_tp() -> None:
     ranks = run({"model": {"hidden_dropout": 0.1}, "parallel": {**TP2, **PP2}}, 4, steps=3)
     assert losses(ranks).isfinite().all()
@@ -304,8 +316,15 @@ def test_bf16_stays_close_to_fp32() -> None:
     assert ranks[0]["losses"] != single()[0]["losses"]
 
 
-@pytest.mark.parametrize("name", ["TP2 x PP2 with sequence parallelism", "DP2 x PP2", "DP2 with ZeRO 2"])
-def test_bf16_topologies(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DP2 x PP2",
+        pytest.param("TP2 x PP2 with sequence parallelism", marks=pytest.mark.slow),
+        pytest.param("DP2 with ZeRO 2", marks=pytest.mark.slow),
+    ],
+)
+def test_topologies_train_alike_in_bf16(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes | BF16, ranks), single_bf16(), 0.03)
 
@@ -370,9 +389,9 @@ def poisoned_run(
 @pytest.mark.parametrize(
     ("changes", "poison"),
     [
-        ({}, math.nan),
+        pytest.param({}, math.nan, marks=pytest.mark.slow),
         (BF16, math.inf),
-        ({**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, math.nan),
+        pytest.param({**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, math.nan, marks=pytest.mark.slow),
         ({**MUON, "gradient_clipping": 0.0}, -math.inf),
     ],
     ids=["fp32", "bf16", "bf16 accumulated in bf16", "Muon"],
@@ -402,7 +421,6 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
     return all(torch.equal(after[name], 2 * before[name]) for name in before)
 
 
-@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
-def test_working_weights_follow_the_master_weights_over_dp(precision: dict[str, Any]) -> None:
-    raw = tiny({"parallel": {**DP2, **PP2}, **precision})
+def test_working_weights_follow_the_master_weights_over_dp() -> None:
+    raw = tiny({"parallel": {**DP2, **PP2}, **BF16})
     assert run_ranks(4, write_and_refresh, raw) == [True] * 4

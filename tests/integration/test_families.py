@@ -153,10 +153,8 @@ def test_a_model_of_transformers_computes_the_same_here_and_leaves_as_it_came(
 # What makes a family another one is seen in the logits
 
 WITHOUT = {
-    "Llama 3.1": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": None},
     "Llama 3.2": {"rope_parameters": llama3(8.0), "rope_scaling": None},
     "Qwen3 with YaRN": {"rope_parameters": yarn(5.0), "rope_scaling": None},
-    "Mistral with a window": {"sliding_window": None},
     "a window that is one token longer": {"sliding_window": 6},
 }
 
@@ -176,14 +174,15 @@ def test_the_comparison_of_logits_sees_it(what: str, tmp_path: Path) -> None:
 STEPS = 5
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 SEQUENCE = {**TP2, **PP2, "sequence_parallel": True}
-# On one of them without sequence parallelism, on the other with it: who has which gradient differs
+# Biases without sequence parallelism, norms of heads with it: who has which gradient differs. test_experts.py and
+# test_engine.py train the others.
 TRAINED = [
     pytest.param(model, parallel, id=f"{model}, {name}", marks=[] if quick else [pytest.mark.slow])
     for model in FAMILY_MODELS
     for name, parallel, quick in (
         ("PP2", PP2, False),
-        ("TP2", TP2, model in ("qwen2", "qwen3")),
-        ("TP2 x PP2, sequence parallel", SEQUENCE, model in ("qwen3", "mistral", "mixtral", "qwen3_moe")),
+        ("TP2", TP2, model == "qwen2"),
+        ("TP2 x PP2, sequence parallel", SEQUENCE, model in ("qwen3", "qwen3_moe")),
     )
 ]
 

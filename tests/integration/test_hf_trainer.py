@@ -106,23 +106,33 @@ class Loop:
         return nn.utils.parameters_to_vector(self.model_wrapped.parameters()).detach().clone()
 
 
-def interrupted(slot: int, rank: int, folder: Path) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """The weights after the last step and after the average; the lines logged."""
+def interrupted(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor, Tensor, list[dict[str, Any]]]:
+    """Train, and go on from a checkpoint whose `on_save` the job did not live to see.
+
+    Returns where it went on, and the step of the state that the next `on_save` completes; the weights after the
+    last step, and after the average; the lines logged.
+    """
     loop = Loop(folder, slot)
     callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "first", slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)
+    loop.steps(callback, 4)
+    loop.control.should_save = True  # as DefaultFlowCallback, the first one, says
     loop.steps(callback, 5)
-    loop.folder.mkdir(parents=True)  # which the Trainer has written
-    callback.on_save(loop.args, loop.state, loop.control)
     callback.noloco.close()
 
     callback = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "second", slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)
+    steps = [loop.state.global_step, callback.noloco.done]
     assert callback.noloco.outer.transport.wait_for(1, SECONDS)
+    loop.steps(callback, 6)
+    loop.folder.mkdir()  # which the Trainer has written
+    callback.on_save(loop.args, loop.state, loop.control)
+    steps.append(int(saved_in(loop.folder)["local_steps_done"]))
+    loop.control.should_save = False
     loop.steps(callback, 12)
     last = loop.weights()
     callback.on_train_end(loop.args, loop.state, loop.control)
-    return last, loop.weights(), loop.logged
+    return steps, last, loop.weights(), loop.logged
 
 
 def late(slot: int, rank: int, folder: Path) -> tuple[int, dict[str, Any], float]:
@@ -169,41 +179,16 @@ def uninterrupted(slot: int, rank: int, folder: Path) -> Tensor:
     return loop.weights()
 
 
-def test_rounds_checkpoints_and_the_end(tmp_path: Path) -> None:
-    """The weights are those of attach in a plain loop, to the last bit."""
+def test_a_trainer_that_is_killed_while_it_saves_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
+    """To the last bit. The state is written before the Trainer deletes the checkpoint before."""
     found = [one for (one,) in run_jobs(tmp_path, 2, 1, interrupted, tmp_path)]
     expected = [one for (one,) in run_jobs(tmp_path, 2, 1, uninterrupted, tmp_path / "plain")]
-    for slot, (last, averaged, logged) in enumerate(found):
+    for slot, (steps, last, averaged, logged) in enumerate(found):
+        assert steps == [5, 5, 6]
         assert torch.equal(last, expected[slot])
         torch.testing.assert_close(averaged, (expected[0] + expected[1]) / 2, rtol=0, atol=1e-7)
         assert [line["noloco_partner"] for line in logged] == [1 - slot] * 6
         assert all(line["noloco_spread"] > 0 for line in logged)
-
-
-def killed_while_the_trainer_saves(slot: int, rank: int, folder: Path) -> tuple[int, int, bool]:
-    """The step that is continued; that of its state; whether the state of the next save is in its checkpoint."""
-    loop = Loop(folder, slot)
-    callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "first", slot, 2))  # type: ignore[arg-type]
-    callback.on_train_begin(loop.args, loop.state, loop.control)
-    loop.steps(callback, 4)
-    loop.control.should_save = True  # as DefaultFlowCallback, the first one, says
-    loop.steps(callback, 5)
-    callback.noloco.close()
-
-    callback = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "second", slot, 2))  # type: ignore[arg-type]
-    callback.on_train_begin(loop.args, loop.state, loop.control)
-    began, done = loop.state.global_step, callback.noloco.done
-    loop.steps(callback, 6)
-    loop.folder.mkdir()
-    callback.on_save(loop.args, loop.state, loop.control)
-    callback.noloco.close()
-    saved = torch.load(loop.folder / "noloco_00000.pt", weights_only=True)
-    return began, done, int(saved["local_steps_done"]) == 6
-
-
-def test_the_state_is_written_before_the_trainer_deletes_the_checkpoint_before(tmp_path: Path) -> None:
-    """A job that is killed before the state is in its place continues from it."""
-    assert run_jobs(tmp_path, 2, 1, killed_while_the_trainer_saves, tmp_path) == [[(5, 5, True)]] * 2
 
 
 def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
@@ -389,7 +374,9 @@ def test_a_training_that_resumes_after_one_that_has_failed_loads_its_checkpoint(
         ({}, 5, r".*checkpoint-5/noloco_00000.pt is missing: the checkpoint to resume from must be in"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, args: dict[str, Any], step: int, line: str) -> None:
+def test_the_best_model_and_a_checkpoint_without_state_are_refused(
+    tmp_path: Path, args: dict[str, Any], step: int, line: str
+) -> None:
     loop = Loop(tmp_path, 0)
     vars(loop.args).update(args)
     loop.state.global_step = step

@@ -3,17 +3,14 @@
 import json
 import os
 import shlex
-import socket
-import subprocess
 import sys
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_noloco.engine.replica import ReplicaEngine
-from tests.harness import REPOSITORY, run_ranks
+from tests.harness import call, run_ranks
 from tests.integration.chaos import command
 from tests.integration.tiny import (
     metrics,
@@ -114,33 +111,8 @@ def test_the_commands_that_a_run_ends_with_work(tmp_path: Path) -> None:
     _, _, commands = trained.out.partition("\nNext:\n")
     words = [shlex.split(line)[1:] for line in commands.splitlines()]
     assert [line[:3] for line in words] == [["-m", "megatron_noloco", name] for name in NEXT]
-    for line in words:
-        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        subprocess.run([sys.executable, *line], cwd=tmp_path, env=environ, check=True, timeout=300)
+    for _, _, *arguments in words:
+        code, _, err = call(*arguments, meanwhile=partial(os.chdir, tmp_path))
+        assert code == 0, err
     assert (folder / "report.html").exists()
     assert (tmp_path / "my-model" / "model.safetensors").exists()
-
-
-def fails_in_its_third_step(rank: int, world_size: int, config: str) -> str:
-    original = ReplicaEngine.train_batch
-
-    steps = count(1)
-
-    def train_batch(engine: ReplicaEngine, *args: Any) -> Any:
-        if next(steps) == 3:
-            raise ZeroDivisionError
-        return original(engine, *args)
-
-    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
-    outcome = command(rank, world_size, ["train", "--config", config])
-    assert outcome.code == 1
-    return outcome.err
-
-
-def test_a_traceback_ends_with_what_the_rank_was_doing(tmp_path: Path) -> None:
-    raw = tiny({"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}})
-    (told,) = run_ranks(1, fails_in_its_third_step, write_config(tmp_path, raw))
-    host = socket.gethostname()
-    assert told.splitlines()[-1] == (
-        f"rank 0 on {host} (replica 0, stage 0, dp 0, tp 0) was computing local step 3"
-    )

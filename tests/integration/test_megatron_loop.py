@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ from tests.integration.jobs import (
     by_way_of_a_handover,
     federation,
     paper,
+    refusal,
     run_jobs,
 )
 
@@ -181,13 +183,11 @@ def refused(slot: int, rank: int, folder: Path) -> list[str]:
             (model[0], there),
             (aware, there),
         ):
-            with pytest.raises(ValueError) as error:
-                attach(engine, SETTINGS, **options)
-            lines.append(str(error.value))
+            lines.append(refusal(partial(attach, engine, SETTINGS, **options)))
         return lines
 
 
-def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_optimizer_that_cannot_be_exchanged_is_refused(tmp_path: Path) -> None:
     ((lines, _),) = run_jobs(tmp_path, 1, 2, refused, tmp_path)
     assert "each replica is a job of its own; give federation" in lines[0]
     assert lines[1].startswith("attach: Float16OptimizerWithFloat16Params is not supported; use")

@@ -71,15 +71,13 @@ def run_for_copies(rank: int, world_size: int, config: str) -> Tensor:
     ],
     ids=["norms of tp ranks", "tied embeddings cut by ZeRO"],
 )
-@pytest.mark.parametrize(
-    "noloco", [{"payload": "int4"}, {"fragments": 2}, {"payload": "int4", "fragments": 2}]
-)
-def test_copies_stay_bitwise_equal_with_a_coded_payload_and_in_fragments(
-    tmp_path: Path, text: str, shape: dict[str, int], tied: bool, noloco: dict[str, Any]
+def test_copies_stay_bitwise_equal_with_a_coded_payload_in_fragments(
+    tmp_path: Path, text: str, shape: dict[str, int], tied: bool
 ) -> None:
+    """test_fragments.py has each of the two alone, without engines."""
     changes = {
         "parallel": {"replicas": 2, **shape},
-        "noloco": noloco,
+        "noloco": {"payload": "int4", "fragments": 2},
         "gradient_accumulation_steps": 2,
         "model": {"untie_embeddings_and_output_weights": not tied},
         "data": {"text": text},
@@ -160,13 +158,3 @@ def test_the_same_seed_gives_the_same_run_twice(
     assert without_timing(records) == without_timing(metrics(tmp_path / "second"))
     other = run(tmp_path / "other", text, ranks, {**changes, "training": {"train_iters": 4, "seed": 1}})
     assert not torch.equal(first[0]["master"], other[0]["master"])
-
-
-def test_without_a_method_replicas_never_exchange(tmp_path: Path, text: str) -> None:
-    shape = {"parallel": {"replicas": 2}}
-    apart = run(tmp_path / "none", text, 2, {**shape, "noloco": {"enabled": False}})
-    assert [one["momentum"] for one in apart] == [None, None]
-    assert not torch.equal(apart[0]["master"], apart[1]["master"])
-    for replica in metrics(tmp_path / "none"):
-        assert not any("round/index" in row for row in replica)
-        assert [row["total/sent_bytes"] for row in replica] == [0] * 6

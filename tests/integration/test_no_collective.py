@@ -130,8 +130,11 @@ def assert_hops_follow_the_routes(ranks: Ranks, interval: Any) -> int:
     return left
 
 
-@pytest.mark.parametrize("interval", ["off", "round", "microbatch"])
-def test_over_torch(tmp_path: Path, interval: str) -> None:
+# "round" is in test_in_fragments, "off" in those of experts and without a method.
+@pytest.mark.parametrize(
+    "interval", ["microbatch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("off", "round"))]
+)
+def test_messages_over_torch_go_to_partners_and_along_routes(tmp_path: Path, interval: str) -> None:
     ranks = over_torch(tmp_path, interval)
     assert_no_collective_spans_replicas(ranks)
     assert_exchanges_go_to_partners(ranks)
@@ -141,7 +144,7 @@ def test_over_torch(tmp_path: Path, interval: str) -> None:
 @pytest.mark.parametrize(
     "topology", [Topology(replicas=4), pytest.param(STAGED, marks=pytest.mark.slow)], ids=["4x1", "4x2"]
 )
-def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
+def test_messages_over_mpi_go_to_partners_and_along_routes(tmp_path: Path, topology: Topology) -> None:
     """Hops are messages of torch whatever the transport; eight processes take most of a minute on two cores."""
     ranks = over_mpi(tmp_path, topology)
     assert_no_collective_spans_replicas(ranks, topology)
@@ -153,7 +156,7 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
 
 
 @pytest.mark.slow
-def test_over_mpi_with_overlap(tmp_path: Path) -> None:
+def test_messages_over_mpi_with_overlap_go_to_partners(tmp_path: Path) -> None:
     """To ask whether messages have arrived is no collective, nor is what MPI does meanwhile."""
     topology = Topology(replicas=4)
     ranks = over_mpi(tmp_path, topology, overlap_steps=2)
@@ -163,9 +166,9 @@ def test_over_mpi_with_overlap(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "overlap_steps",
-    [pytest.param(1, marks=pytest.mark.slow), LOCAL_STEPS, "auto"],  # fewer, and the most
+    [*(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, LOCAL_STEPS)), "auto"],
 )
-def test_with_overlap(tmp_path: Path, overlap_steps: int | str) -> None:
+def test_messages_with_overlap_go_to_partners(tmp_path: Path, overlap_steps: int | str) -> None:
     """Partners only, however late the outcome is merged, and however the delay is chosen."""
     ranks = over_torch(tmp_path, "round", overlap_steps=overlap_steps)
     assert_no_collective_spans_replicas(ranks)
@@ -173,8 +176,10 @@ def test_with_overlap(tmp_path: Path, overlap_steps: int | str) -> None:
     assert assert_hops_follow_the_routes(ranks, "round")
 
 
-@pytest.mark.parametrize("overlap_steps", [0, LOCAL_STEPS], ids=["waits", "overlap"])
-def test_in_fragments(tmp_path: Path, overlap_steps: int) -> None:
+@pytest.mark.parametrize(
+    "overlap_steps", [pytest.param(0, marks=pytest.mark.slow), LOCAL_STEPS], ids=["waits", "overlap"]
+)
+def test_messages_in_fragments_go_to_the_partners_of_each(tmp_path: Path, overlap_steps: int) -> None:
     """Partners only, of each fragment its own."""
     ranks = over_torch(tmp_path, "round", fragments=3, overlap_steps=overlap_steps)
     assert_no_collective_spans_replicas(ranks)

@@ -163,7 +163,7 @@ def test_a_resume_keeps_the_delay_that_the_run_chose(tmp_path: Path) -> None:
         assert merged == waited | between | before_the_averages
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 6])
+@pytest.mark.parametrize("replicas", [3, 6])
 def test_a_correction_is_merged_with_another_number_of_replicas(replicas: int, tmp_path: Path) -> None:
     """Saved while an exchange is under way: every replica, also one that is a clone, merges what it continues."""
     run = Run(

@@ -71,7 +71,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+BY_HAND = ("groups of 4", "data and tensor parallel")  # of 8 ranks; tests/unit/test_plan.py has larger groups
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in BY_HAND)) for name in LAYOUTS]
+)
 def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
     """Of all ranks of a replica, to the byte, but for what did not fit its code and was sent again."""
     ranks, changes = LAYOUTS[layout]

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.joined import checkpoint_settings
-from tests.harness import REPOSITORY, call, run_ranks
+from tests.harness import call, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     HF_SIZES,
@@ -143,7 +141,6 @@ def sizes(pp: int = 1, tp: int = 1, dp: int = 1, **others: int) -> dict[str, int
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "4 stages, 2 tp": (sizes(4, 2), {}),
     "virtual stages": (sizes(2, virtual_pipeline_model_parallel_size=2), {}),
-    "data_parallel_size": (sizes(2, dp=2), {}),
     "one key/value head": (sizes(2), {"model": {"num_query_groups": 1}}),
     "a key/value head per query": (sizes(tp=2), {"model": {"num_query_groups": None}}),
     "wide heads": ({}, {"model": {"kv_channels": 16, "rotary_base": 5e5, "norm_epsilon": 1e-3}}),
@@ -160,7 +157,12 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+BY_HAND = ("4 stages, 2 tp", "Muon, bf16, tied, 2 stages, dp 2")  # their parts are in other cases
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in BY_HAND)) for case in CASES]
+)
 def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path) -> None:
     parallel, changes = CASES[case]
     model = {"parallel": parallel, "model": LOUD | changes.get("model", {})}
@@ -206,18 +208,11 @@ def spoil_weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path]
     return spoil
 
 
-def spoil_theta(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] = config["rope_theta"] = 100.0
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 Q = "model.layers.3.self_attn.q_proj.weight"
 WRONG = {
     "the wrong rotary convention": spoil_weights(
         lambda w: w.update({Q: w[Q].view(4, 2, 4, 32).transpose(1, 2).reshape(32, 32)})
     ),
-    "another base of the rotary embedding": spoil_theta,
     "not a number": spoil_weights(lambda w: w.update({Q: w[Q] * math.nan})),
 }
 
@@ -338,9 +333,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
     "damaged": (flip_a_bit, (), "checksum does not match"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), (), "no checkpoint here"),
     "unknown way": (nothing, ("--combine", "median"), '"mean", "best" or "replica=K"'),
-    "no such replica": (nothing, ("--combine", "replica=3"), "replicas 0, 1, 2"),
     "best of unknown": (forget_losses, ("--combine", "best"), "no validation losses"),
-    "a file in the way": (put_a_file("hf"), (), "is a file"),
     "no folder": (
         put_a_file("file"),
         ("--output", "RUN/file/hf"),
@@ -351,7 +344,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_export_refuses(what: str, replicas: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_cannot_be_made_is_one_line(
+    what: str, replicas: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil, options, words = REFUSED[what]
     run = shutil.copytree(replicas[0], tmp_path / "run")
     spoil(run)
@@ -382,36 +377,21 @@ def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> tuple
     return config, json.loads(Path(config).read_text())
 
 
-# Precision of the folder, keys of its config, the block `parallel`, other settings of the run
-ROUND_TRIPS: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, int], dict[str, Any]]] = {
-    "both, tied, odd vocabulary, a head per query": (
-        torch.float32,
-        {"vocab_size": 259, "num_key_value_heads": 4, "tie_word_embeddings": True},
-        sizes(2, 2),
-        {},
-    ),
-    "one key/value head, wide": (
-        torch.float32,
-        {"num_key_value_heads": 1, "head_dim": 12, "rms_norm_eps": 1e-4},
-        sizes(2),
-        {},
-    ),
-    "bf16, trained in fp32, odd vocabulary": (
-        torch.bfloat16,
-        {"rope_theta": 5e5, "vocab_size": 259},
-        sizes(tp=2),
-        {},
-    ),
-    "bf16": (torch.bfloat16, {}, sizes(2), BF16),
-}
-
-
-@pytest.mark.parametrize("case", ROUND_TRIPS)
-def test_import_and_export_are_the_identity(case: str, tmp_path: Path) -> None:
-    dtype, keys, parallel, changes = ROUND_TRIPS[case]
+@pytest.mark.parametrize(
+    ("dtype", "keys", "parallel"),
+    [
+        (torch.float32, {"num_key_value_heads": 4, "tie_word_embeddings": True}, sizes(2, 2)),
+        (torch.bfloat16, {"rope_theta": 5e5}, sizes(tp=2)),  # trained in fp32
+    ],
+)
+def test_import_and_export_are_the_identity(
+    dtype: torch.dtype, keys: dict[str, Any], parallel: dict[str, int], tmp_path: Path
+) -> None:
+    """Also with a vocabulary of an odd size."""
+    keys = keys | {"vocab_size": 259}
     theirs = llama(tmp_path / "llama", dtype, **keys)
     common = {"parallel": parallel, "training": {"output_dir": str(tmp_path / "run")}}
-    _, raw = imported(tmp_path, tmp_path / "llama", changes | common)
+    _, raw = imported(tmp_path, tmp_path / "llama", common)
     run_ranks(math.prod(parallel.values()), save, raw, 0)
     back, _ = exported(tmp_path / "run", tmp_path / "hf", "--dtype", str(dtype).removeprefix("torch."))
     assert_equal(back, theirs)
@@ -428,7 +408,7 @@ def without_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_generate(tmp_path: Path) -> None:
+def test_generate_continues_a_prompt_until_the_context_is_full(tmp_path: Path) -> None:
     """From a folder and from a checkpoint; with a vocabulary larger than the tokenizer's some ids have no text."""
     llama(tmp_path / "llama", vocab_size=1000, initializer_range=0.5)
     _, raw = imported(tmp_path, tmp_path / "llama", {"training": {"output_dir": str(tmp_path / "run")}})
@@ -472,28 +452,3 @@ def test_generate(tmp_path: Path) -> None:
         code, _, err = generate()
         assert (code, len(err.splitlines())) == (2, 1)
         assert str(hf) in err
-
-
-# The tools
-
-
-def test_the_bench_of_small_models(tmp_path: Path) -> None:
-    options = [
-        "--layers",
-        "2",
-        "--hidden",
-        "128",
-        "--vocabulary",
-        "257",
-        "--replicas",
-        "2",
-        "--dtype",
-        "bfloat16",
-    ]
-    command = [sys.executable, "-m", "tools.bench_convert", *options, "--folder", str(tmp_path)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert report["written_gb"] <= report["read_gb"] / 2  # two replicas in fp32 become one in bf16
-    assert report["peak_rss_gb"] < 1.5
-    assert list(tmp_path.iterdir()) == []

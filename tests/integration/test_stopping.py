@@ -5,6 +5,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,8 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.job.watchdog import Watchdog
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state
-from tests.integration.tiny import write_text
 
-STEPS = 60
+STEPS = 40
 TWO_BY_TWO: dict[str, Any] = {
     "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
     "noloco": {"local_steps": 8, "routing": "microbatch"},
@@ -102,7 +103,7 @@ def asked_before_the_first_step(rank: int, world_size: int) -> int:
     return done
 
 
-def test_asked_before_the_first_step() -> None:
+def test_a_request_before_the_first_step_stops_all_ranks_there() -> None:
     assert run_ranks(2, asked_before_the_first_step) == [10, 10]
 
 
@@ -164,7 +165,7 @@ def asked_by_a_file(rank: int, world_size: int, folder: Path) -> tuple[int, str 
     return step, stop.reason
 
 
-def test_asked_by_a_file(tmp_path: Path) -> None:
+def test_a_file_asks_all_ranks_to_stop(tmp_path: Path) -> None:
     ask_to_stop(tmp_path)
     (steps, reason), other = run_ranks(2, asked_by_a_file, tmp_path)
     assert other == (steps, reason)
@@ -185,7 +186,7 @@ def asked_before_it_watches(rank: int, world_size: int, folder: Path) -> tuple[i
     return step, stop.reason
 
 
-def test_asked_by_a_file_before_it_watches(tmp_path: Path) -> None:
+def test_a_file_written_before_a_job_watches_it_asks_as_well(tmp_path: Path) -> None:
     ((steps, reason),) = run_ranks(1, asked_before_it_watches, tmp_path)
     assert reason == "the command stop"
     assert steps < 1000
@@ -219,35 +220,47 @@ def saved_step(run: Run) -> int:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """The same runs, never stopped."""
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Return a function that gives a run that was never stopped."""
     folder = tmp_path_factory.mktemp("straight")
-    text = write_text(folder, 200_000)
-    runs = {"2x2": Run(folder / "2x2", TWO_BY_TWO, text), "4x1": Run(folder / "4x1", FOUR, text)}
-    runs["4x1, delayed"] = Run(folder / "4x1, delayed", DELAYED, text)
-    for run in runs.values():
+
+    @cache
+    def launched(name: str) -> Run:
+        run = Run(folder / name, TOPOLOGIES[name])
         run.change({"training": {"train_iters": STEPS}})
         run.launch(4, changes={"checkpoint": {"save_interval": STEPS}})
-    return runs
+        return run
+
+    return launched
 
 
+TOPOLOGIES = {"2x2": TWO_BY_TWO, "4x1": FOUR, "4x1, delayed": DELAYED}
 REQUESTS = {
-    "first stage": ("2x2", [Fault(0, 5, signal.SIGTERM)], "SIGTERM"),
     "last stage": ("2x2", [Fault(3, 5, signal.SIGUSR1)], "SIGUSR1"),
-    "everybody": ("2x2", [Fault(rank, 5, signal.SIGTERM) for rank in range(4)], "SIGTERM"),
     "one of four, most likely while an exchange is under way": (
         "4x1, delayed",
         [Fault(1, 9, signal.SIGTERM)],
         "SIGTERM",
     ),
+}
+BY_HAND = {
+    "first stage": ("2x2", [Fault(0, 5, signal.SIGTERM)], "SIGTERM"),
+    "everybody": ("2x2", [Fault(rank, 5, signal.SIGTERM) for rank in range(4)], "SIGTERM"),
     "one of four, in the middle of a round": ("4x1", [Fault(2, 5, signal.SIGINT)], "SIGINT"),
 }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_stopped_and_continued_bit_for_bit(name: str, straight: dict[str, Run], tmp_path: Path) -> None:
-    topology, faults, reason = REQUESTS[name]
-    whole = straight[topology]
+@pytest.mark.parametrize(
+    ("topology", "faults", "reason"),
+    [
+        *(pytest.param(*request, id=name) for name, request in REQUESTS.items()),
+        *(pytest.param(*request, id=name, marks=pytest.mark.slow) for name, request in BY_HAND.items()),
+    ],
+)
+def test_a_stopped_run_continues_bit_for_bit(
+    topology: str, faults: list[Fault], reason: str, straight: Callable[[str], Run], tmp_path: Path
+) -> None:
+    whole = straight(topology)
     run = whole.clean(tmp_path)
     outcomes = run.launch(4, faults)
     assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 4
@@ -257,25 +270,17 @@ def test_stopped_and_continued_bit_for_bit(name: str, straight: dict[str, Run], 
         f"stopped after iteration {step} ({reason}); the same command continues from there"
     )
     assert {len(rows) for rows in run.exact_metrics()} == {step}
-    continues(run, whole, step)
-
-
-def continues(run: Run, whole: Run, step: int) -> None:
     outcomes = run.launch(4, changes={"checkpoint": {"save_interval": STEPS}})
     assert f"continuing from {run.step_folder(step)}" in outcomes[0].out
     assert_same_state(run.step_folder(STEPS), whole.step_folder(STEPS))
     assert run.exact_metrics() == whole.exact_metrics()
 
 
-def test_a_run_whose_time_is_over(straight: dict[str, Run], tmp_path: Path) -> None:
-    whole = straight["2x2"]
-    run = whole.clean(tmp_path)
-    changes = {"training": {"exit_duration_minutes": 0.001}, "checkpoint": {"save_interval": 1}}
-    outcomes = run.launch(4, changes=changes)
-    assert [outcome.code for outcome in outcomes] == [0] * 4
+def test_a_run_whose_time_is_over_stops_as_a_run_that_is_asked_to(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"parallel": {"replicas": 2}})
+    changes = {"training": {"exit_duration_minutes": 0.001, "train_iters": 1000}}
+    outcomes = run.launch(2, changes=changes)
+    assert [outcome.code for outcome in outcomes] == [0] * 2
     last = outcomes[0].out.splitlines()[-1]
     assert last.startswith("stopped after iteration ")
-    assert "(exit_duration_minutes); the same command continues from there" in last
-    run.launch(4, changes={"checkpoint": {"save_interval": STEPS}})
-    assert_same_state(run.step_folder(STEPS), whole.step_folder(STEPS))
-    assert run.exact_metrics() == whole.exact_metrics()
+    assert last.endswith(" (exit_duration_minutes); the same command continues from there")
