@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -135,6 +135,11 @@ def _run_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if "error" in outcome else 0)  # no destructors: one that waits for a dead rank would hang
+
+
+def by_hand(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
+    """Return cases for `parametrize`; slow ones, whose parts are in others, run with `pytest -m slow` only."""
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
 def call(

@@ -161,7 +161,7 @@ def together(rank: int, world_size: int, stage: int) -> list[Tensor]:
     return found
 
 
-def by_hand(value: object) -> Any:
+def slow(value: object) -> Any:
     values = value if isinstance(value, tuple) else (value,)
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -172,9 +172,9 @@ def by_hand(value: object) -> Any:
         (1, "fp32"),
         (3, "fp32 adapters"),
         (0, "bf16 fused"),
-        *(by_hand((stage, "bf16 adapters")) for stage in (2, 3)),
-        *(by_hand((stage, "fp32")) for stage in (0, 2, 3)),
-        *(by_hand((stage, "bf16")) for stage in range(4)),
+        *(slow((stage, "bf16 adapters")) for stage in (2, 3)),
+        *(slow((stage, "fp32")) for stage in (0, 2, 3)),
+        *(slow((stage, "bf16")) for stage in range(4)),
     ],
 )
 def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
@@ -198,7 +198,7 @@ def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
     assert all(one["messages"] for one in found)
 
 
-@pytest.mark.parametrize("stage", [by_hand(0), by_hand(1), 2, by_hand(3)])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
 def test_separate_jobs_train_as_one_job_does(tmp_path: Path, stage: int) -> None:
     """To the last bit."""
     found = run_jobs(tmp_path, REPLICAS, SIZE, separate, tmp_path, stage)
@@ -244,8 +244,8 @@ def continued(rank: int, world_size: int, folder: Path, stage: int, bf16: bool) 
     ("stage", "bf16"),
     [
         (1, True),
-        *(by_hand((stage, True)) for stage in (0, 2, 3)),
-        *(by_hand((stage, False)) for stage in range(4)),
+        *(slow((stage, True)) for stage in (0, 2, 3)),
+        *(slow((stage, False)) for stage in range(4)),
     ],
 )
 def test_an_engine_continues_from_its_checkpoint(tmp_path: Path, stage: int, bf16: bool) -> None:
@@ -267,7 +267,7 @@ def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "block"), [(0, {"bf16": {"enabled": True}}), (1, {}), by_hand((2, {})), (3, {})]
+    ("stage", "block"), [(0, {"bf16": {"enabled": True}}), (1, {}), slow((2, {})), (3, {})]
 )
 def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has(stage: int, block: dict[str, Any]) -> None:
     """To the last bit, and not without that state."""

@@ -14,7 +14,7 @@ from megatron_noloco.config.optimizer_block import SCHEDULES
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.routing import Routing
-from tests.harness import run_ranks
+from tests.harness import by_hand, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     MUON,
@@ -174,13 +174,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def by_hand(*names: str) -> list[Any]:
-    """Return all names of TOPOLOGIES; the tests of these, which others prove as well, are slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(name, marks=slow) if name in names else name for name in TOPOLOGIES]
-
-
-@pytest.mark.parametrize("name", by_hand("TP2 x PP2"))
+@pytest.mark.parametrize("name", by_hand(TOPOLOGIES, ["TP2 x PP2"]))
 def test_topologies_train_alike(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes, ranks), single(), 1e-5)
@@ -316,14 +310,10 @@ def test_bf16_stays_close_to_fp32() -> None:
     assert ranks[0]["losses"] != single()[0]["losses"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "DP2 x PP2",
-        pytest.param("TP2 x PP2 with sequence parallelism", marks=pytest.mark.slow),
-        pytest.param("DP2 with ZeRO 2", marks=pytest.mark.slow),
-    ],
-)
+BF16_SLOW = ("TP2 x PP2 with sequence parallelism", "DP2 with ZeRO 2")
+
+
+@pytest.mark.parametrize("name", by_hand(["DP2 x PP2", *BF16_SLOW], BF16_SLOW))
 def test_topologies_train_alike_in_bf16(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes | BF16, ranks), single_bf16(), 0.03)

@@ -14,7 +14,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import parameters_of_stages
-from tests.harness import run_ranks
+from tests.harness import by_hand, run_ranks
 from tests.integration.chaos import Run
 from tests.integration.test_engine import assert_same_training, initial_weights
 from tests.integration.test_other_layout import SAVED, layout, saved_run
@@ -75,9 +75,7 @@ def initial() -> dict[str, Tensor]:
     return run_ranks(1, initial_weights, tiny({"model": MODEL}))[0]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in BY_HAND)) for case in CASES]
-)
+@pytest.mark.parametrize("case", by_hand(CASES, BY_HAND))
 def test_the_training_is_that_of_one_rank(case: str) -> None:
     """Losses, norms of the gradients, which are clipped, weights, and the fp32 weights that ZeRO divides."""
     optimizer, sizes = CASES[case]

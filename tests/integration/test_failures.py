@@ -12,7 +12,7 @@ import pytest
 from megatron_noloco.cli.errors import StoppedError
 from megatron_noloco.cli.main import main
 from megatron_noloco.job import watchdog
-from tests.harness import REPOSITORY, free_port, run_launcher
+from tests.harness import REPOSITORY, by_hand, free_port, run_launcher
 from tests.integration.launched import PATIENCE_SECONDS, launched
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
@@ -63,10 +63,7 @@ def of_our_ranks(told: str) -> list[str]:
     return [line for line in told.splitlines() if line.startswith("rank ") and " on " in line]
 
 
-@pytest.mark.parametrize(
-    "script",
-    [name if name == "mpirun.sh" else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS],
-)
+@pytest.mark.parametrize("script", by_hand(LAUNCHERS, ["torchrun.sh", "deepspeed.sh"]))
 def test_the_rank_that_fails_says_why_and_nobody_else(script: str, tmp_path: Path) -> None:
     finished = launch_with("raise 2 5", script, tmp_path)
     assert finished.returncode == 1, finished.stderr
@@ -77,10 +74,7 @@ def test_the_rank_that_fails_says_why_and_nobody_else(script: str, tmp_path: Pat
     assert "(replica 1, stage 0, dp 0, tp 0) was computing local step 5: microbatch 0, forward" in line
 
 
-@pytest.mark.parametrize(
-    "script",
-    [name if name == "torchrun.sh" else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS],
-)
+@pytest.mark.parametrize("script", by_hand(LAUNCHERS, ["mpirun.sh", "deepspeed.sh"]))
 def test_a_rank_that_is_killed_is_missed_by_one_other(script: str, tmp_path: Path) -> None:
     """Or by none, where the launcher ends them before they can say so."""
     finished = launch_with("SIGKILL 2 5", script, tmp_path)

@@ -12,7 +12,7 @@ from megatron_noloco.engine.gradients import PartialGradients
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.routing import Routes
 from megatron_noloco.plans.topology import Position
-from tests.harness import run_ranks
+from tests.harness import by_hand, run_ranks
 from tests.integration import routing_reference
 from tests.integration.routing_reference import Case, Gradients, build_own_stage, crossing_routes, norm, read
 from tests.integration.test_engine import (
@@ -23,7 +23,6 @@ from tests.integration.test_engine import (
     TIED,
     TOPOLOGIES,
     assert_same_training,
-    by_hand,
     fp16_arithmetic,
     grad_norms,
     initial_weights,
@@ -179,7 +178,7 @@ def whole() -> list[dict[str, Any]]:
     return run()
 
 
-@pytest.mark.parametrize("name", by_hand("TP2 x PP2", "PP2 x VP2", "PP2 of 1 and 3 layers"))
+@pytest.mark.parametrize("name", by_hand(TOPOLOGIES, ["TP2 x PP2", "PP2 x VP2", "PP2 of 1 and 3 layers"]))
 def test_topologies_train_alike(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes, ranks), whole(), 1e-4 * MUON_ROUNDING)

@@ -16,7 +16,7 @@ from megatron_noloco.checkpoint.inspect import inspect
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.plans.topology import Position
-from tests.harness import run_ranks
+from tests.harness import by_hand, run_ranks
 from tests.integration.chaos import Run
 from tests.integration.test_resume import starts
 from tests.integration.tiny import (
@@ -115,9 +115,7 @@ BY_HAND = (
 )  # the state of experts goes there and back below
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in BY_HAND)) for name in CASES]
-)
+@pytest.mark.parametrize("name", by_hand(CASES, BY_HAND))
 def test_the_losses_are_those_without_the_change(name: str, tmp_path: Path) -> None:
     both, before, after = CASES[name]
     unchanged = saved_run(tmp_path / "unchanged", [*both, before], STEPS)

@@ -17,7 +17,7 @@ from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.plan import exchange_bytes
 from megatron_noloco.training.joined import join_job
 from megatron_noloco.training.prepare import prepare
-from tests.harness import run_ranks
+from tests.harness import by_hand, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     MUON,
@@ -74,9 +74,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 BY_HAND = ("groups of 4", "data and tensor parallel")  # of 8 ranks; tests/unit/test_plan.py has larger groups
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in BY_HAND)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", by_hand(LAYOUTS, BY_HAND))
 def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
     """Of all ranks of a replica, to the byte, but for what did not fit its code and was sent again."""
     ranks, changes = LAYOUTS[layout]

@@ -29,7 +29,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.joined import checkpoint_settings
-from tests.harness import call, run_ranks
+from tests.harness import by_hand, call, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     HF_SIZES,
@@ -160,9 +160,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 BY_HAND = ("4 stages, 2 tp", "Muon, bf16, tied, 2 stages, dp 2")  # their parts are in other cases
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in BY_HAND)) for case in CASES]
-)
+@pytest.mark.parametrize("case", by_hand(CASES, BY_HAND))
 def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path) -> None:
     parallel, changes = CASES[case]
     model = {"parallel": parallel, "model": LOUD | changes.get("model", {})}

@@ -21,7 +21,7 @@ from megatron_noloco.checkpoint.resume import describe_replicas
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
-from tests.harness import run_ranks
+from tests.harness import by_hand, run_ranks
 from tests.integration.chaos import Outcome, Run, assert_same_state, command
 from tests.integration.tiny import MUON, already_joined, build_run, metrics, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
@@ -112,9 +112,7 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RUNS]
-)
+@pytest.mark.parametrize("name", by_hand(RUNS, SLOW))
 def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Path) -> None:
     """The last checkpoint is removed, as if the run had been killed before it; test_chaos.py kills runs."""
     changes, ranks = RUNS[name]

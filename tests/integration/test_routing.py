@@ -19,7 +19,7 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes, Routing
-from tests.harness import run_ranks
+from tests.harness import by_hand, run_ranks
 from tests.integration.routing_reference import (
     SEQ_LENGTH,
     VOCABULARY,
@@ -80,11 +80,7 @@ def train_routed(rank: int, world_size: int, case: Case, routes_of: dict[str, Ro
     return seen
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in BY_HAND)],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", by_hand([*CASES, *BY_HAND], BY_HAND), ids=lambda case: case.name)
 def test_gradients_and_losses_are_those_of_the_routes(case: Case) -> None:
     routes_of = {interval: crossing_routes(case, interval) for interval in INTERVALS}
     [expected] = run_ranks(1, reference, case, routes_of)

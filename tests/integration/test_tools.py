@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, run_mpi
+from tests.harness import REPOSITORY, by_hand, run_mpi
 
 IN_FOLDER = {
     "bench_checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "bytes_per_parameter"),
@@ -49,10 +48,6 @@ SECONDS_LONG = (
 )
 
 
-def each(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SECONDS_LONG else name for name in names]
-
-
 def printed(output: str) -> dict[str, Any]:
     return json.loads(output[output.index("{") :])
 
@@ -64,7 +59,7 @@ def run(name: str, options: list[str], timeout: float = 180) -> dict[str, Any]:
     return printed(finished.stdout)
 
 
-@pytest.mark.parametrize("name", each(IN_FOLDER))
+@pytest.mark.parametrize("name", by_hand(IN_FOLDER, SECONDS_LONG))
 def test_a_tool_that_writes(name: str, tmp_path: Path) -> None:
     options, figure = IN_FOLDER[name]
     assert figure in run(name, [*options.split(), "--folder", str(tmp_path)])
@@ -112,13 +107,13 @@ def test_a_slow_replica_costs_less_as_a_separate_job(tmp_path: Path) -> None:
     assert found["one_slow"]["NoLoCo, separate jobs"]["left_out"] > 0
 
 
-@pytest.mark.parametrize("name", each(ALONE))
+@pytest.mark.parametrize("name", by_hand(ALONE, SECONDS_LONG))
 def test_a_tool_prints_what_it_measures(name: str) -> None:
     options, figure = ALONE[name]
     assert figure in run(name, options.split())
 
 
-@pytest.mark.parametrize("name", each(OF_RANKS))
+@pytest.mark.parametrize("name", by_hand(OF_RANKS, SECONDS_LONG))
 def test_a_tool_of_several_ranks(name: str) -> None:
     ranks, options, figure = OF_RANKS[name]
     finished = run_mpi(ranks, f"tools.{name}", options.split(), timeout=180)
