@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from megatron_noloco.federation.commit import committing
+from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.draws import Stream, draw_permutation
@@ -110,8 +111,8 @@ def rounds(case: Case, together: threading.Barrier, transport: FederationTranspo
     place = Place(transport.rank, case.slots)
     weights = TorchWeights([torch.zeros(ELEMENTS)])
     settings = NolocoSettings(local_steps=1, payload="fp32")
-    commit = committing(transport.partners, place, settings, SEED)
-    outer = OuterOptimizer(weights, transport, place, settings, SEED, commit)
+    apart = committing(alone(ELEMENTS), transport.partners, place, settings, SEED)
+    outer = OuterOptimizer(weights, transport, place, settings, SEED, apart)
     together.wait()
     reports = []
     for done in range(1, case.rounds + 1):

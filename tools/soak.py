@@ -36,6 +36,7 @@ import torch
 
 from megatron_noloco.federation.commit import committing
 from megatron_noloco.federation.counterpart import Standing
+from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
@@ -155,8 +156,8 @@ class Replica:
         self.transport = open_transport(place, folder)
         self.transport.partners.leave_out(number - 1)
         settings = NolocoSettings(local_steps=1, payload="fp32")
-        commit = committing(self.transport.partners, place, settings)
-        self._outer = OuterOptimizer(weights, self.transport, place, settings, commit=commit)
+        apart = committing(alone(elements), self.transport.partners, place, settings)
+        self._outer = OuterOptimizer(weights, self.transport, place, settings, apart=apart)
         self.lost = False
 
     def wait_until_known(self, number: int, here: list["Replica"]) -> None:

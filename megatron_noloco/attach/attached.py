@@ -299,8 +299,8 @@ def attach(
     compared |= {"seed": seed, "ranks": [one.lengths for one in starts]}
     membership = join_federation(federation, settings, place, compared, stopped=stopped or (lambda: False))
     try:
-        commit = membership.commit(seed)
-        outer = OuterOptimizer(adapter.weights, membership.transport, place, settings, seed, commit)
+        apart = membership.replica(adapter.weights, seed)
+        outer = OuterOptimizer(adapter.weights, membership.transport, place, settings, seed, apart)
         job_state = JobState(outer, own_inner, adapter.modules)
         if state is not None:  # others that wait for this job must not find it behind
             membership.keeping_up.start(int(state["local_steps_done"]))

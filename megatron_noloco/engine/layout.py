@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_noloco.model.families import Parameter, Table
-from megatron_noloco.plans.canonical import Block, Matrix, blocks
+from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.model.families import Parameter, Table, table_of
+from megatron_noloco.plans.canonical import Block, Matrix, blocks, matrices
 from megatron_noloco.plans.topology import Position, Topology
 
 if TYPE_CHECKING:
@@ -99,3 +100,29 @@ class FlatPart:
             for block in blocks(matrices[row.source], slices, first - start, last - start, first - begin):
                 yield row, block
             start = stop
+
+
+def held_of(
+    layout: Iterable[FlatPart], architecture: Architecture, topology: Topology, at: Position
+) -> tuple[list[Block], list[Block]]:
+    """Return what a rank has of the canonical vector, and what of this another rank of its replica has as well.
+
+    The canonical vector has the parameters of the family's table in their order, without copies, and without
+    padding of the vocabulary. `own` is the place in the rank's flat weights.
+    """
+    table = table_of(architecture)
+    whole = matrices(
+        {
+            row.name: (architecture.vocab_size, *row.shape[1:]) if row.is_embedding_or_output else row.shape
+            for row in table
+            if row.same_as is None
+        }
+    )
+    held, copies, before = list[Block](), list[Block](), 0
+    for part in layout:
+        for row, block in part.blocks(table, whole, topology, at):
+            held.append(block._replace(own=block.own + before))
+            if row.same_as is not None or (row.tp_dim is None and at.tp > 0):
+                copies.append(held[-1])
+        before += part.length
+    return held, copies

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_noloco.engine import state
 from megatron_noloco.engine.gradients import PartialGradients
 from megatron_noloco.engine.initialize import build_deepspeed
-from megatron_noloco.engine.layout import FlatPart
+from megatron_noloco.engine.layout import FlatPart, held_of
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now
 from megatron_noloco.model.stage import Stage
@@ -25,6 +25,7 @@ from megatron_noloco.monitor.metrics import (
 )
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
+from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.routing import Routes
 
 
@@ -118,6 +119,11 @@ class ReplicaEngine:
     def skip(self, steps: int) -> None:
         """Set counters and learning rate as if `steps` more local steps were done; weights do not change."""
         state.advance(self._deepspeed, steps)
+
+    def held(self) -> tuple[list[Block], list[Block]]:
+        """Return what this rank has of the canonical vector; see `held_of`."""
+        groups = self.groups
+        return held_of(self.parameter_layout(), self.stage.architecture, groups.topology, groups.position)
 
     def parameter_layout(self) -> list[FlatPart]:
         """Return where each parameter lies in the flat weights."""

@@ -5,18 +5,18 @@ place: if one partner used the mean and the other did not, the mean over the rep
 DiLoCo's recursion (docs/method.md). The ranks of one replica must not differ either: some of them hold copies of
 the same weights.
 
-1. The ranks of a replica agree which other replicas are available, and so on the partner: the planned one, or
-   another replica without a partner (`pairing`). The other replicas learn at once that this one is taken; a
-   replica that waits for it skips the round. Without any available partner the round is skipped at once.
-2. The partners exchange their vectors and keep the mean aside. A mean that is not finite, or implausible
-   (`Guard`), is refused.
-3. A rank with an accepted mean, whose own vector has arrived, sends its counterpart a one-byte token: *prepared*.
+1. The speaker of a replica, its first rank, sees which other replicas are available, and so the partner: the
+   planned one, or another replica without a partner (`pairing`). The other replicas learn at once that this one is
+   taken; a replica that waits for it skips the round. Without any available partner the round is skipped at once.
+2. The partners exchange their vectors (`movement`), and each rank keeps its part of the mean aside. A mean that is
+   not finite, or implausible (`Guard`), is refused.
+3. A speaker with an accepted mean, whose own vector has arrived, sends the other a one-byte token: *prepared*.
    With overlap this happens during the local steps, so neither partner waits for the other to merge.
-4. The ranks of a replica agree whether each of them has an accepted mean and the counterpart's token. If so, the
-   mean is used. If not, the replica skips the round and tells the partner that its messages are void.
+4. A speaker that has an accepted mean and the other's token tells the ranks of its replica to use the mean. Else
+   the replica skips the round, and its speaker tells the partner that its messages are void.
 
-If a rank sent no token, its replica skips the round, and so does the partner, which misses that token. A replica
-whose ranks all sent tokens, but which misses one, cannot know whether its own tokens arrived; no number of further
+If a speaker sent no token, its replica skips the round, and so does the partner, which misses that token. A
+speaker that sent its token, but misses the other's, cannot know whether its own arrived; no number of further
 messages would change that. It skips the round and reports it as in doubt. If its partner did use the mean, the
 mean of c over the R replicas is off, once, by the pair's difference over 2 R.
 """
@@ -27,20 +27,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import cast
+from itertools import count
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.federation.counterpart import Standing, WithdrawnError
+from megatron_noloco.federation.movement import DEPTH, MovedExchange, Movement
 from megatron_noloco.federation.network import FederationPartners
 from megatron_noloco.federation.pairing import Others, choose
+from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, PartnerLostError, tag_of
 from megatron_noloco.outer.payload import UnequalError
-from megatron_noloco.outer.vectors import Buffers, Ranges
+from megatron_noloco.outer.round import Fragment
+from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
@@ -85,12 +90,11 @@ class Guard:
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=self._REMEMBERED)
 
-    def check(self, vector: Tensor, report: ExchangeReport) -> float:
-        """Return the ratio of the exchange of `vector` that `report` describes.
+    def check(self, norm: float, report: ExchangeReport) -> float:
+        """Return the ratio of the exchange that `report` describes, of a vector with this norm.
 
         Raises PoisonedError for an implausible vector, or where one of the two is not finite.
         """
-        norm = float(vector.norm())
         if not math.isfinite(norm):
             raise PoisonedError("was sent numbers that are not finite", by_partner=False)
         if report.poisoned_elements:
@@ -114,35 +118,66 @@ class _State(Enum):
     PREPARED = "the mean is accepted, and the token sent"
 
 
+@dataclass(frozen=True)
+class Replica:
+    """This replica, as its exchanges with others see it; the same object for all of one rank.
+
+    Attributes:
+        movement: of its vectors.
+        place: of this rank.
+        partners: its counterparts in other replicas.
+        choose: the partner; used by the speaker.
+        guards: of each fragment; used by the speaker.
+        tell: returns the speaker's value on all ranks of the replica. A collective of the replica.
+    """
+
+    movement: Movement
+    place: Place
+    partners: FederationPartners
+    choose: Choose
+    guards: Sequence[Guard]
+    tell: Callable[[Any], Any]
+    _tags: Iterator[int] = field(default_factory=count)
+
+    def fragments(self) -> list[Fragment]:
+        """Return the fragments of this rank's weights: what it has of each interval of the canonical vector.
+
+        The last one ends with the padding.
+        """
+        intervals = self.movement.intervals
+        ranges = [self.movement.own.ranges(interval.start, interval.stop) for interval in intervals]
+        ranges[-1] += self.movement.padding
+        names = [f", fragment {index}" * (len(intervals) > 1) for index in range(len(intervals))]
+        return [Fragment(*one) for one in zip(ranges, range(len(ranges)), names, strict=True)]
+
+    def exchange(self, make: Callable[[int, int], Exchange]) -> "CommittedExchange":
+        """Return an exchange; all ranks of the replica make theirs in the same order."""
+
+        def of_slabs() -> list[Exchange]:
+            return [make(Channel.SLABS + index, self.movement.slab) for index in range(DEPTH)]
+
+        return CommittedExchange(MovedExchange(self.movement, of_slabs, next(self._tags)), self)
+
+
 class CommittedExchange:
-    """An `Exchange` that yields its mean only once the round is certain, and lets no failure out.
+    """An exchange that yields its mean only once the round is certain, and lets no failure of a partner out.
 
     A failed round is skipped. The exchanges of one rank must begin and finish in the same order on all ranks of
-    its replica. Holds the mean: 4 bytes per element more.
-
-    Args:
-        exchange: of a pair; on the channel `Channel.ROUNDS`.
-        partners: the counterparts.
-        choose: the same on all ranks.
-        guards: of each fragment, shared by all exchanges of this rank.
+    its replica.
     """
 
     rounding = None  # of pairs nothing is kept
 
-    def __init__(
-        self, exchange: Exchange, partners: FederationPartners, choose: Choose, guards: Sequence[Guard]
-    ) -> None:
+    def __init__(self, exchange: MovedExchange, replica: Replica) -> None:
         self._exchange = exchange
-        self._partners = partners
-        self._choose = choose
-        self._guards = guards
-        self._replica = exchange.place.replica
-        self._buffers = Buffers()
-        self._vector = self._mean = torch.empty(0)
+        self._replica = replica
+        self._partners = replica.partners
+        self._speaks = exchange.movement.rank == 0
+        self._mean = self._vector = torch.empty(0)
         self._state = _State.SKIPPED
         self._failure: _Failure | PoisonedError | None = None
         self._partner = self._rank = self._number = -1
-        self._token: Flight | None = None  # the counterpart's
+        self._token: Flight | None = None  # the other speaker's
         self._prepared: Flight | None = None  # ours
         self._ratio = math.nan  # see `Guard.check`
 
@@ -152,38 +187,26 @@ class CommittedExchange:
 
     @property
     def _guard(self) -> Guard:
-        return self._guards[self._number % len(self._guards)]
+        return self._replica.guards[self._number % len(self._replica.guards)]
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._failure, self._number = vector, None, number
-        place = self._exchange.place
-        others = [replica for replica in range(place.replicas) if replica != self._replica]
-        seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
-        reachable = [self._partners.reachable(place.rank_of(replica)) for replica in range(place.replicas)]
-        votes = self._partners.agree([*(int(standing) for standing, _ in seen), *map(int, reachable)])
-        standings = dict(zip(others, votes, strict=False))
-        present, free, waiting = (
-            {other for other in others if standings[other] >= least}
-            for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
-        )
-        hidden = {replica for replica, vote in enumerate(votes[len(others) :]) if not vote}
-        partner = self._choose(number, Others(present, free, waiting, hidden))
+        place = self._replica.place
+        partner, missed = self._replica.tell(self._choice(group, number) if self._speaks else None)
         if partner is None:
             self._state = _State.SKIPPED
             self._partners.begin(number, None)
-            self._exchange.report = ExchangeReport((self._replica,))
-            for planned in set(group) & set(others):
-                self._skip(planned, seen[others.index(planned)][1] or "is not there for another rank")
+            self._exchange.report = ExchangeReport((place.replica,), missed=missed)
             return
         self._state, self._partner, self._rank = _State.EXCHANGING, partner, place.rank_of(partner)
         self._partners.begin(number, self._rank)
-        self._mean = self._buffers.get("mean", torch.float32, len(vector))
-        self._exchange.deadline_seconds = self._partners.deadline_seconds
-        self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
-        pair = min(self._replica, partner), max(self._replica, partner)
-        self._exchange.begin(vector, pair, number, what, exact)
+        if self._speaks:
+            self._exchange.deadline_seconds = self._partners.deadline_seconds
+            self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
+        pair = min(place.replica, partner), max(place.replica, partner)
+        self._exchange.begin(vector, pair, number, what)
 
     def progress(self) -> Iterator[MeanPiece]:
         """Move the messages under way; yields nothing before `finish`."""
@@ -198,9 +221,13 @@ class CommittedExchange:
         started = time.monotonic()
         if self._state == _State.EXCHANGING:
             self._prepare()
-        seconds = time.monotonic() - started
-        counts = self._state != _State.SKIPPED and self._commit()
-        if counts:
+        seconds, counts = time.monotonic() - started, False
+        if self._state != _State.SKIPPED:
+            counts, missed, in_doubt = self._replica.tell(self._verdict() if self._speaks else None)
+            if not counts:
+                self.report.skip(self._replica.place.replica, missed)
+                self.report.in_doubt = in_doubt
+        if counts and self._speaks:
             self._partners.record(seconds)
             self._guard.accept(self._ratio)
         elif isinstance(self._failure, ExchangeTimeoutError):
@@ -210,44 +237,59 @@ class CommittedExchange:
         self._partners.end(self._number, counts)
         yield MeanPiece(0, len(self._vector), self._mean if counts else self._vector)
 
+    def _choice(self, group: Group, number: int) -> tuple[int | None, str]:
+        """Return the partner, or None and why the planned one is none, as far as there is one."""
+        place = self._replica.place
+        others = [replica for replica in range(place.replicas) if replica != place.replica]
+        seen = {other: self._partners.standing(number, place.rank_of(other)) for other in others}
+        present, free, waiting = (
+            {other for other, (standing, _) in seen.items() if standing >= least}
+            for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
+        )
+        hidden = {
+            replica
+            for replica in range(place.replicas)
+            if not self._partners.reachable(place.rank_of(replica))
+        }
+        partner = self._replica.choose(number, Others(present, free, waiting, hidden))
+        planned = [f"replica {other} {seen[other][1]}" for other in group if other != place.replica]
+        return partner, "" if partner is not None else "".join(planned)
+
     def _collect(self, pieces: Iterator[MeanPiece]) -> None:
         try:
             for piece in pieces:
-                self._mean[piece.start : piece.stop] = piece.mean
+                self._mean = piece.mean  # all of it
         except PartnerLostError as failure:
             self._state, self._failure = _State.FAILED, cast(_Failure, failure.__cause__)
 
     def _prepare(self) -> None:
-        """End the exchange; send the token if the mean is accepted."""
+        """End the exchange. The speaker sends the token if the mean is accepted."""
         self._collect(self._exchange.finish())
         if self._state == _State.FAILED:
             return
+        self._state = _State.PREPARED
+        if not self._speaks:
+            return
         try:
-            self._ratio = self._guard.check(self._vector, self.report)
+            self._ratio = self._guard.check(math.sqrt(self._exchange.squared_norm), self.report)
         except PoisonedError as failure:
             self._state, self._failure = _State.FAILED, failure
             return
         self._prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
-        self._state = _State.PREPARED
 
-    def _commit(self) -> bool:
-        """Return whether the mean counts, the same on all ranks of the replica."""
+    def _verdict(self) -> tuple[bool, str, bool]:
+        """Return whether the mean counts; else why not, and whether the partner may use it all the same."""
         prepared = self._state == _State.PREPARED
         if prepared:
             self._wait_for_token()
-        withdrawn = isinstance(self._failure, WithdrawnError)
-        votes = [prepared, self._failure is None, not withdrawn]
-        all_prepared, all_certain, none_withdrawn = self._partners.agree(votes)
-        if not all_certain:
-            what = "did not answer" if all_prepared else "failed, or was refused by,"
-            self._skip(self._partner, self._failure.why if self._failure else f"{what} another rank")
-            self.report.in_doubt = bool(all_prepared and none_withdrawn)
-            return False
+        if self._failure is not None:
+            in_doubt = prepared and not isinstance(self._failure, WithdrawnError)
+            return False, f"replica {self._partner} {self._failure.why}", in_doubt
         # `end` must not void our token before it arrives. If it is lost, the partner is in doubt.
         assert self._prepared is not None
         with suppress(*_FAILURES):
             self._prepared.finish(self._exchange.deadline_seconds)
-        return True
+        return True, "", False
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
@@ -260,15 +302,12 @@ class CommittedExchange:
 
     def _post_token(self, sends: list[Message], receives: list[Message]) -> Flight:
         tag = tag_of(self._number, Channel.COMMITS)
-        return self._exchange.transport.post(sends, receives, tag)
-
-    def _skip(self, partner: int, why: str) -> None:
-        self.report.skip(self._replica, f"replica {partner} {why}")
+        return self._exchange.exchanges[0].transport.post(sends, receives, tag)
 
 
 def committing(
-    partners: FederationPartners, place: Place, settings: NolocoSettings, seed: int = 0
-) -> Callable[[Exchange], CommittedExchange]:
+    movement: Movement, partners: FederationPartners, place: Place, settings: NolocoSettings, seed: int = 0
+) -> Replica:
     """Return what makes the exchanges of an `OuterOptimizer` count for both partners or for neither.
 
     Args:
@@ -280,4 +319,9 @@ def committing(
     def choose_partner(number: int, others: Others) -> int | None:
         return choose(grouping, place.replica, divmod(number, settings.fragments), others)
 
-    return lambda exchange: CommittedExchange(exchange, partners, choose_partner, guards)
+    tell = of_rank_0 if len(movement.holdings) > 1 else _same
+    return Replica(movement, place, partners, choose_partner, guards, tell)
+
+
+def _same(value: Any) -> Any:
+    return value

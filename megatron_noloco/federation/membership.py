@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_noloco.federation.commit import CommittedExchange, committing
+from megatron_noloco.federation.commit import Replica, committing
 from megatron_noloco.federation.counterpart import FINAL
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keeping_up import Health, KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import digests_of, run_number
+from megatron_noloco.federation.movement import Held, movement_of
 from megatron_noloco.federation.network import (
     FederationTransport,
     Network,
@@ -27,7 +28,6 @@ from megatron_noloco.federation.tree_mean import TreeMean
 from megatron_noloco.job.agreement import of_all_ranks, voting
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import (
-    Exchange,
     ExchangeReport,
     OuterOptimizer,
     Weights,
@@ -70,9 +70,16 @@ class Membership:
     noloco: NolocoSettings
     federation: FederationSettings
 
-    def commit(self, seed: int) -> Callable[[Exchange], CommittedExchange]:
-        """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`."""
-        return committing(self.transport.partners, self.transport.place, self.noloco, seed)
+    def replica(self, weights: Weights, seed: int, held: Held | None = None) -> Replica:
+        """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`.
+
+        A collective of the job.
+
+        Args:
+            weights, held: see `movement_of`.
+        """
+        movement = movement_of(weights, self.noloco.fragments, held)
+        return committing(movement, self.transport.partners, self.transport.place, self.noloco, seed)
 
     def health(self, weights: Weights) -> Health:
         """Return what ends this replica where its weights are no longer finite."""

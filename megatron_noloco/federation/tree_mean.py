@@ -151,7 +151,8 @@ class TreeMean:
         """Whether another's mean is as near to this replica's weights as those of a first exchange must be."""
         squared_distance = float((mean - self._vector).square().sum())
         try:
-            Guard().check(self._vector, ExchangeReport((), squared_deviation=squared_distance / 2))
+            norm = float(self._vector.norm())
+            Guard().check(norm, ExchangeReport((), squared_deviation=squared_distance / 2))
         except PoisonedError:
             return False
         return math.isfinite(squared_distance)

@@ -8,12 +8,13 @@ from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError
-from megatron_noloco.outer.optimizer import NoRounds, OuterOptimizer, Rounds, mean_model
+from megatron_noloco.outer.optimizer import Apart, NoRounds, OuterOptimizer, Rounds, mean_model
 from megatron_noloco.outer.round import RoundReport
 from megatron_noloco.outer.weights import TorchWeights, Weights
 
 __all__ = [
     "AnyExchange",
+    "Apart",
     "Channel",
     "CodedExchange",
     "Coding",

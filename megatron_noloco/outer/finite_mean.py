@@ -39,6 +39,18 @@ class ExchangeReport:
     in_doubt: bool = False  # skipped here, but the partner may have used the mean
     started: float = field(default_factory=time.perf_counter, repr=False)
 
+    def add(self, other: "ExchangeReport") -> None:
+        """Add what the exchange of a further part of the vector cost and measured."""
+        for name in (
+            "bytes_sent",
+            "squared_deviation",
+            "compared_elements",
+            "poisoned_elements",
+            "squared_error",
+            "resent_elements",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def skip(self, replica: int, missed: str) -> None:
         """Make this the report of a skipped round, which did not take place or does not count."""
         self.group, self.missed = (replica,), missed

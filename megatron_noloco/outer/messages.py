@@ -21,6 +21,7 @@ class Channel(IntEnum):
     FINAL = 4
     COMMITS = 5
     MEAN_MODEL = 6
+    SLABS = 8  # and those that follow: of a federation
 
 
 def tag_of(number: int, channel: int) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.messages import Channel, Contacts
-from megatron_noloco.outer.round import Round, RoundReport, cut
+from megatron_noloco.outer.round import Fragment, Round, RoundReport, cut
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.fragments import fragment_after, next_after
@@ -20,6 +21,20 @@ from megatron_noloco.plans.grouping import Group, averaging_cycle
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
 from megatron_noloco.transport.interface import Transport
+
+
+class Apart(Protocol):
+    """Replicas that are separate jobs (`federation.commit.Replica`)."""
+
+    def fragments(self) -> Sequence[Fragment]:
+        """Return the fragments of this rank's weights, alike in all jobs."""
+
+    def exchange(self, make: Callable[[int, int], Exchange]) -> AnyExchange:
+        """Return what exchanges a fragment.
+
+        Args:
+            make: returns an exchange on a channel, of stretches of so many elements.
+        """
 
 
 class OuterOptimizer:
@@ -34,8 +49,7 @@ class OuterOptimizer:
         place: of this rank.
         settings: the same on all ranks.
         seed: of the groups; the same on all ranks.
-        commit: wraps the exchanges of rounds so that they count for both partners or for neither, where replicas
-            are separate jobs (`federation.commit.committing`); None: inside one job.
+        apart: where replicas are separate jobs, what makes their exchanges; None: all replicas are in this job.
 
     Attributes:
         grouping: the groups of each round.
@@ -55,16 +69,18 @@ class OuterOptimizer:
         place: Place,
         settings: NolocoSettings,
         seed: int = 0,
-        commit: Callable[[Exchange], AnyExchange] | None = None,
+        apart: "Apart | None" = None,
     ) -> None:
         self.weights = weights
         self.transport = transport
         self.place = place
         self.grouping = grouping_of(settings, place.replicas, seed)
         self.settings = settings
-        self._commit = commit
+        self._apart = apart
         self.overlap_steps = settings.first_overlap_steps
-        self._fragments = cut(weights.length, weights.copied(), settings.fragments)
+        self._fragments = (
+            cut(weights.length, weights.copied(), settings.fragments) if apart is None else apart.fragments()
+        )
         self._longest = max(fragment.length for fragment in self._fragments)
         self._vectors = OuterVectors(weights, settings, settings.keeps_rounding_among(place.replicas))
         self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
@@ -191,7 +207,7 @@ class OuterOptimizer:
     def state(self, wait: bool = True) -> dict[str, Tensor]:
         """Return what a resume needs of the outer optimizer, after waiting for the exchanges under way.
 
-        Without `wait`, which needs `commit`, rounds whose exchange is under way are left out, as if they were
+        Without `wait`, which needs `apart`, rounds whose exchange is under way are left out, as if they were
         skipped.
 
         Live tensors "slow_weights", unless alpha = 0 "outer_momentum", and "rounding" if that is kept. While
@@ -254,7 +270,7 @@ class OuterOptimizer:
     def _spare(self) -> Tensor:
         """A vector as long as all weights, free while no exchange is under way."""
         rounds = [*self._idle, *self._under_way]
-        whole = len(self._fragments) == 1 and rounds
+        whole = self._longest == self.weights.length and rounds
         return rounds[0].combined if whole else torch.empty(self.weights.length)
 
     @property
@@ -297,16 +313,22 @@ class OuterOptimizer:
         return self._idle.pop() if self._idle else self._new_round()
 
     def _new_round(self) -> Round:
-        transport, place, settings = self.transport, self.place, self.settings
-        bits, deadline_seconds = settings.payload_bits, settings.deadline_seconds
         # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
-        stretch = max(1, self._longest) if settings.in_pairs_among(place.replicas) else STRETCH
-        exchange = (
-            Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
-            if bits is None
-            else CodedExchange(transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch))
+        in_pairs = self.settings.in_pairs_among(self.place.replicas)
+        stretch = max(1, self._longest) if in_pairs else STRETCH
+        exchange: AnyExchange = (
+            self._exchange(Channel.ROUNDS, stretch)
+            if self._apart is None
+            else self._apart.exchange(self._exchange)
         )
-        return Round(self._vectors, self._commit(exchange) if self._commit else exchange, self._longest)
+        return Round(self._vectors, exchange, self._longest)
+
+    def _exchange(self, channel: int, stretch: int) -> Exchange:
+        transport, place, settings = self.transport, self.place, self.settings
+        if settings.payload_bits is None:
+            return Exchange(transport, place, channel, settings.deadline_seconds, stretch)
+        coding = Coding(settings.payload_bits, stretch)
+        return CodedExchange(transport, place, channel, settings.deadline_seconds, coding)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

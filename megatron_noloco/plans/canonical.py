@@ -5,7 +5,8 @@ layout, a rank has a few rectangles of a parameter: tensor parallelism cuts rows
 ZeRO begins and ends within a row.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -66,6 +67,11 @@ class Block(NamedTuple):
         """Index of its first element in the canonical vector."""
         return self.matrix.start + self.top * self.matrix.columns + self.left
 
+    @property
+    def last(self) -> int:
+        """Index of its last element in the canonical vector."""
+        return self.first + (self.rows - 1) * self.matrix.columns + self.width - 1
+
     def part(self, begin: int, end: int) -> Iterator["Block"]:
         """Yield elements begin..end of the block, as at most three blocks."""
         while begin < end:
@@ -80,9 +86,9 @@ class Block(NamedTuple):
 
     def between(self, start: int, stop: int) -> Iterator["Block"]:
         """Yield what lies in elements start..stop of the canonical vector, as at most three blocks."""
-        yield from self.part(self._before(start), self._before(stop))
+        yield from self.part(self.before(start), self.before(stop))
 
-    def _before(self, index: int) -> int:
+    def before(self, index: int) -> int:
         """Return how many elements of the block lie before an element of the canonical vector."""
         row, column = divmod(index - self.matrix.start, self.matrix.columns)
         if row < self.top:
@@ -117,3 +123,50 @@ def blocks(matrix: Matrix, slices: Iterable[Rectangle], begin: int, end: int, ow
         for block in whole.part(max(begin - before, 0), min(end - before, whole.size)):
             yield from block.between(matrix.start, matrix.stop)
         before += whole.size
+
+
+class Holding:
+    """What one rank has of the canonical vector, as a vector of its own in ascending order.
+
+    Args:
+        blocks: of the rank; `own` is their place in its weights.
+        copies: those of the blocks that another rank of the replica has as well, and sends.
+    """
+
+    def __init__(self, blocks: Iterable[Block], copies: Collection[Block] = ()) -> None:
+        self._blocks = sorted(blocks, key=lambda block: block.first)
+        self._sizes = [0, *accumulate(block.size for block in self._blocks)]
+        self._firsts = [block.first for block in self._blocks]
+        self._copies = set(copies)
+
+    @property
+    def stop(self) -> int:
+        """The end of the canonical vector, as far as this rank has a part of it."""
+        return max((block.last + 1 for block in self._blocks), default=0)
+
+    def before(self, index: int) -> int:
+        """Return how many of the rank's elements lie before an element of the canonical vector."""
+        at = bisect_left(self._firsts, index)  # blocks of a rank do not interleave: only the last may be cut
+        return self._sizes[at - 1] + self._blocks[at - 1].before(index) if at else 0
+
+    def between(self, start: int, stop: int, given: bool = False) -> list[Block]:
+        """Return what lies in elements start..stop of the canonical vector; `own` counts from the first of them.
+
+        Args:
+            given: whether to leave out copies.
+        """
+        found: list[Block] = []
+        first = self.before(start)
+        for at in range(max(bisect_left(self._firsts, start) - 1, 0), len(self._blocks)):
+            block = self._blocks[at]
+            if block.first >= stop:
+                break
+            if not (given and block in self._copies):
+                ascending = block._replace(own=self._sizes[at] - first)
+                found += ascending.between(start, stop)
+        return found
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return where elements start..stop of the canonical vector lie in the rank's weights, ascending there."""
+        cut = [part for block in self._blocks for part in block.between(start, stop)]
+        return [(block.own, block.own + block.size) for block in cut]

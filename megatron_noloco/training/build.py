@@ -45,8 +45,10 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     record = monitor.metrics.record
 
     engine = ReplicaEngine(stage, groups, config.deepspeed, record)
-    commit = membership.commit(config.training.seed) if membership else None
-    outer = build_outer(config, engine.weights, transport, place, commit)
+    apart = None
+    if membership is not None:
+        apart = membership.replica(engine.weights, config.training.seed, engine.held())
+    outer = build_outer(config, engine.weights, transport, place, apart)
     engine.pipeline.between_microbatches = outer.progress
     checkpointer = Checkpointer(
         checkpoint_settings(config, topology, tokenizer=prepared.tokenizer), engine, outer, plan

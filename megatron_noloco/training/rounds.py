@@ -9,8 +9,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job import agreement
 from megatron_noloco.outer import (
-    AnyExchange,
-    Exchange,
+    Apart,
     ExchangeReport,
     NoRounds,
     OuterOptimizer,
@@ -36,16 +35,16 @@ def build_outer(
     weights: Weights,
     transport: Transport,
     place: Place,
-    commit: Callable[[Exchange], AnyExchange] | None = None,
+    apart: Apart | None = None,
 ) -> Rounds:
     """Return the outer optimizer of this rank, or `NoRounds` where `noloco.enabled` is false.
 
     Args:
-        commit: see `OuterOptimizer`.
+        apart: see `OuterOptimizer`.
     """
     if not config.noloco.enabled:
         return NoRounds(weights)
-    return OuterOptimizer(weights, transport, place, config.noloco, config.training.seed, commit)
+    return OuterOptimizer(weights, transport, place, config.noloco, config.training.seed, apart)
 
 
 def build_final_average(

@@ -288,11 +288,11 @@ QUICK_FEDERATED = (11, 35)  # with overlap; of two stages
 def test_a_drawn_config_trains_as_separate_jobs(
     seed: int, data: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """To the last bit as one job does, but for what a federation does not have."""
+    """To the last bit as one job does, but for what a federation does not have, or cuts elsewhere."""
     one_job, ranks = drawn_run(seed, tmp_path / "one", data)
     slots = sizes_of(one_job.raw)[0]
     pairs = {"enabled": True, "method": "noloco", "group_size": 2}
-    one_job.change({"noloco": {**pairs, "routing": "off"}})
+    one_job.change({"noloco": {**pairs, "routing": "off", "payload": "fp32", "fragments": 1}})
     if slots == 3:
         one_job.change({"noloco": {"pairing": "random"}})
     succeed(one_job, ranks, save_interval=STEPS)

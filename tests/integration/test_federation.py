@@ -66,11 +66,11 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
     ("slots", "ranks", "more"),
     [
         (4, 1, {}),
-        (4, 1, {"noloco": {"payload": "int8", "fragments": 2, "overlap_steps": 1}}),
+        (4, 1, {"noloco": {"overlap_steps": 1}}),
         (2, 2, {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"hidden_dropout": 0.1}}),
         pytest.param(2, 2, {"parallel": {"data_parallel_size": 2}}, marks=pytest.mark.slow),
     ],
-    ids=["four replicas", "coded, in fragments, with overlap", "two stages, dropout", "data parallel"],
+    ids=["four replicas", "with overlap", "two stages, dropout", "data parallel"],
 )
 def test_separate_jobs_train_as_one_job_does(
     tmp_path: Path, text: str, slots: int, ranks: int, more: dict[str, Any]

@@ -147,7 +147,9 @@ def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) ->
     return loop.weights()
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
+@pytest.mark.parametrize(
+    "settings", [SETTINGS, paper(local_steps=4, overlap_steps=2)], ids=["plain", "overlap"]
+)
 def test_jobs_that_continue_train_as_one_job_does(tmp_path: Path, settings: NolocoSettings) -> None:
     """To the last bit, also where a round that is under way is merged at the end."""
     found = run_jobs(tmp_path, 2, 2, interrupted, tmp_path, settings)

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_noloco.federation.commit import Choose, CommittedExchange, Guard, Replica
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.movement import DEPTH, MovedExchange, alone
 from megatron_noloco.federation.network import FederationTransport, Network, Patience
 from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Message
 from tests.harness import free_port
@@ -116,3 +119,17 @@ def swap(one: FederationTransport, other: FederationTransport, tag: int) -> None
         flight.finish(SECONDS)
     assert (mine == 2.0).all()
     assert (theirs == 1.0).all()
+
+
+def committed_with(
+    transport: FederationTransport, choose: Choose, length: int, background: bool = True
+) -> CommittedExchange:
+    """Return the exchange of a replica of one rank with vectors of so many elements."""
+    place, movement = Place(transport.rank, transport.world_size), alone(length)
+    replica = Replica(movement, place, transport.partners, choose, [Guard()], lambda value: value)
+
+    def make() -> list[Exchange]:
+        channels = [Channel.SLABS + index for index in range(DEPTH)]
+        return [Exchange(transport, place, channel, SECONDS, movement.slab) for channel in channels]
+
+    return CommittedExchange(MovedExchange(movement, make, 0, background), replica)

@@ -9,18 +9,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.commit import CommittedExchange, Guard, PoisonedError
+from megatron_noloco.federation.commit import CommittedExchange, Guard, PoisonedError, Replica
 from megatron_noloco.federation.counterpart import Standing
+from megatron_noloco.federation.movement import DEPTH, MovedExchange, Movement, alone
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.finite_mean import finite_mean
 from megatron_noloco.outer.messages import CHANNELS, PHASES
+from megatron_noloco.plans.canonical import Block, Holding, Matrix
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Flight, Message
 from tests.unit.fleet import SECONDS, noise
@@ -55,29 +58,26 @@ def losing(sender: int, lost: Channel) -> Fault:
     return lambda rank, channel, sent: None if (rank, channel) == (sender, lost) else sent
 
 
-class Votes:
-    """Agreement among the ranks of a replica, which are threads."""
+class Voice:
+    """What the speaker tells the other ranks of its replica, which are threads."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, self._count, timeout=SECONDS)
-        self._votes: list[Sequence[int]] = []
-        self._smallest: list[int] = []
+        self._barrier = threading.Barrier(ranks, timeout=SECONDS)
+        self._told: Any = None
 
-    def _count(self) -> None:
-        self._smallest = [min(place) for place in zip(*self._votes, strict=True)]
-        self._votes.clear()
-
-    def agree(self, votes: Sequence[int]) -> list[int]:
-        self._votes.append(votes)
+    def tell(self, value: Any) -> Any:
+        if value is not None:
+            self._told = value
         self._barrier.wait()
-        return self._smallest
+        told = self._told
+        self._barrier.wait()
+        return told
 
 
 class Partners:
     """Counterparts that are all free, or away; records what an exchange does with them."""
 
-    def __init__(self, votes: Votes, deadline_seconds: float, refused: str = "") -> None:
-        self.agree = votes.agree
+    def __init__(self, deadline_seconds: float, refused: str = "") -> None:
         self.deadline_seconds = deadline_seconds
         self.refused = refused
         self.begun: list[int | None] = []
@@ -119,64 +119,104 @@ class Outcome:
     partners: Partners
 
 
-def vector(rank: int) -> Tensor:
-    return noise(LENGTH, seed=rank)
+def vector(replica: int) -> Tensor:
+    return noise(LENGTH, seed=replica)
 
 
-def mean_of(*ranks: int) -> Tensor:
-    return torch.stack([vector(rank) for rank in ranks]).mean(0)
+def mean_of(*replicas: int) -> Tensor:
+    return torch.stack([vector(replica) for replica in replicas]).mean(0)
 
 
 def committed_of(
-    exchange: Exchange, partners: Partners, guards: Sequence[Guard] | None = None
+    transport: Any, partners: Any, bits: int | None = None, more: Mapping[str, Any] = MappingProxyType({})
 ) -> CommittedExchange:
-    return CommittedExchange(exchange, partners, the_other, guards or [Guard()])
+    """Return the exchange of a replica, which nothing moves but its `progress` and `finish`.
+
+    Args:
+        more: `movement` of a rank, `tell`, `guards`; by default the replica has one rank.
+    """
+    movement = more.get("movement", alone(LENGTH))
+    place = Place(0 if transport is None else transport.rank, 2)
+    replica = Replica(
+        movement,
+        place,
+        partners,
+        the_other,
+        more.get("guards") or [Guard()],
+        more.get("tell", lambda value: value),
+    )
+
+    def make() -> list[Exchange]:
+        channels = [Channel.SLABS + index for index in range(DEPTH)]
+        if bits is None:
+            return [Exchange(transport, place, channel, SECONDS, movement.slab) for channel in channels]
+        coding = Coding(bits, movement.slab)
+        return [CodedExchange(transport, place, channel, SECONDS, coding) for channel in channels]
+
+    return CommittedExchange(MovedExchange(movement, make, 0, background=False), replica)
 
 
 def average(
     fault: Fault = no_fault,
-    ranks: int = 1,
     bits: int | None = None,
     in_vain: Mapping[int, Literal["vector", "token"]] | None = None,
     refused: str = "",
     guards: Sequence[Guard] | None = None,
 ) -> list[Outcome]:
-    """Run a round of two replicas; returns outcomes by rank.
+    """Run a round of two replicas; returns outcomes by replica.
 
     Args:
-        in_vain: what some ranks wait for that never comes; their deadline is short.
+        in_vain: what some replicas wait for that never comes; their deadline is short.
         refused: why replica 1 is away for replica 0, if it is.
         guards: of both; the round is number 7.
     """
-    votes = [Votes(ranks), Votes(ranks)]
-    world = loopback_world(2 * ranks, chunk_bytes=4096)
+    world = loopback_world(2, chunk_bytes=4096)
 
     def run(rank: int) -> Outcome:
         waits_for = (in_vain or {}).get(rank)
         seconds = SHORT_SECONDS if waits_for == "vector" else SECONDS
-        place = Place(rank // ranks, 2, rank=rank, ranks_per_replica=ranks)
-        transport: Any = FaultyTransport(world[rank], fault)
-        exchange = (
-            Exchange(transport, place, Channel.ROUNDS, seconds, LENGTH)
-            if bits is None
-            else CodedExchange(transport, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))
-        )
-        partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
-        committed = committed_of(exchange, partners, guards)
+        partners = Partners(seconds, refused if rank == 0 else "")
+        committed = committed_of(FaultyTransport(world[rank], fault), partners, bits, {"guards": guards})
         committed.begin(vector(rank), (0, 1), 7, "a test")
         assert list(committed.progress()) == []
         if waits_for == "token":
-            while not exchange.done:
+            while not committed._exchange.done:
                 time.sleep(0.001)
                 assert list(committed.progress()) == []
-            exchange.deadline_seconds = SHORT_SECONDS
+            committed._exchange.deadline_seconds = SHORT_SECONDS
         mean = torch.zeros(LENGTH)
         for start, stop, piece in committed.finish():
             mean[start:stop] = piece
         return Outcome(mean, committed.report, partners)
 
-    with ThreadPoolExecutor(2 * ranks) as threads:
-        return list(threads.map(run, range(2 * ranks)))
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, range(2)))
+
+
+def of_two_ranks(fault: Fault = no_fault, second_waits: float = SECONDS) -> list[list[Outcome]]:
+    """Run a round of two replicas of two ranks, each of which has one half of the vector; returns outcomes.
+
+    Args:
+        second_waits: seconds that replica 1 waits for the other.
+    """
+    speakers = loopback_world(2, chunk_bytes=4096)
+    half = LENGTH // 2
+    halves = [Matrix(start, 1, half) for start in (0, half)]
+    holdings = [Holding([Block(0, one, 0, 0, 1, half)]) for one in halves]
+    inside, voices = [loopback_world(2) for _ in range(2)], [Voice(2) for _ in range(2)]
+
+    def run(replica: int, rank: int) -> Outcome:
+        movement = Movement(holdings, [range(LENGTH)], inside[replica][rank], slab=1000)
+        partners = Partners(second_waits if replica else SECONDS)
+        more = {"movement": movement, "tell": voices[replica].tell}
+        committed = committed_of(FaultyTransport(speakers[replica], fault), partners, None, more)
+        committed.begin(vector(replica)[rank * half : (rank + 1) * half], (0, 1), 7, "a test")
+        ((_, _, mean),) = committed.finish()
+        return Outcome(mean, committed.report, partners)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [[threads.submit(run, replica, rank) for rank in range(2)] for replica in range(2)]
+        return [[one.result() for one in ranks] for ranks in found]
 
 
 def assert_skipped(outcome: Outcome, rank: int, missed: str) -> None:
@@ -188,8 +228,8 @@ def assert_skipped(outcome: Outcome, rank: int, missed: str) -> None:
 
 
 def test_without_faults_the_mean_is_that_of_the_exchange() -> None:
-    for rank, outcome in enumerate(average(ranks=2)):
-        assert torch.equal(outcome.mean, mean_of(rank, (rank + 2) % 4))
+    for outcome in average():
+        assert torch.equal(outcome.mean, mean_of(0, 1))
         assert outcome.report.group == (0, 1)
         assert outcome.partners.succeeded == 1
         assert not outcome.partners.avoided
@@ -215,7 +255,7 @@ def test_a_partner_that_is_not_available_costs_nothing() -> None:
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_both_skip_the_round_when_a_vector_is_lost_one_way(bits: int | None) -> None:
-    first, second = average(losing(1, Channel.ROUNDS), bits=bits, in_vain={0: "vector", 1: "vector"})
+    first, second = average(losing(1, Channel.SLABS), bits=bits, in_vain={0: "vector", 1: "vector"})
     assert_skipped(first, 0, "missed the deadline")
     assert_skipped(second, 1, "missed the deadline")
     assert not first.report.in_doubt, "it never said that it was prepared"
@@ -232,16 +272,23 @@ def test_a_lost_token_leaves_the_rank_that_misses_it_in_doubt() -> None:
     torch.testing.assert_close(off, (vector(0) - vector(1)) / 4)
 
 
-def test_all_ranks_of_both_replicas_decide_alike() -> None:
-    """One of two ranks of replica 1 does not send its vector: no rank uses a mean, though two have theirs."""
-    found = average(losing(3, Channel.ROUNDS), ranks=2, in_vain={1: "vector", 3: "token"})
-    for rank, outcome in enumerate(found):
-        assert torch.equal(outcome.mean, vector(rank)), rank
-        assert outcome.report.group == (rank // 2,)
-        assert outcome.partners.succeeded == 0
-    assert "another rank" in found[0].report.missed
-    assert "missed the deadline" in found[1].report.missed
-    assert [outcome.partners.avoided for outcome in found] == [[], [late(3)], [], [late(1)]]
+def test_all_ranks_of_both_replicas_use_the_mean() -> None:
+    for ranks in of_two_ranks():
+        assert torch.equal(torch.cat([outcome.mean for outcome in ranks]), mean_of(0, 1))
+        assert all(outcome.report.group == (0, 1) for outcome in ranks)
+        assert [outcome.partners.succeeded for outcome in ranks] == [1, 0], "the speaker's"
+        assert [outcome.partners.ended for outcome in ranks] == [[7], [7]]
+
+
+def poisoned_by(replica: int, factor: float) -> Fault:
+    return lambda rank, _, sent: sent * factor if rank == replica and sent.dtype == torch.float32 else sent
+
+
+def test_no_rank_of_either_replica_uses_a_mean_that_one_refuses() -> None:
+    for replica, ranks in enumerate(of_two_ranks(poisoned_by(1, 1e6), second_waits=1.0)):
+        assert torch.equal(torch.cat([outcome.mean for outcome in ranks]), vector(replica))
+        assert all(outcome.report.group == (replica,) for outcome in ranks)
+        assert len({outcome.report.missed for outcome in ranks}) == 1
 
 
 @pytest.mark.parametrize(
@@ -252,29 +299,22 @@ def test_all_ranks_of_both_replicas_decide_alike() -> None:
         (8, 1e6, "absurd numbers"),
     ],
 )
-def test_poison_is_refused_on_all_ranks_of_both_replicas(bits: int | None, factor: float, why: str) -> None:
-    """Rank 2, of replica 1, sends poison; no rank uses anything of the round."""
-
-    def poisoned(rank: int, channel: int, sent: Tensor) -> Tensor:
-        return sent * factor if rank == 2 and sent.dtype == torch.float32 else sent
-
-    found = average(poisoned, ranks=2, bits=bits, in_vain={2: "token"})
-    for rank, outcome in enumerate(found):
-        assert torch.equal(outcome.mean, vector(rank)), rank
-        assert outcome.report.group == (rank // 2,)
-    assert not any(outcome.report.in_doubt for outcome in found[:2])
-    assert f"replica 1 sent {why}" in found[0].report.missed
-    assert "refused by, another rank" in found[1].report.missed
-    ((rank, exchanges, _),) = found[0].partners.avoided
-    assert (rank, exchanges) == (2, 10)
+def test_poison_is_refused_by_both_replicas(bits: int | None, factor: float, why: str) -> None:
+    first, second = average(poisoned_by(1, factor), bits=bits, in_vain={1: "token"})
+    assert torch.equal(first.mean, vector(0))
+    assert torch.equal(second.mean, vector(1))
+    assert not first.report.in_doubt
+    assert f"replica 1 sent {why}" in first.report.missed
+    ((rank, exchanges, _),) = first.partners.avoided
+    assert (rank, exchanges) == (1, 10)
 
 
 def test_a_partner_with_another_number_of_weights_is_named() -> None:
     world = loopback_world(2)
 
     def run(rank: int) -> str:
-        exchange = CodedExchange(world[rank], Place(rank, 2), Channel.ROUNDS, SECONDS, Coding(8))
-        committed = committed_of(exchange, Partners(Votes(1), SECONDS))
+        more = {"movement": alone(300 - rank)}
+        committed = committed_of(world[rank], Partners(SECONDS), 8, more)
         committed.begin(vector(rank)[: 300 - rank], (0, 1), 7, "a test")
         list(committed.finish())
         return committed.report.missed
@@ -286,13 +326,10 @@ def test_a_partner_with_another_number_of_weights_is_named() -> None:
 
 def test_a_merge_does_not_wait_for_the_partner_to_merge() -> None:
     """With overlap replicas merge at different times; here one after the other, in one thread."""
-    both = [
-        committed_of(Exchange(transport, Place(rank, 2), Channel.ROUNDS), Partners(Votes(1), SECONDS))
-        for rank, transport in enumerate(loopback_world(2, chunk_bytes=4096))
-    ]
+    both = [committed_of(transport, Partners(SECONDS)) for transport in loopback_world(2, chunk_bytes=4096)]
     for rank, committed in enumerate(both):
         committed.begin(vector(rank), (0, 1), 7, "a test")
-    for committed in both * 2:  # the vectors, then the tokens
+    for committed in both * 3:  # the vectors, then the tokens
         assert list(committed.progress()) == []
     for committed in both:
         ((_, _, mean),) = committed.finish()
@@ -301,8 +338,8 @@ def test_a_merge_does_not_wait_for_the_partner_to_merge() -> None:
 
 
 def test_a_round_without_a_planned_partner_misses_no_partner() -> None:
-    partners = Partners(Votes(1), SECONDS)
-    committed = committed_of(Exchange(loopback_world(1)[0], Place(0, 1), Channel.ROUNDS), partners)
+    partners = Partners(SECONDS, "is not there")
+    committed = committed_of(loopback_world(2)[0], partners)
     committed.begin(vector(0), (0,), 3, "a test")
     ((start, stop, mean),) = committed.finish()
     assert (start, stop) == (0, LENGTH)
@@ -316,7 +353,7 @@ def test_a_round_without_a_planned_partner_misses_no_partner() -> None:
 def check(guard: Guard, mine: Tensor, theirs: Tensor) -> float:
     report = ExchangeReport((0, 1))
     finite_mean([mine, theirs], torch.empty(LENGTH), report)
-    return guard.check(mine, report)
+    return guard.check(float(mine.norm()), report)
 
 
 def seasoned(ratio: float) -> Guard:

@@ -14,7 +14,6 @@ import pytest
 import torch
 import zmq
 
-from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
@@ -24,7 +23,7 @@ from megatron_noloco.outer import Channel, Exchange, group_mean
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Flight, Message
-from tests.unit.federated import RUN, SECONDS, ask_to_stop, connected, swap, transport, until
+from tests.unit.federated import RUN, SECONDS, ask_to_stop, committed_with, connected, swap, transport, until
 from tools import bench_pairing
 
 # Frames, deadlines, keys
@@ -322,8 +321,8 @@ def test_a_rank_that_leaves_exchanges_out_completes_those_under_way(tmp_path: Pa
 def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
     """It has sent its vector, but ends the exchange without saying that it has ours."""
     with connected(tmp_path) as (first, second):
-        ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
-        committed = CommittedExchange(ours, first.partners, lambda *_: 1, [Guard()])
+        theirs = Exchange(second, Place(1, 2), Channel.SLABS, SECONDS)
+        committed = committed_with(first, lambda *_: 1, 100)
         second.partners.begin(4, 0)
         until(lambda: first.begun() == {1: 4})
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
@@ -338,8 +337,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
 def test_a_round_of_a_job_that_is_to_stop_is_skipped_on_both_sides(tmp_path: Path) -> None:
     """Its partner has begun the round, and sends nothing."""
     with connected(tmp_path) as (first, second):
-        ours = Exchange(first, Place(0, 2), Channel.ROUNDS, SECONDS)
-        committed = CommittedExchange(ours, first.partners, lambda *_: 1, [Guard()])
+        committed = committed_with(first, lambda *_: 1, 100)
         second.partners.begin(4, 0)
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
         waits = second.post([], [Message(0, torch.zeros(7))], tag_of(4, Channel.COMMITS))

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megatron_noloco.federation import handover as module
-from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keeping_up import KeepingUp
@@ -24,7 +23,6 @@ from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.takeover import furthest
-from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
@@ -35,6 +33,7 @@ from tests.unit.federated import (
     RUN,
     SECONDS,
     ask_to_stop,
+    committed_with,
     connected,
     swap,
     transport,
@@ -222,8 +221,7 @@ def test_a_giver_waits_for_no_rank_that_waits_for_its_state(tmp_path: Path) -> N
     with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
         giving, taking = of(giver), of(taker)
         partners = giver.partners
-        exchange = Exchange(giver, Place(0, 2), Channel.ROUNDS, SECONDS)
-        committed = CommittedExchange(exchange, partners, lambda *_: 1, [Guard()])
+        committed = committed_with(giver, lambda *_: 1, 100)
         between_steps(giving, 5, live(5))
         committed.begin(torch.zeros(100), (0, 1), 0, "a test")
         asking = pool.submit(taken, taking, 0)

@@ -21,17 +21,16 @@ from torch import Tensor
 
 from megatron_noloco.federation import counterpart as known
 from megatron_noloco.federation import outbox, protocol
-from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.frames import Frame, Kind, Member, read
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.network import FederationPartners, FederationTransport, Patience
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.federation.rendezvous import Address
 from megatron_noloco.federation.service import Service
-from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.outer import Channel
 from megatron_noloco.outer.messages import tag_of
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Flight, Message
+from tests.unit.federated import committed_with
 
 RANKS = 3
 RUN = 5
@@ -100,9 +99,7 @@ class Process(FederationTransport):
         self.service = cast(Service, service)
         self.partners = FederationPartners(self.service, PATIENCE)
         self.alive, self.number, self.partner, self.wanted = True, number, -1, -1
-        self.committed = CommittedExchange(
-            Exchange(self, Place(rank, RANKS), Channel.ROUNDS, -1.0), self.partners, self._choose, [Guard()]
-        )
+        self.committed = committed_with(self, self._choose, ELEMENTS, background=False)
         self.posted: list[Posted] = []
         self.dialled: list[End] = []
         self.protocol.directory.announce(Address(f"tcp://h:{life}", epoch))

@@ -70,6 +70,7 @@ def round_of_federation(elements: int, folder: Path) -> Way:
 def training_round(transport: "Transport", elements: int) -> Way:
     """Return the outer optimizer's round with random pairs, after local steps that train nothing."""
     from megatron_noloco.federation.commit import committing
+    from megatron_noloco.federation.movement import alone
     from megatron_noloco.federation.network import FederationTransport
     from megatron_noloco.outer import OuterOptimizer, TorchWeights
     from megatron_noloco.plans.topology import Place
@@ -78,10 +79,10 @@ def training_round(transport: "Transport", elements: int) -> Way:
     size = transport.world_size
     settings = NolocoSettings(payload="fp32", local_steps=2, deadline_seconds=DEADLINE_SECONDS)
     weights, place = TorchWeights([_ones(elements)]), Place(transport.rank, size)
-    commit = None
+    apart = None
     if isinstance(transport, FederationTransport):
-        commit = committing(transport.partners, place, settings)
-    outer = OuterOptimizer(weights, transport, place, settings, commit=commit)
+        apart = committing(alone(elements), transport.partners, place, settings)
+    outer = OuterOptimizer(weights, transport, place, settings, apart=apart)
     return Way(
         lambda repeat: outer.after_local_step(2 * repeat + 2),
         lambda repeat: outer.after_local_step(2 * repeat + 1),
