@@ -67,7 +67,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         {"text": write_text(folder)},
         {"text": None, "data_path": first},
         {"text": None, "data_path": [0.3, first, 0.7, second]},
-        {"text": None, "train_data_path": first, "valid_data_path": ["0.5", first, "0.5", second]},
+        {
+            "text": None,
+            "split": None,
+            "train_data_path": first,
+            "valid_data_path": ["0.5", first, "0.5", second],
+        },
         {"sft_data_path": str(records)},
     ]
 
