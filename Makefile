@@ -10,7 +10,7 @@ NOT_BY_HAND := -m 'not slow and not contract'
 .PHONY: help setup quickstart federation test checks lint contracts matrix docs evidence peers commands bench gpu-check clean
 
 help:
-	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
+	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (5 minutes on 2 cores)'
 	@echo 'make federation   three replicas as separate jobs; one is killed and comes back (1 minute)'
 	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: make lint, the unit tests, make docs'
