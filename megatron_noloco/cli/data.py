@@ -72,8 +72,8 @@ def _preprocess(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from megatron_noloco.data.datasets import spelled_out
     from megatron_noloco.data.inputs import find_inputs
+    from megatron_noloco.data.open_datasets import spelled_out
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
 
     if args.workers is not None:  # tokenizers reads it when it first encodes

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import check_folder
-from megatron_noloco.data.datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
+from megatron_noloco.data.open_datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture, tokenizer_of

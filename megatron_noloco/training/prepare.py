@@ -22,9 +22,10 @@ from megatron_noloco.checkpoint.catalog import (
 from megatron_noloco.checkpoint.run_settings import tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
-from megatron_noloco.data.datasets import Datasets, build_datasets
+from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.indexed import open_indexed
 from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer

@@ -23,16 +23,16 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.datasets import (
-    Datasets,
+from megatron_noloco.data.datasets import Datasets
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
+from megatron_noloco.data.open_datasets import (
     build_datasets,
     split_bounds,
     validation_datasets,
     whole_dataset,
 )
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
 from megatron_noloco.data.samples import JoinedDataset, TokenDataset
 from megatron_noloco.data.sources import Blend, Needs, Split, TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer

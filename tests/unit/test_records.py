@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers import processors
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data.datasets import build_datasets, validation_datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.open_datasets import build_datasets, validation_datasets
 from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.data import samples as samples_module
-from megatron_noloco.data.datasets import build_datasets
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import ValidationSource, gather
+from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset, VocabularyError
 from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource, Needs
 from megatron_noloco.data.tokenizer import ByteTokenizer

@@ -13,9 +13,10 @@ from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, Checkpoint
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import check_exported, check_folder, folder_adds_bos, folder_problem
-from megatron_noloco.data.datasets import Datasets, build_datasets
+from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.records import load_records
 from megatron_noloco.data.sources import (
     Blend,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.datasets import Datasets, build_datasets
+from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
+from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.sources import Needs, Source, TextSource
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey

@@ -1,0 +1,239 @@
+"""Open the training and validation datasets of a run from its source."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
+from functools import cache, partial
+from itertools import accumulate, chain
+from pathlib import Path
+
+import numpy as np
+
+from megatron_noloco.data.corpus import load_corpus
+from megatron_noloco.data.datasets import Datasets, Part, excerpt
+from megatron_noloco.data.indexed import IndexedTokens, open_indexed
+from megatron_noloco.data.records import RecordDataset, load_records
+from megatron_noloco.data.samples import ShuffledDataset, TokenDataset, check_vocabulary, in_samples
+from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, Split, TextSource
+from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.plans.sample_order import slots_of
+
+_SPLIT_NAMES = ("training", "validation")
+_TRAINING, _VALIDATION = range(2)
+_OpenIndexed = Callable[[str], IndexedTokens]
+
+
+def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datasets:
+    """Build the datasets of a run; raises ValueError, in one line, when one is missing, damaged or too small.
+
+    A training split smaller than one global batch is refused: a single step would see a sample twice.
+    """
+    splits = (_TRAINING, _VALIDATION) if needs.evaluates else (_TRAINING,)
+    (training, *others), summary = _read(source, tokenizer, needs, splits)
+    validation = others[0] if others else []
+    datasets = Datasets(training, validation, summary, needs.vocab_size)
+    if len(datasets.train) < needs.global_batch:
+        raise ValueError(
+            f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
+            f"{datasets.train.name} has {len(datasets.train)}"
+        )
+    return datasets
+
+
+def validation_datasets(
+    source: Source, tokenizer: Tokenizer, needs: Needs
+) -> list[TokenDataset | RecordDataset]:
+    """Return a run's validation datasets without building its training datasets; raises ValueError."""
+    (parts,), _ = _read(source, tokenizer, needs, (_VALIDATION,))
+    return [part.dataset for part in parts]
+
+
+def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
+    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises ValueError."""
+    indexed = Path(f"{data}.idx").exists()
+    try:
+        tokens: np.ndarray
+        if indexed:
+            tokens = open_indexed(data, tokenizer).tokens
+        else:
+            tokens = load_corpus(data, Split(1, 0, 0), tokenizer).train
+    except ValueError as error:
+        raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
+    dataset = TokenDataset(tokens, needs, data)
+    _check_tokens(dataset, needs.vocab_size)
+    return dataset
+
+
+def spelled_out(special_tokens: int, as_text: bool) -> str:
+    """Return the end of a summary that says how special tokens in a text are read; "" where there are none."""
+    if not special_tokens:
+        return ""
+    how = "text" if as_text else "these tokens, not as text"
+    return f"; special tokens spelled out: {special_tokens}, read as {how}"
+
+
+def _read(
+    source: Source, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    """Return the parts of each of the splits, and a summary if training is among them.
+
+    Raises ValueError for a part without samples, and for wrong tokens.
+    """
+    match source:
+        case TextSource():
+            found = _read_text(source, tokenizer, needs, splits)
+        case RecordSource():
+            found = _read_records(source, tokenizer, needs, splits)
+        case IndexedSource():
+            found = _read_indexed(source, tokenizer, needs, splits)
+    for part in chain(*found[0]):
+        _check_tokens(part.dataset, needs.vocab_size)
+    return found
+
+
+def _read_text(
+    source: TextSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    corpus = load_corpus(source.text, source.split, tokenizer)
+    tokens = (corpus.train, corpus.validation)
+    parts = [[Part(TokenDataset(tokens[split], needs, _name(split, corpus.name)), 1.0)] for split in splits]
+    summary = (
+        f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
+        f"{len(corpus.validation)} validation tokens{corpus.left_out}"
+        f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
+    )
+    return parts, summary
+
+
+def _read_records(
+    source: RecordSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    records, datasets = load_records(source.path, tokenizer), []
+    for split in splits:
+        first, stop = split_bounds(source.split, len(records))[split : split + 2]
+        if first == stop:
+            problem = _no_share(source.split, split, source.path)
+            raise ValueError(f"{problem} ({len(records)} records); raise its weight or add records")
+        name, padding = _name(split, source.path), tokenizer.end_of_document
+        datasets.append(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding))
+    spelled = (
+        spelled_out(sum(record.spelled_out for record in records if record.as_text == as_text), as_text)
+        for as_text in (True, False)
+    )
+    cut = sum(dataset.cut for dataset in datasets)
+    summary = (
+        f"{source.path}, {len(records)} records ({cut} longer than a sample), "
+        f"{len(datasets[0])} training samples with {len(datasets[0].tokens)} tokens in answers{''.join(spelled)}"
+    )
+    if empty := sum(record.empty for record in records):
+        summary += f"; empty answers: {empty}, of which only the end is learnt"
+    return [[Part(dataset, 1.0)] for dataset in datasets], summary if _TRAINING in splits else ""
+
+
+def _read_indexed(
+    source: IndexedSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
+) -> tuple[list[list[Part]], str]:
+    """Shuffle training alone, so that every run is evaluated on the same samples."""
+    # Both splits are often of one dataset, whose index may be long.
+    open_once = cache(partial(open_indexed, tokenizer=tokenizer))
+    found = []
+    for split in splits:
+        found.append(list[Part]())
+        for indexed, (first, stop), name, weight in _split_of_blend(source, split, open_once):
+            tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
+            if split == _TRAINING:
+                found[-1].append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
+            else:
+                found[-1].append(Part(TokenDataset(tokens, needs, name), weight))
+    if _TRAINING not in splits:
+        return found, ""
+    summary = "; ".join(
+        f"{name}: {_in_words(parts)}" for name, parts in zip(_SPLIT_NAMES, [*found, []], strict=False)
+    )
+    return found, summary + "".join(_check_beginnings(source, open_once, tokenizer))
+
+
+def _in_words(parts: list[Part]) -> str:
+    slots = slots_of([part.weight for part in parts]) if parts else ()
+    shares = ", ".join(
+        f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * slot / sum(slots):.4g} %)"
+        for part, slot in zip(parts, slots, strict=True)
+    )
+    return shares or "none"
+
+
+def _name(split: int, of: str) -> str:
+    return f"the {_SPLIT_NAMES[split]} split of {of}"
+
+
+def _no_share(shares: Split, split: int, of: str) -> str:
+    return f"data.split: a share of {astuple(shares)[split]:.4g} leaves {_name(split, of)} empty"
+
+
+def _check_beginnings(
+    source: IndexedSource, open_indexed: _OpenIndexed, tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Yield the end of a summary that names each training dataset with a BOS that nobody asks for.
+
+    Raises ValueError for a dataset that lacks a BOS that the run's documents are to begin with.
+    """
+    bos = tokenizer.beginning_of_document
+    for prefix, _ in source.train.parts:
+        begins = open_indexed(prefix).tokens[0] == bos
+        if tokenizer.before_document and not begins:
+            raise ValueError(
+                f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
+                "--prepend-bos, or leave data.prepend_bos out"
+            )
+        if begins and not tokenizer.before_document and bos != tokenizer.end_of_document:
+            yield f"; {prefix} begins with BOS; set data.prepend_bos if it was made so, and an export adds it, too"
+
+
+def _split_of_blend(
+    source: IndexedSource, split: int, open_indexed: _OpenIndexed
+) -> Iterator[tuple[IndexedTokens, tuple[int, int], str, float]]:
+    """Yield each dataset of a blend, the bounds of its sequences in `split`, their name and their weight."""
+    blend = source.train if source.split is not None else (source.train, source.validation)[split]
+    if blend is None:
+        raise ValueError(
+            "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
+        )
+    for prefix, weight in blend.parts:
+        indexed = open_indexed(prefix)
+        sequences = len(indexed.lengths)
+        if source.split is None:
+            yield indexed, (0, sequences), prefix, weight
+            continue
+        first, stop = split_bounds(source.split, sequences)[split : split + 2]
+        if not len(indexed.part(first, stop)):
+            share = _no_share(source.split, split, prefix)
+            if sequences == 1:
+                raise ValueError(
+                    f"{share}: one sequence cannot be divided; preprocess several documents, such as JSON lines, "
+                    "or give the text itself as data.text"
+                )
+            raise ValueError(
+                f"{share} ({sequences} sequences); raise its weight, or give data.train_data_path and "
+                "data.valid_data_path"
+            )
+        yield indexed, (first, stop), _name(split, prefix), weight
+
+
+def split_bounds(split: Split, sequences: int) -> list[int]:
+    """Return where train, validation and test begin, in sequences, and where test ends; rounded as in Megatron."""
+    bounds = [0, *(round(share * sequences) for share in accumulate(astuple(split)))]
+    return [*bounds[:-1], sequences]
+
+
+def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
+    """Raise ValueError for a token outside the vocabulary, or where documents are separated but none ends."""
+    tokens = excerpt(dataset.contents[0])
+    check_vocabulary(tokens, vocab_size, dataset.name)
+    documents = None if isinstance(dataset, RecordDataset) else dataset.documents
+    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
+        return
+    if not (tokens == documents.end_of_document).any():
+        field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
+        raise ValueError(
+            f"data.{field}: {dataset.name} holds no end-of-document token ({documents.end_of_document}), so its "
+            "documents cannot be separated; preprocess it with --append-eod"
+        )
