@@ -110,6 +110,9 @@ class Monitor:
         throughput: the work of a local step.
         console: shows lines that are no rows, on rank 0; None on other ranks. Rows reach it through `metrics`.
         fragments: number of fragments; with several, the spread of each is recorded.
+
+    Attributes:
+        diverged: the replicas whose last validation loss is not finite.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Monitor:
         self.throughput = throughput
         self.console = console
         self._rounds = self._rounds_met = 0
+        self.diverged: list[int] = []
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -228,10 +232,16 @@ class Monitor:
 
     def evaluation(self, done: int, evaluation: Evaluation, seconds: float) -> None:
         """Write the row of an evaluation that took `seconds`, and keep its losses for checkpoints."""
-        index = 0 if len(evaluation.replica_losses) == 1 else self.metrics.replica
+        losses = evaluation.replica_losses
+        index, replicas = self.metrics.replica, range(len(losses))
+        if len(losses) == 1:
+            index, replicas = 0, range(self.metrics.replica, self.metrics.replica + 1)
+        self.diverged = [
+            replica for replica, loss in zip(replicas, losses, strict=True) if not math.isfinite(loss)
+        ]
         for name, value in (
             ("evaluated_step", float(done)),
-            ("validation_loss", evaluation.replica_losses[index]),
+            ("validation_loss", losses[index]),
             ("mean_model_loss", evaluation.mean_model_loss),
         ):
             self.metrics.count(name, None if math.isnan(value) else value)

@@ -71,7 +71,9 @@ class Run:
     health: Health | None = None  # in a federation
 
     def train(self) -> bool:
-        """Train to the end, or until asked to stop. Return whether this rank's last checkpoint was written.
+        """Train to the end, or until asked to stop.
+
+        Returns whether this rank's last checkpoint was written, and the last validation losses are finite.
 
         Raises PartnerLostError when a partner is gone or does not answer, NotFiniteError as `Health` does; the run
         can then be continued from its last checkpoint.
@@ -91,7 +93,13 @@ class Run:
         unsaved = self.stopping.close(done, saved)
         reason, federated = self.stopping.reason if stopped else None, self.membership is not None
         self.monitor.summary(done, reason, unsaved, federated)
-        return saved
+        if self.monitor.diverged and dist.get_rank() == 0:
+            replicas = ", ".join(map(str, self.monitor.diverged))
+            sys.stderr.write(
+                f"the validation loss of replica {replicas} is not finite, so the model is of no use: lower the "
+                "learning rate, and start anew or from an earlier checkpoint\n"
+            )
+        return saved and not self.monitor.diverged
 
     def _loop(self) -> tuple[int, bool]:
         """Run local steps; return how many are done since the beginning, and whether the run was asked to stop."""

@@ -1,18 +1,24 @@
 """What a whole run writes about itself: speed, time, memory, checkpoints; and the same to Weights & Biases."""
 
 import json
+import math
 import os
 import shlex
 import sys
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import call, run_ranks
 from tests.integration.chaos import command
 from tests.integration.tiny import (
+    already_joined,
+    build_run,
     metrics,
     run_whole,
     tiny,
@@ -116,3 +122,26 @@ def test_the_commands_that_a_run_ends_with_work(tmp_path: Path) -> None:
         assert code == 0, err
     assert (folder / "report.html").exists()
     assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+def diverges(rank: int, world_size: int, config: str) -> tuple[bool, list[int], str]:
+    """Whether the run was of use, which replicas diverged, and what it wrote to stderr."""
+    already_joined()
+    run = build_run(config)
+    with run.engine.weights.writing() as write:
+        write(0, torch.full((run.engine.weights.length,), math.nan))
+    with redirect_stderr(StringIO()) as written:
+        of_use = run.train()
+    return of_use, run.monitor.diverged, written.getvalue()
+
+
+def test_a_run_whose_validation_loss_is_not_finite_says_so_and_is_of_no_use(tmp_path: Path) -> None:
+    changes = {
+        "parallel": {"replicas": 1, "pipeline_model_parallel_size": 1},
+        "training": {"train_iters": 2, "output_dir": str(tmp_path / "run")},
+        "evaluation": {"iters": 1},
+    }
+    config = write_config(tmp_path, tiny({**changes, "data": {"text": write_text(tmp_path)}}))
+    ((of_use, diverged, written),) = run_ranks(1, diverges, config)
+    assert (of_use, diverged) == (False, [0])
+    assert "the validation loss of replica 0 is not finite" in written
