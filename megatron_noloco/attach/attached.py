@@ -124,7 +124,7 @@ class Attached:
         if state is None:
             return None
         self._continue_from(state)
-        if self._job_state.taken["inner"] is not None:
+        if self._job_state.took_inner:
             self.taken = self.done
         return self.done
 

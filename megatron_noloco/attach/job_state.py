@@ -38,11 +38,12 @@ class JobState:
         modules: that have the buffers.
 
     Attributes:
-        taken: what was taken last.
+        took_inner: whether the state that was taken last had that of an inner optimizer.
     """
 
     def __init__(self, outer: OuterOptimizer, inner: Stateful | None, modules: Sequence[nn.Module]) -> None:
-        self.taken: dict[str, Any] = {}
+        self.took_inner = False
+        self._received: dict[str, Any] = {}
         self._outer, self._inner, self._modules = outer, inner, modules
 
     def copy(self, done: int) -> Callable[[], Snapshot]:
@@ -72,13 +73,15 @@ class JobState:
         """
         lines = list[str]()
         found = take_over(handover, self, least, seconds, lines.append)
-        if found is not None and self._inner is not None and self.taken["inner"] is None:
+        received, self._received = self._received, {}  # not kept: it is as large as the state of this rank
+        self.took_inner = received.get("inner") is not None
+        if found is not None and self._inner is not None and not self.took_inner:
             lines.append(f"replica {found[0].slot} gave no state of its inner optimizer; it begins anew")
         for line in lines:
             warnings.warn(line, stacklevel=3)
         if found is None:
             return None
-        state: dict[str, Tensor] = self.taken["outer"]
+        state: dict[str, Tensor] = received["outer"]
         return state | {"local_steps_done": torch.tensor(found[1].step)}
 
     def check(self, slot: int, description: bytes) -> Offer:
@@ -113,13 +116,15 @@ class JobState:
             raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
         if not sound:
             raise ValueError("its weights are not finite, or not as many as here")
-        self.taken = state
+        self._received = state
 
     def settle(self, offer: Offer, whole: bool) -> None:
         if not whole:
             return
-        if self._inner is not None and self.taken["inner"] is not None:
-            self._inner.load_state_dict(self.taken["inner"])  # before the weights, which some load as well
+        if self._inner is not None and self._received["inner"] is not None:
+            self._inner.load_state_dict(
+                self._received["inner"]
+            )  # before the weights, which some load as well
         with self._outer.weights.writing() as write:
-            write(0, self.taken["weights"])
-        write_buffers(self._modules, self.taken["buffers"])
+            write(0, self._received["weights"])
+        write_buffers(self._modules, self._received["buffers"])
