@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.canonical import Block, Rectangle, matrices
+from megatron_noloco.plans.canonical import Block, Rectangle
 from megatron_noloco.plans.topology import Position
 
 _PIECE = 1 << 24  # elements that are read before a file is opened again
@@ -66,7 +66,7 @@ class CheckpointReader:
         self.topology = saved.topology
         self.table = table_of(saved.manifests[0].architecture)
         self._memory, self._part = Scratch(), Scratch()
-        self._matrices = matrices({row.name: row.shape for row in self.table if row.same_as is None})
+        self._matrices = self.table.matrices()
         self._shares: dict[str, list[Share]] = {}
         for at in map(self.topology.position, range(self.topology.replica_size)):
             for name, share in self._shares_of(at):
@@ -113,7 +113,7 @@ class CheckpointReader:
         ).layout  # that of all its owners
         for group, part in enumerate(layout):
             for row, block in part.blocks(self.table, self._matrices, self.topology, at):
-                if row.same_as is None and (row.tp_dim is not None or at.tp == 0):
+                if not row.is_copy(at.tp):
                     yield row.name, Share(at.stage, at.dp, at.tp, group, block)
 
     def _rows(self, share: Share, top: int, bottom: int, replica: int, vector: str) -> Tensor:

@@ -20,7 +20,6 @@ from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.model.dropout import seed_dropout, set_random_state
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.outer import Rounds
-from megatron_noloco.plans.canonical import matrices
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -84,7 +83,7 @@ class RankReader:
         self._topology = topology
         self._at = at
         self._layout = layout
-        self._matrices = matrices({row.name: row.shape for row in table if row.same_as is None})
+        self._matrices = table.matrices()
         saved = reader.saved
         self.moved = not same_sizes(saved.topology, topology) or layout != saved.manifest(at).layout
         self.source = saved.manifest(Position(at.replica, 0, 0, 0) if self.moved else at)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, Table, table_of
-from megatron_noloco.plans.canonical import Block, Matrix, blocks, matrices
+from megatron_noloco.plans.canonical import Block, Matrix, blocks
 from megatron_noloco.plans.topology import Position, Topology
 
 if TYPE_CHECKING:
@@ -111,18 +111,12 @@ def held_of(
     padding of the vocabulary. `own` is the place in the rank's flat weights.
     """
     table = table_of(architecture)
-    whole = matrices(
-        {
-            row.name: (architecture.vocab_size, *row.shape[1:]) if row.is_embedding_or_output else row.shape
-            for row in table
-            if row.same_as is None
-        }
-    )
+    whole = table.matrices(architecture.vocab_size)
     held, copies, before = list[Block](), list[Block](), 0
     for part in layout:
         for row, block in part.blocks(table, whole, topology, at):
             held.append(block._replace(own=block.own + before))
-            if row.same_as is not None or (row.tp_dim is None and at.tp > 0):
+            if row.is_copy(at.tp):
                 copies.append(held[-1])
         before += part.length
     return held, copies

@@ -11,6 +11,16 @@ from torch import Tensor
 
 from megatron_noloco.plans.grouping import Group
 
+# Of an ExchangeReport, what adds up over the parts of a vector; a checkpoint has the numbers in this order.
+MEASURED: dict[str, type] = {
+    "bytes_sent": int,
+    "squared_deviation": float,
+    "compared_elements": int,
+    "poisoned_elements": int,
+    "squared_error": float,
+    "resent_elements": int,
+}
+
 
 class MeanPiece(NamedTuple):
     """Holds the group's mean of elements start..stop of the vector; valid until the next piece is asked for."""
@@ -41,14 +51,7 @@ class ExchangeReport:
 
     def add(self, other: "ExchangeReport") -> None:
         """Add what the exchange of a further part of the vector cost and measured."""
-        for name in (
-            "bytes_sent",
-            "squared_deviation",
-            "compared_elements",
-            "poisoned_elements",
-            "squared_error",
-            "resent_elements",
-        ):
+        for name in MEASURED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def skip(self, replica: int, missed: str) -> None:

@@ -41,18 +41,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.exchange import AnyExchange
-from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import MEASURED, ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
-
-_KEPT: dict[str, type] = {  # of an ExchangeReport, in a checkpoint
-    "bytes_sent": int,
-    "squared_deviation": float,
-    "compared_elements": int,
-    "poisoned_elements": int,
-    "squared_error": float,
-    "resent_elements": int,
-}
 
 
 class Fragment(Spans):
@@ -194,7 +185,7 @@ class Round:
 
     def numbers(self) -> Tensor:
         """Return what a checkpoint keeps of a complete round. Times are left out: they belong to this process."""
-        of_exchange = [getattr(self.report, name) for name in _KEPT]
+        of_exchange = [getattr(self.report, name) for name in MEASURED]
         numbers = [self.fragment.index, self.index, self.due, *of_exchange, *self.report.group]
         return torch.tensor(numbers, dtype=torch.float64)
 
@@ -204,8 +195,8 @@ class Round:
         self.index, self.due, self.complete = int(index), int(due), True
         self.fragment = fragments[int(fragment)]
         self.fragment.gather(correction, self.correction)
-        group = tuple(int(member) for member in others[len(_KEPT) :] if member >= 0)
-        kept = {name: kind(number) for (name, kind), number in zip(_KEPT.items(), others, strict=False)}
+        group = tuple(int(member) for member in others[len(MEASURED) :] if member >= 0)
+        kept = {name: kind(number) for (name, kind), number in zip(MEASURED.items(), others, strict=False)}
         self.report = ExchangeReport(group, **kept)
 
     @property

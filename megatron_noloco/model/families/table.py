@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Literal
 
-from megatron_noloco.plans.canonical import Rectangle
+from megatron_noloco.plans.canonical import Matrix, Rectangle, matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,10 @@ class Parameter:
     def source(self) -> str:
         """The name of the parameter whose values it has: that of the original if it is a copy, else its own."""
         return self.same_as or self.name
+
+    def is_copy(self, tp: int) -> bool:
+        """Return whether a tensor-parallel rank has a copy only: of another parameter, or of what rank 0 has."""
+        return self.same_as is not None or (self.tp_dim is None and tp > 0)
 
     @property
     def decays(self) -> bool:
@@ -245,6 +249,20 @@ class Table:
                 f"the model has a parameter {name}, but the table of its family has no row for it"
             )
         return row.at(int(number[2]) + first_layer) if number else row
+
+    def matrices(self, vocabulary: int | None = None) -> dict[str, Matrix]:
+        """Return the place of each parameter that is no copy in the canonical vector.
+
+        Args:
+            vocabulary: rows of the embedding and the output layer; None: padding included.
+        """
+
+        def shape(row: Parameter) -> tuple[int, ...]:
+            if vocabulary is None or not row.is_embedding_or_output:
+                return row.shape
+            return vocabulary, *row.shape[1:]
+
+        return matrices({row.name: shape(row) for row in self if row.same_as is None})
 
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:
