@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
 from typing import NamedTuple
 
@@ -150,7 +150,7 @@ class _Slab:
     content: Tensor
     parts: list[tuple[list[Block], Tensor]]  # that come from other ranks
     flight: Flight | None
-    mean: Tensor = field(default_factory=lambda: torch.empty(0))
+    mean: Tensor
     exchange: Exchange | None = None
 
 
@@ -229,9 +229,9 @@ class Speaking(_Moving):
 
     def _gather(self, place: range) -> _Slab:
         own = self.part(place)
-        if _size(own) == len(place):  # all of it, as in a replica of one rank: a view
-            start = own[0].own
-            return _Slab(place, self.vector[start : start + len(place)].to("cpu"), [], None)
+        if _size(own) == len(place):  # all of it, as in a replica of one rank: nothing is copied
+            here = slice(own[0].own, own[0].own + len(place))
+            return _Slab(place, self.vector[here].to("cpu"), [], None, self.mean[here])
         parts, receives = [], []
         for rank in range(1, len(self.movement.holdings)):
             blocks = self.movement.holdings[rank].between(place.start, place.stop, given=True)
@@ -241,16 +241,16 @@ class Speaking(_Moving):
         flight = self.movement.post([], receives, self.tag)
         given, content = self.part(place, given=True), torch.empty(len(place))
         _to_slab(_packed(self.vector, given), given, content, place.start)
-        return _Slab(place, content, parts, flight)
+        return _Slab(place, content, parts, flight, torch.empty(len(place)))
 
     def _exchange(self, slab: _Slab) -> None:
         for blocks, packed in slab.parts:
             _to_slab(packed, blocks, slab.content, slab.place.start)
-        slab.mean = slab.content
         self._exchanging.append(slab)
-        if self.failure is None:
+        if self.failure is not None:
+            slab.mean = slab.content
+        else:
             self.squared_norm += float(torch.dot(slab.content, slab.content))
-            slab.mean = torch.empty_like(slab.content)
             slab.exchange = next(self._exchanges)
             start, stop = slab.place.start, slab.place.stop
             exact = [
@@ -276,8 +276,9 @@ class Speaking(_Moving):
             for _ in slab.exchange.finish():  # nothing: it is done
                 pass
             self.report.add(slab.exchange.report)
-        own = self.part(slab.place)
-        _unpack(_from_slab(slab.mean, own, slab.place.start), own, self.mean)
+        if slab.parts:  # else the mean is where it belongs
+            own = self.part(slab.place)
+            _unpack(_from_slab(slab.mean, own, slab.place.start), own, self.mean)
         sends = []
         for rank in range(1, len(self.movement.holdings)):
             blocks = self.movement.holdings[rank].between(slab.place.start, slab.place.stop)
