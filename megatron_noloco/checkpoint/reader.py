@@ -108,10 +108,8 @@ class CheckpointReader:
 
     def _shares_of(self, at: Position) -> Iterator[tuple[str, Share]]:
         """Yield what of each parameter is read from the rank `at`: not what other ranks have as well."""
-        layout = self.saved.manifest(
-            replace(at, dp=at.dp % self.topology.ep)
-        ).layout  # that of all its owners
-        for group, part in enumerate(layout):
+        owner = replace(at, dp=at.dp % self.topology.ep)  # all owners of the same weights have one layout
+        for group, part in enumerate(self.saved.manifest(owner).layout):
             for row, block in part.blocks(self.table, self._matrices, self.topology, at):
                 if not row.is_copy(at.tp):
                     yield row.name, Share(at.stage, at.dp, at.tp, group, block)

@@ -103,10 +103,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
         return 0 if run.train() else FAILURE
     except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None
-    except (
-        VocabularyError,
-        NotFiniteWeightError,
-    ):  # found when a sample of a large dataset, or a weight, is read
+    except (VocabularyError, NotFiniteWeightError):  # of what is read only now
         raise
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
         raise UnexpectedError from error

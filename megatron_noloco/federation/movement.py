@@ -312,7 +312,6 @@ class MovedExchange:
         self.exchanges = [] if movement.rank else make()
         self.deadline_seconds = 600.0
         self.report = ExchangeReport(())
-        self.squared_norm = 0.0
         self._tag = tag
         self._background = background
         self._buffers = Buffers()
@@ -325,6 +324,12 @@ class MovedExchange:
     @property
     def done(self) -> bool:
         return self._moving.done
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the vector, on the speaker."""
+        assert isinstance(self._moving, Speaking)
+        return self._moving.squared_norm
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does; `group` is a pair. All ranks of the replica call it."""
@@ -383,11 +388,9 @@ class MovedExchange:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._moving.done and isinstance(self._moving, Speaking):
-            self.squared_norm = self._moving.squared_norm
-            if (failure := self._moving.failure) is not None:
-                self.exchanges = self._make()  # late messages may still come to the others
-                raise failure
+        if self._moving.done and isinstance(self._moving, Speaking) and self._moving.failure is not None:
+            self.exchanges = self._make()  # late messages may still come to the others
+            raise self._moving.failure
 
 
 def _over(flight: Flight | None) -> bool:
