@@ -145,7 +145,8 @@ class Replica:
         The last one ends with the padding.
         """
         intervals = self.movement.intervals
-        ranges = [self.movement.own.ranges(interval.start, interval.stop) for interval in intervals]
+        held = [self.movement.own.between(interval.start, interval.stop) for interval in intervals]
+        ranges = [[(block.own, block.own + block.size) for block in blocks] for blocks in held]
         ranges[-1] += self.movement.padding
         names = [f", fragment {index}" * (len(intervals) > 1) for index in range(len(intervals))]
         return [Fragment(*one) for one in zip(ranges, range(len(ranges)), names, strict=True)]

@@ -9,10 +9,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, cycle, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,13 @@ class Movement:
 
     @property
     def own(self) -> Holding:
-        """What this rank has."""
+        """What this rank has; places are those in its weights."""
         return self.holdings[self.rank]
+
+    @property
+    def length(self) -> int:
+        """Number of elements of the canonical vector."""
+        return self.intervals[-1].stop
 
     def slabs(self, interval: range) -> list[range]:
         """Cut an interval into slabs, the last of which may be shorter."""
@@ -81,31 +87,64 @@ class Movement:
         return self.transport.post(sends, receives, tag)
 
 
-class _Moving(ABC):
-    """One vector under way, on one rank."""
+class Dealing(Protocol):
+    """What the speaker does with one slab."""
 
-    def __init__(self, movement: Movement, vector: Tensor, mean: Tensor, interval: range, tag: int) -> None:
-        self.movement, self.vector, self.mean = movement, vector, mean
-        self.first = movement.own.before(interval.start)
+    @property
+    def done(self) -> bool: ...
+
+    def poll(self) -> bool:
+        """Move what can be moved; return whether anything was. Raises one of `FAILURES`."""
+        ...
+
+
+Work = Callable[[range, Tensor, Tensor], Dealing]
+"""work(place, content, result) begins to deal with a slab: its elements, what was gathered, and what goes back."""
+
+FAILURES = (PartnerLostError, ConnectionError, TimeoutError)
+
+
+class Moving(ABC):
+    """A pass over a vector on one rank: slab by slab to the speaker, back from it, or both.
+
+    Args:
+        interval: of the canonical vector.
+        holding: places in the vectors of this rank that follow.
+        tag: of messages inside the replica; no other pass that is under way has it.
+        gives: what this rank sends to the speaker; None: nothing is gathered.
+        gets: to be filled with what comes back; None: nothing is handed out.
+
+    Attributes:
+        failure: on the speaker: why slabs are not dealt with; None where they are. After a failure what was
+            gathered goes back, or zeros.
+    """
+
+    def __init__(
+        self,
+        movement: Movement,
+        interval: range,
+        holding: Holding,
+        tag: int,
+        gives: Tensor | None,
+        gets: Tensor | None,
+    ) -> None:
+        self.movement, self.holding, self.tag = movement, holding, tag
+        self.gives, self.gets = gives, gets
         self.waiting = deque(movement.slabs(interval))
-        self.tag = tag
+        self.failure: Exception | None = None
 
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether the mean is there, and all that was sent has arrived."""
+        """Whether all slabs are dealt with, and all that was sent has arrived."""
 
     @abstractmethod
     def poll(self) -> bool:
         """Move what can be moved without waiting; return whether anything was."""
 
     def part(self, slab: range, given: bool = False) -> list[Block]:
-        """Return what this rank has of a slab; `own` is the place in its vector."""
-        shift = self.movement.own.before(slab.start) - self.first
-        return [
-            block._replace(own=block.own + shift)
-            for block in self.movement.own.between(slab.start, slab.stop, given)
-        ]
+        """Return what this rank has of a slab."""
+        return self.holding.between(slab.start, slab.stop, given)
 
 
 class _Returning(NamedTuple):
@@ -114,11 +153,11 @@ class _Returning(NamedTuple):
     flight: Flight | None
 
 
-class Following(_Moving):
-    """A vector on a rank that does not speak: its parts go to the speaker, and those of the mean come back."""
+class Following(Moving):
+    """A pass on a rank that does not speak."""
 
-    def __init__(self, movement: Movement, vector: Tensor, mean: Tensor, interval: range, tag: int) -> None:
-        super().__init__(movement, vector, mean, interval, tag)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._returning: deque[_Returning] = deque()
 
     @property
@@ -128,16 +167,18 @@ class Following(_Moving):
     def poll(self) -> bool:
         moved = False
         while self.waiting and len(self._returning) < DEPTH:
-            slab = self.waiting.popleft()
-            blocks = self.part(slab)
-            given = _packed(self.vector, self.part(slab, given=True))
-            mean = torch.empty(_size(blocks))
-            flight = self.movement.post([Message(0, given)], [Message(0, mean)], self.tag)
-            self._returning.append(_Returning(blocks, mean, flight))
+            slab, sends = self.waiting.popleft(), list[Message]()
+            if self.gives is not None:
+                sends = [Message(0, _packed(self.gives, self.part(slab, given=True)))]
+            blocks = [] if self.gets is None else self.part(slab)
+            packed = torch.empty(_size(blocks))
+            flight = self.movement.post(sends, [Message(0, packed)], self.tag)
+            self._returning.append(_Returning(blocks, packed, flight))
             moved = True
         while self._returning and _over(self._returning[0].flight):
             blocks, packed, _ = self._returning.popleft()
-            _unpack(packed, blocks, self.mean)
+            if self.gets is not None:
+                _unpack(packed, blocks, self.gets)
             moved = True
         return moved
 
@@ -148,146 +189,227 @@ class _Slab:
 
     place: range
     content: Tensor
+    result: Tensor
+    in_place: bool  # whether these are views of the speaker's own vectors
     parts: list[tuple[list[Block], Tensor]]  # that come from other ranks
     flight: Flight | None
-    mean: Tensor
-    exchange: Exchange | None = None
+    dealing: Dealing | None = None
 
 
-class Speaking(_Moving):
-    """A vector on the speaker.
-
-    Args:
-        exchanges: one for each slab that may be under way.
-        begin: the arguments of `Exchange.begin` after the vector.
-
-    Attributes:
-        report: of all slabs.
-        squared_norm: of the slabs that were exchanged.
-        failure: why there is no mean. The slabs that are left go back to the other ranks as they came.
-    """
+class Speaking(Moving):
+    """A pass on the speaker, which deals with each slab in between."""
 
     def __init__(
         self,
         movement: Movement,
-        vector: Tensor,
-        mean: Tensor,
         interval: range,
+        holding: Holding,
         tag: int,
-        exchanges: Sequence[Exchange],
-        begin: tuple[Group, int, str],
+        gives: Tensor | None,
+        gets: Tensor | None,
+        work: Work,
     ) -> None:
-        super().__init__(movement, vector, mean, interval, tag)
-        self.report = ExchangeReport(begin[0])
-        self.squared_norm = 0.0
-        self.failure: PartnerLostError | None = None
-        self._exchanges = cycle(exchanges)  # of the slabs in their order, on both sides alike
-        self._begin = begin
+        super().__init__(movement, interval, holding, tag, gives, gets)
+        self._work = work
         self._gathering: deque[_Slab] = deque()
-        self._exchanging: deque[_Slab] = deque()
+        self._dealing: deque[_Slab] = deque()
         self._returning: deque[Flight | None] = deque()
 
     @property
     def done(self) -> bool:
-        return not (self.waiting or self._gathering or self._exchanging or self._returning)
+        return not (self.waiting or self._gathering or self._dealing or self._returning)
+
+    @property
+    def deals(self) -> bool:
+        """Whether a slab is being dealt with."""
+        return any(slab.dealing is not None for slab in self._dealing)
 
     def poll(self) -> bool:
         moved = False
-        while self.waiting and len(self._gathering) + len(self._exchanging) < DEPTH:
+        while self.waiting and len(self._gathering) + len(self._dealing) < DEPTH:
             self._gathering.append(self._gather(self.waiting.popleft()))
             moved = True
         while self._gathering and _over(self._gathering[0].flight):
-            self._exchange(self._gathering.popleft())
+            self._deal(self._gathering.popleft())
             moved = True
-        for slab in self._exchanging:
-            moved |= self._collect(slab)
-        while self._exchanging and _is_over(self._exchanging[0]):
-            self._hand_out(self._exchanging.popleft())
+        for slab in self._dealing:
+            if slab.dealing is not None:
+                try:
+                    moved |= slab.dealing.poll()
+                except FAILURES as failure:
+                    self.fail(failure)
+        while self._dealing and _is_over(self._dealing[0]):
+            self._hand_out(self._dealing.popleft())
             moved = True
         while self._returning and _over(self._returning[0]):
             self._returning.popleft()
             moved = True
         return moved
 
-    def fail(self, failure: PartnerLostError) -> None:
-        """Exchange no more; late messages keep the memory of the slabs under way."""
+    def fail(self, failure: Exception) -> None:
+        """Deal with no more slabs; late messages keep the memory of the slabs under way."""
         self.failure = self.failure or failure
-        for slab in self._exchanging:
-            slab.exchange, slab.mean = None, slab.content
-
-    def time_out(self, seconds: float) -> None:
-        """Fail, because the partner has not answered for so long."""
-        group, number, what = self._begin
-        exchange = next((slab.exchange for slab in self._exchanging if slab.exchange is not None), None)
-        if exchange is not None:
-            place = exchange.place
-            (partner,) = set(group) - {place.replica}
-            timeout = ExchangeTimeoutError(place.rank_of(partner), tag_of(number, exchange.channel), seconds)
-            failure = PartnerLostError(f"replica {place.replica}: no answer from partner {partner} in {what}")
-            failure.__cause__ = timeout
-            self.fail(failure)
+        for slab in self._dealing:
+            slab.dealing, slab.result, slab.in_place = None, slab.content, False
 
     def _gather(self, place: range) -> _Slab:
         own = self.part(place)
-        if _size(own) == len(place):  # all of it, as in a replica of one rank: nothing is copied
+        if _in_one(own, len(place)):  # all of it, as in a replica of one rank: nothing is copied
             here = slice(own[0].own, own[0].own + len(place))
-            return _Slab(place, self.vector[here].to("cpu"), [], None, self.mean[here])
+            content, result = (
+                torch.empty(0) if vector is None else vector[here] for vector in (self.gives, self.gets)
+            )
+            return _Slab(place, content.to("cpu"), result, True, [], None)
         parts, receives = [], []
-        for rank in range(1, len(self.movement.holdings)):
-            blocks = self.movement.holdings[rank].between(place.start, place.stop, given=True)
-            packed = torch.empty(_size(blocks))
-            parts.append((blocks, packed))
-            receives.append(Message(rank, packed))
+        content = torch.empty(0 if self.gives is None else len(place))
+        if self.gives is not None:
+            for rank in range(1, len(self.movement.holdings)):
+                blocks = self.movement.holdings[rank].between(place.start, place.stop, given=True)
+                packed = torch.empty(_size(blocks))
+                parts.append((blocks, packed))
+                receives.append(Message(rank, packed))
+            given = self.part(place, given=True)
+            _to_slab(_packed(self.gives, given), given, content, place.start)
         flight = self.movement.post([], receives, self.tag)
-        given, content = self.part(place, given=True), torch.empty(len(place))
-        _to_slab(_packed(self.vector, given), given, content, place.start)
-        return _Slab(place, content, parts, flight, torch.empty(len(place)))
+        result = torch.empty(0 if self.gets is None else len(place))
+        return _Slab(place, content, result, False, parts, flight)
 
-    def _exchange(self, slab: _Slab) -> None:
+    def _deal(self, slab: _Slab) -> None:
         for blocks, packed in slab.parts:
             _to_slab(packed, blocks, slab.content, slab.place.start)
-        self._exchanging.append(slab)
+        self._dealing.append(slab)
         if self.failure is not None:
-            slab.mean = slab.content
-        else:
-            self.squared_norm += float(torch.dot(slab.content, slab.content))
-            slab.exchange = next(self._exchanges)
-            start, stop = slab.place.start, slab.place.stop
-            exact = [
-                (max(first, start) - start, min(last, stop) - start) for first, last in self.movement.exact
-            ]
-            slab.exchange.begin(
-                slab.content, *self._begin, [range_ for range_ in exact if range_[0] < range_[1]]
-            )
-
-    def _collect(self, slab: _Slab) -> bool:
-        moved = False
-        if slab.exchange is not None:
-            try:
-                for piece in slab.exchange.progress():
-                    slab.mean[piece.start : piece.stop] = piece.mean
-                    moved = True
-            except PartnerLostError as failure:
-                self.fail(failure)
-        return moved
+            slab.result, slab.in_place = slab.content, False
+            return
+        try:
+            slab.dealing = self._work(slab.place, slab.content, slab.result)
+        except FAILURES as failure:
+            self.fail(failure)
 
     def _hand_out(self, slab: _Slab) -> None:
-        if slab.exchange is not None:
-            for _ in slab.exchange.finish():  # nothing: it is done
-                pass
-            self.report.add(slab.exchange.report)
-        if slab.parts:  # else the mean is where it belongs
+        if self.gets is None:
+            return
+        result = slab.result if len(slab.result) else torch.zeros(len(slab.place))
+        if not slab.in_place:
             own = self.part(slab.place)
-            _unpack(_from_slab(slab.mean, own, slab.place.start), own, self.mean)
+            _unpack(_from_slab(result, own, slab.place.start), own, self.gets)
         sends = []
         for rank in range(1, len(self.movement.holdings)):
             blocks = self.movement.holdings[rank].between(slab.place.start, slab.place.stop)
-            sends.append(Message(rank, _from_slab(slab.mean, blocks, slab.place.start)))
+            sends.append(Message(rank, _from_slab(result, blocks, slab.place.start)))
         self._returning.append(self.movement.post(sends, [], self.tag))
 
 
 def _is_over(slab: _Slab) -> bool:
-    return slab.exchange is None or slab.exchange.done
+    return slab.dealing is None or slab.dealing.done
+
+
+def run(moving: Moving, look: Callable[[], None] = lambda: None) -> None:
+    """Move a vector to its end; `look` is called whenever nothing can be moved."""
+    while not moving.done:
+        if not moving.poll():
+            look()
+            time.sleep(_POLL_SECONDS)
+
+
+def whole(
+    movement: Movement, tag: int, gives: Tensor | None, gets: Tensor | None, work: Work | None
+) -> Moving:
+    """Return a pass over vectors with the layout of the weights. All ranks of the replica make it.
+
+    Args:
+        gives, gets: see `Moving`.
+        work: of the speaker; None on the other ranks.
+    """
+    arguments = movement, range(movement.length), movement.own, tag, gives, gets
+    return Following(*arguments) if work is None else Speaking(*arguments, work)
+
+
+class Sends:
+    """Sends slabs to the speakers of other replicas; the `Work` of a pass.
+
+    Attributes:
+        slots: that are sent to. A slot that is lost is taken out, and the others go on.
+        bytes: sent to each of them.
+    """
+
+    def __init__(self, transport: Transport, slots: Mapping[int, int]) -> None:
+        self.slots, self.bytes = dict(slots), 0
+        self._transport = transport
+
+    def __call__(self, place: range, content: Tensor, result: Tensor) -> "_Sent":
+        self.bytes += content.nbytes
+        return _Sent(self, {slot: self.post(slot, content) for slot in self.slots})
+
+    def post(self, slot: int, content: Tensor) -> Flight:
+        """Send to one slot, under its tag."""
+        return self._transport.post([Message(slot, content)], [], self.slots[slot])
+
+
+class _Sent:
+    def __init__(self, sends: Sends, flights: dict[int, Flight]) -> None:
+        self._sends, self._flights = sends, flights
+
+    @property
+    def done(self) -> bool:
+        return not self._flights
+
+    def poll(self) -> bool:
+        before = len(self._flights)
+        for slot, flight in list(self._flights.items()):
+            try:
+                over = slot not in self._sends.slots or _over(flight)
+            except ConnectionError:
+                self._sends.slots.pop(slot, None)
+                over = True
+            if over:
+                del self._flights[slot]
+        return len(self._flights) < before
+
+
+class Receives:
+    """Receives slabs from the speaker of another replica; the `Work` of a pass.
+
+    Raises ExchangeTimeoutError where nothing has come for `seconds`, or what `look` raises.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        slot: int,
+        tag: int,
+        seconds: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._transport, self._slot, self._tag, self._seconds = transport, slot, tag, seconds
+        self._look = look
+        self._came = time.monotonic()
+
+    def __call__(self, place: range, content: Tensor, result: Tensor) -> "_Received":
+        return _Received(self, self._transport.post([], [Message(self._slot, result)], self._tag))
+
+    def came(self, anything: bool) -> None:
+        """Note whether something has just come."""
+        now = time.monotonic()
+        if anything:
+            self._came = now
+        elif now - self._came > self._seconds:
+            raise ExchangeTimeoutError(self._slot, self._tag, self._seconds)
+        self._look()
+
+
+class _Received:
+    def __init__(self, receives: Receives, flight: Flight) -> None:
+        self._receives, self._flight = receives, flight
+
+    @property
+    def done(self) -> bool:
+        return self._flight.done()
+
+    def poll(self) -> bool:
+        arrived = bool(self._flight.arrived())
+        self._receives.came(arrived)
+        return arrived
 
 
 class MovedExchange:
@@ -298,8 +420,11 @@ class MovedExchange:
 
     Args:
         make: makes the speaker's exchanges, one for each slab that may be under way, each on a channel of its own.
-        tag: of the messages inside the replica; no other exchange that is under way has it.
+        tag: see `Moving`.
         background: whether a thread moves the vector between `begin` and `finish`; else `progress` does.
+
+    Attributes:
+        squared_norm: of the vector, on the speaker.
     """
 
     rounding = None  # of pairs nothing is kept
@@ -310,12 +435,15 @@ class MovedExchange:
         self.movement = movement
         self._make = make
         self.exchanges = [] if movement.rank else make()
+        self.squared_norm = 0.0
+        self._holdings = [movement.own.ascending(interval.start) for interval in movement.intervals]
         self.deadline_seconds = 600.0
         self.report = ExchangeReport(())
         self._tag = tag
         self._background = background
         self._buffers = Buffers()
         self._moving: Speaking | Following
+        self._begun: tuple[Group, int, str] = (), 0, ""
         self._mean = torch.empty(0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -325,25 +453,21 @@ class MovedExchange:
     def done(self) -> bool:
         return self._moving.done
 
-    @property
-    def squared_norm(self) -> float:
-        """Of the vector, on the speaker."""
-        assert isinstance(self._moving, Speaking)
-        return self._moving.squared_norm
-
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does; `group` is a pair. All ranks of the replica call it."""
-        interval = self.movement.intervals[number % len(self.movement.intervals)]
+        fragment = number % len(self.movement.intervals)
+        interval, holding = self.movement.intervals[fragment], self._holdings[fragment]
         self._mean = self._buffers.get("mean", torch.float32, len(vector))
         moves = self.movement.own.before(interval.stop) - self.movement.own.before(interval.start)
         self._mean[moves:] = vector[moves:]  # padding
-        moved = self.movement, vector, self._mean, interval, self._tag
-        self.report, self._error, self._awaited_since = ExchangeReport(group), None, None
+        self._begun, self._error, self._awaited_since = (group, number, what), None, None
+        self.report, self.squared_norm = ExchangeReport(group), 0.0
+        arguments = self.movement, interval, holding, self._tag, vector, self._mean
         if self.movement.rank:
-            self._moving = Following(*moved)
+            self._moving = Following(*arguments)
         else:
-            self._moving = Speaking(*moved, self.exchanges, (group, number, what))
-            self.report = self._moving.report
+            exchanges = cycle(self.exchanges)  # of the slabs in their order, on both sides alike
+            self._moving = Speaking(*arguments, partial(self._exchange, exchanges))
         if self._background:
             self._thread = threading.Thread(target=self._run, name="noloco-moving", daemon=True)
             self._thread.start()
@@ -367,23 +491,37 @@ class MovedExchange:
         self._check()
         yield MeanPiece(0, len(self._mean), self._mean)
 
+    def _exchange(
+        self, exchanges: Iterator[Exchange], place: range, content: Tensor, result: Tensor
+    ) -> "_Exchanged":
+        """Begin the exchange of a slab."""
+        self.squared_norm += float(torch.dot(content, content))
+        exact = [(max(first, place.start), min(last, place.stop)) for first, last in self.movement.exact]
+        inside = [(first - place.start, last - place.start) for first, last in exact if first < last]
+        exchange = next(exchanges)
+        exchange.begin(content, *self._begun, inside)
+        return _Exchanged(exchange, result, self.report)
+
     def _run(self) -> None:
         try:
-            while not self._moving.done:
-                if not self._moving.poll():
-                    self._check_deadline()
-                    time.sleep(_POLL_SECONDS)
+            run(self._moving, self._check_deadline)
         except BaseException as error:  # raised where the exchange is awaited
             self._error = error
         self.report.seconds = time.perf_counter() - self.report.started
 
     def _check_deadline(self) -> None:
-        since = self._awaited_since
-        if since is None or not isinstance(self._moving, Speaking) or self._moving.failure is not None:
+        """Fail where the partner has not answered for so long."""
+        since, moving = self._awaited_since, self._moving
+        if since is None or not isinstance(moving, Speaking) or moving.failure is not None:
             return
         seconds = time.monotonic() - since
-        if seconds > self.deadline_seconds:
-            self._moving.time_out(seconds)
+        if seconds > self.deadline_seconds and moving.deals:
+            (group, number, what), place = self._begun, self.exchanges[0].place
+            (partner,) = set(group) - {place.replica}
+            failure = PartnerLostError(f"replica {place.replica}: no answer from partner {partner} in {what}")
+            tag = tag_of(number, self.exchanges[0].channel)
+            failure.__cause__ = ExchangeTimeoutError(place.rank_of(partner), tag, seconds)
+            moving.fail(failure)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -393,12 +531,40 @@ class MovedExchange:
             raise self._moving.failure
 
 
+class _Exchanged:
+    """A slab that is exchanged; its report is added to `report`."""
+
+    def __init__(self, exchange: Exchange, result: Tensor, report: ExchangeReport) -> None:
+        self._exchange, self._result, self._report = exchange, result, report
+        self.done = False
+
+    def poll(self) -> bool:
+        moved = False
+        for piece in self._exchange.progress():
+            self._result[piece.start : piece.stop] = piece.mean
+            moved = True
+        if self._exchange.done and not self.done:
+            for _ in self._exchange.finish():  # nothing: it is done
+                pass
+            self._report.add(self._exchange.report)
+            self.done = moved = True
+        return moved
+
+
 def _over(flight: Flight | None) -> bool:
     """Return whether all messages have come and gone; moves them."""
     if flight is None:
         return True
     flight.arrived()
     return flight.done()
+
+
+def _in_one(blocks: Sequence[Block], size: int) -> bool:
+    """Return whether blocks are so many elements that lie one after the other in the rank's vector."""
+    ends = [block.own + block.size for block in blocks]
+    return _size(blocks) == size and all(
+        end == block.own for end, block in zip(ends, blocks[1:], strict=False)
+    )
 
 
 def _size(blocks: Sequence[Block]) -> int:

@@ -126,10 +126,10 @@ def blocks(matrix: Matrix, slices: Iterable[Rectangle], begin: int, end: int, ow
 
 
 class Holding:
-    """What one rank has of the canonical vector, as a vector of its own in ascending order.
+    """What one rank has of the canonical vector.
 
     Args:
-        blocks: of the rank; `own` is their place in its weights.
+        blocks: of the rank; `own` is their place in a vector of the rank.
         copies: those of the blocks that another rank of the replica has as well, and sends.
     """
 
@@ -150,23 +150,25 @@ class Holding:
         return self._sizes[at - 1] + self._blocks[at - 1].before(index) if at else 0
 
     def between(self, start: int, stop: int, given: bool = False) -> list[Block]:
-        """Return what lies in elements start..stop of the canonical vector; `own` counts from the first of them.
+        """Return what lies in elements start..stop of the canonical vector, in this order.
 
         Args:
             given: whether to leave out copies.
         """
         found: list[Block] = []
-        first = self.before(start)
         for at in range(max(bisect_left(self._firsts, start) - 1, 0), len(self._blocks)):
             block = self._blocks[at]
             if block.first >= stop:
                 break
             if not (given and block in self._copies):
-                ascending = block._replace(own=self._sizes[at] - first)
-                found += ascending.between(start, stop)
+                found += block.between(start, stop)
         return found
 
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return where elements start..stop of the canonical vector lie in the rank's weights, ascending there."""
-        cut = [part for block in self._blocks for part in block.between(start, stop)]
-        return [(block.own, block.own + block.size) for block in cut]
+    def ascending(self, start: int = 0) -> "Holding":
+        """Return the same with places in a vector of the rank's elements from `start` on, in canonical order."""
+        first = self.before(start)
+        moved = [
+            block._replace(own=own - first) for block, own in zip(self._blocks, self._sizes, strict=False)
+        ]
+        copies = [new for old, new in zip(self._blocks, moved, strict=True) if old in self._copies]
+        return Holding(moved, copies)

@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.engine.layout import held_of
-from megatron_noloco.federation.movement import DEPTH, MovedExchange, Movement, alone
+from megatron_noloco.federation.movement import (
+    DEPTH,
+    Dealing,
+    MovedExchange,
+    Movement,
+    Moving,
+    Receives,
+    Sends,
+    Work,
+    alone,
+    whole,
+)
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange
-from megatron_noloco.plans.canonical import Holding
+from megatron_noloco.plans.canonical import Block, Holding, Matrix
 from megatron_noloco.plans.topology import Place
 from tests.unit.fleet import noise
 from tests.unit.test_layouts import VOCABULARY, Layout, two_layouts
@@ -102,9 +113,64 @@ def test_each_rank_of_any_layout_gets_its_part_of_one_mean(
                 assert torch.equal(part, part_of(expected, holding, interval))
 
 
-def test_ranges_of_fragments_divide_the_weights_of_a_rank() -> None:
-    holding = alone(10).holdings[0]
-    assert holding.ranges(0, 10) == [(0, 10)]
-    assert holding.ranges(3, 7) == [(3, 7)]
+@settings(max_examples=20)
+@given(two_layouts(), st.sampled_from((700, 10**6)))
+def test_a_replica_of_any_layout_gets_the_vector_of_another(
+    layouts: tuple[Layout, Layout], slab: int
+) -> None:
+    assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))
+    giver, taker = (holdings_of(layout) for layout in layouts)
+    length = max(holding.stop for holding in giver)
+    vector, between = noise(length, seed=1), loopback_world(2, chunk_bytes=256)
+    work: list[Work] = [Sends(between[0], {1: 5}), Receives(between[1], 0, 5, SECONDS)]
+    passes, found = list[Moving](), list[Tensor]()
+    for movement in movements(giver, [range(length)], slab):
+        gives = scattered(vector, movement.own, range(length))
+        passes.append(whole(movement, 3, gives, None, None if movement.rank else work[0]))
+    for movement in movements(taker, [range(length)], slab):
+        found.append(torch.zeros(size_of(movement.own)))
+        passes.append(whole(movement, 3, None, found[-1], None if movement.rank else work[1]))
+    while not all(moving.done for moving in passes):
+        for moving in passes:
+            moving.poll()
+    assert not any(moving.failure for moving in passes)
+    for holding, part in zip(taker, found, strict=True):
+        assert torch.equal(part, scattered(vector, holding, range(length)))
+
+
+def size_of(holding: Holding) -> int:
+    """Elements of a vector with the places of a rank, up to the last one."""
+    return max((block.own + block.size for block in holding.between(0, holding.stop)), default=0)
+
+
+def scattered(canonical: Tensor, holding: Holding, interval: range) -> Tensor:
+    """What a rank has of a vector, at its places; zeros elsewhere."""
+    found, parts = torch.zeros(size_of(holding)), part_of(canonical, holding, interval)
+    blocks = holding.between(interval.start, interval.stop)
+    for block, part in zip(blocks, parts.split([block.size for block in blocks]), strict=True):
+        found[block.own : block.own + block.size] = part
+    return found
+
+
+def test_after_a_failure_all_ranks_come_to_the_end_of_a_pass() -> None:
+    layout = [Matrix(0, 1, 10)]
+    holdings = [Holding([Block(0, layout[0], 0, 5 * rank, 1, 5)]) for rank in range(2)]
+
+    def lost(place: range, content: Tensor, result: Tensor) -> Dealing:
+        raise ConnectionError("gone")
+
+    found = [torch.ones(5), torch.ones(5)]
+    passes = [
+        whole(movement, 0, None, found[movement.rank], None if movement.rank else lost)
+        for movement in movements(holdings, [range(10)], slab=4)
+    ]
+    while not all(moving.done for moving in passes):
+        for moving in passes:
+            moving.poll()
+    assert isinstance(passes[0].failure, ConnectionError)
+    assert not any(part.any() for part in found)
+
+
+def test_a_model_has_at_least_a_weight_for_each_fragment() -> None:
     with pytest.raises(ValueError, match="fragments 11 are more than the 10 weights"):
         alone(10, 11)
