@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful, this_rank, topology_of
 from megatron_noloco.attach.checks import check_arguments, check_start, digest_of, start_report, tensor_of
 from megatron_noloco.attach.inner import InnerState, check_modes, check_no_weights
-from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.attach.torch_module import ReplicatedWeights, torch_adapter
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
 from megatron_noloco.plans.fragments import fragment_after
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_problem
 from megatron_noloco.transport.interface import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
@@ -73,8 +73,8 @@ class Attached:
         self._steps = 0 if adapter.steps is None else adapter.steps()
         if state is not None:
             self._continue_from(state)
-        if membership is not None:
-            membership.keeping_up.start(self.done)
+        if membership is not None and membership.begin(self.done, takes=state is None).took is not None:
+            self._take_over()
 
     def _continue_from(self, state: dict[str, Tensor]) -> None:
         self.done = int(state["local_steps_done"])
@@ -109,24 +109,21 @@ class Attached:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
-        if self._membership is not None and self._job_state is not None:
-            copy = partial(self._job_state.copy, self.done)
-            self.done = self._membership.between_steps(self.done, copy, self._take_over).step
+        if self._membership is not None:
+            boundary = self._membership.between_steps(self.done)
+            self.done = boundary.step
+            if boundary.took is not None:
+                self._take_over()
         now.part(f"local step {self.done + 1}")
         return reports
 
-    def _take_over(self, least: int) -> int | None:
-        assert self._membership is not None
+    def _take_over(self) -> None:
+        """Continue from the state that was taken."""
         assert self._job_state is not None
-        self.outer.wait()
-        seconds = self.outer.settings.deadline_seconds
-        state = self._job_state.take_over(self._membership.handover, least, seconds)
-        if state is None:
-            return None
+        state, self._job_state.taken = self._job_state.taken, {}  # not kept: it is as large as the weights
         self._continue_from(state)
         if self._job_state.took_inner:
             self.taken = self.done
-        return self.done
 
     def _check_optimizers(self) -> None:
         """Raise ValueError before the first round as `check_no_weights` does."""
@@ -214,7 +211,7 @@ class Attached:
         the wait has doubled, and whenever the process receives SIGUSR2; with `seconds` 0 only then. Nothing is
         ended by it. Call it from the main thread.
         """
-        now.who = f"replica {self.outer.place.replica}, rank {self.outer.place.rank}"
+        now.who = f"replica {self.outer.place.replica}, rank {this_rank()}"
         self._until_closed.enter_context(now.doing("training"))
         self._until_closed.enter_context(Watchdog(seconds))
 
@@ -297,18 +294,20 @@ def attach(
 
     compared: dict[str, Any] = {name: [one.first[name].hex() for one in starts] for name in first}
     compared |= {"seed": seed, "ranks": [one.lengths for one in starts]}
-    membership = join_federation(federation, settings, place, compared, stopped=stopped or (lambda: False))
+    stops = stopped or (lambda: False)
+    membership = join_federation(federation, settings, Place(slot, place.replicas), compared, stopped=stops)
     try:
         apart = membership.replica(adapter.weights, seed)
-        outer = OuterOptimizer(adapter.weights, membership.transport, place, settings, seed, apart)
-        job_state = JobState(outer, own_inner, adapter.modules)
-        if state is not None:  # others that wait for this job must not find it behind
-            membership.keeping_up.start(int(state["local_steps_done"]))
-        if not membership.wait_for_start(continues=state is not None):
+        outer = OuterOptimizer(adapter.weights, membership.transport, membership.place, settings, seed, apart)
+        same_on_all = isinstance(adapter.weights, ReplicatedWeights)
+        job_state = JobState(outer, apart.movement, own_inner if same_on_all else None, adapter.modules)
+        membership.keeper = job_state
+        membership.say = partial(warnings.warn, stacklevel=5)
+        done = 0 if state is None else int(state["local_steps_done"])
+        if done:  # others that wait for this job must not find it behind
+            membership.announce(done)
+        if not membership.wait_for_start(done):
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
-        if state is None:
-            least = federation.rounds_behind * settings.local_steps + 1
-            state = job_state.take_over(membership.handover, least, settings.deadline_seconds)
         return Attached(adapter, outer, first, state, own_inner, membership, job_state)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken

@@ -124,8 +124,8 @@ class Replica:
 
     Attributes:
         movement: of its vectors.
-        place: of this rank.
-        partners: its counterparts in other replicas.
+        place: of the replica among the others.
+        partners: the other replicas; of the speaker, None on the other ranks.
         choose: the partner; used by the speaker.
         guards: of each fragment; used by the speaker.
         tell: returns the speaker's value on all ranks of the replica. A collective of the replica.
@@ -133,7 +133,7 @@ class Replica:
 
     movement: Movement
     place: Place
-    partners: FederationPartners
+    partners: FederationPartners | None
     choose: Choose
     guards: Sequence[Guard]
     tell: Callable[[Any], Any]
@@ -172,12 +172,11 @@ class CommittedExchange:
     def __init__(self, exchange: MovedExchange, replica: Replica) -> None:
         self._exchange = exchange
         self._replica = replica
-        self._partners = replica.partners
-        self._speaks = exchange.movement.rank == 0
+        self._partners = replica.partners  # None: this rank does not speak
         self._mean = self._vector = torch.empty(0)
         self._state = _State.SKIPPED
         self._failure: _Failure | PoisonedError | None = None
-        self._partner = self._rank = self._number = -1
+        self._partner = self._number = -1
         self._token: Flight | None = None  # the other speaker's
         self._prepared: Flight | None = None  # ours
         self._ratio = math.nan  # see `Guard.check`
@@ -195,17 +194,18 @@ class CommittedExchange:
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._failure, self._number = vector, None, number
         place = self._replica.place
-        partner, missed = self._replica.tell(self._choice(group, number) if self._speaks else None)
+        speaks = self._partners is not None
+        partner, missed = self._replica.tell(self._choice(group, number) if speaks else None)
+        if self._partners is not None:
+            self._partners.begin(number, partner)
         if partner is None:
             self._state = _State.SKIPPED
-            self._partners.begin(number, None)
             self._exchange.report = ExchangeReport((place.replica,), missed=missed)
             return
-        self._state, self._partner, self._rank = _State.EXCHANGING, partner, place.rank_of(partner)
-        self._partners.begin(number, self._rank)
-        if self._speaks:
+        self._state, self._partner = _State.EXCHANGING, partner
+        if self._partners is not None:
             self._exchange.deadline_seconds = self._partners.deadline_seconds
-            self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
+            self._token = self._post_token([], [Message(partner, torch.zeros(1, dtype=torch.uint8))])
         pair = min(place.replica, partner), max(place.replica, partner)
         self._exchange.begin(vector, pair, number, what)
 
@@ -224,34 +224,37 @@ class CommittedExchange:
             self._prepare()
         seconds, counts = time.monotonic() - started, False
         if self._state != _State.SKIPPED:
-            counts, missed, in_doubt = self._replica.tell(self._verdict() if self._speaks else None)
+            speaks = self._partners is not None
+            counts, missed, in_doubt = self._replica.tell(self._verdict() if speaks else None)
             if not counts:
                 self.report.skip(self._replica.place.replica, missed)
                 self.report.in_doubt = in_doubt
-        if counts and self._speaks:
-            self._partners.record(seconds)
+        if self._partners is not None:
+            self._note(self._partners, counts, seconds)
+        yield MeanPiece(0, len(self._vector), self._mean if counts else self._vector)
+
+    def _note(self, partners: FederationPartners, counts: bool, seconds: float) -> None:
+        """End the exchange for the partner, and remember how it went."""
+        if counts:
+            partners.record(seconds)
             self._guard.accept(self._ratio)
         elif isinstance(self._failure, ExchangeTimeoutError):
-            self._partners.avoid(self._rank, 1, "missed its last deadline")
+            partners.avoid(self._partner, 1, "missed its last deadline")
         elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
-            self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, self._failure.why)
-        self._partners.end(self._number, counts)
-        yield MeanPiece(0, len(self._vector), self._mean if counts else self._vector)
+            partners.avoid(self._partner, _AVOIDED_EXCHANGES, self._failure.why)
+        partners.end(self._number, counts)
 
     def _choice(self, group: Group, number: int) -> tuple[int | None, str]:
         """Return the partner, or None and why the planned one is none, as far as there is one."""
-        place = self._replica.place
+        place, partners = self._replica.place, self._partners
+        assert partners is not None
         others = [replica for replica in range(place.replicas) if replica != place.replica]
-        seen = {other: self._partners.standing(number, place.rank_of(other)) for other in others}
+        seen = {other: partners.standing(number, other) for other in others}
         present, free, waiting = (
             {other for other, (standing, _) in seen.items() if standing >= least}
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
-        hidden = {
-            replica
-            for replica in range(place.replicas)
-            if not self._partners.reachable(place.rank_of(replica))
-        }
+        hidden = {replica for replica in range(place.replicas) if not partners.reachable(replica)}
         partner = self._replica.choose(number, Others(present, free, waiting, hidden))
         planned = [f"replica {other} {seen[other][1]}" for other in group if other != place.replica]
         return partner, "" if partner is not None else "".join(planned)
@@ -269,14 +272,14 @@ class CommittedExchange:
         if self._state == _State.FAILED:
             return
         self._state = _State.PREPARED
-        if not self._speaks:
+        if self._partners is None:
             return
         try:
             self._ratio = self._guard.check(math.sqrt(self._exchange.squared_norm), self.report)
         except PoisonedError as failure:
             self._state, self._failure = _State.FAILED, failure
             return
-        self._prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
+        self._prepared = self._post_token([Message(self._partner, torch.ones(1, dtype=torch.uint8))], [])
 
     def _verdict(self) -> tuple[bool, str, bool]:
         """Return whether the mean counts; else why not, and whether the partner may use it all the same."""
@@ -307,11 +310,16 @@ class CommittedExchange:
 
 
 def committing(
-    movement: Movement, partners: FederationPartners, place: Place, settings: NolocoSettings, seed: int = 0
+    movement: Movement,
+    partners: FederationPartners | None,
+    place: Place,
+    settings: NolocoSettings,
+    seed: int = 0,
 ) -> Replica:
     """Return what makes the exchanges of an `OuterOptimizer` count for both partners or for neither.
 
     Args:
+        partners: see `Replica`.
         place, settings, seed: those of the `OuterOptimizer`.
     """
     guards = [Guard() for _ in range(settings.fragments)]

@@ -1,259 +1,421 @@
-"""State from another job: a rank that starts takes that of a rank that trains, out of its memory.
+"""The state of a replica: one that trains gives it to another job out of its memory, whatever their layouts.
 
     taker: ASK, to all           giver: OFFER, the step that it can give
-    taker: ASK, to one of them   giver: OFFER, what the parts are; then the parts, as any messages (WANT, DATA)
+    taker: ASK, to one of them   giver: OFFER, what the state has; then the rest, and each vector in slabs
 
-A job that trains gives its state at the next boundary between two local steps: it copies the state, and trains on
-while the copy is sent. A job that does not train yet gives its newest checkpoint. Each rank takes from the rank at
-its own place of the other replica.
+A job gives its state at the next boundary between two local steps: its ranks copy the state, and train on while
+the copies are moved (`movement`). The speakers of both replicas ask, answer and send; all ranks take part in the
+rest.
 """
 
-import itertools
 import json
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
-from megatron_noloco.federation.frames import DTYPE_CODES, HANDOVER_TAG, Send
+from megatron_noloco.federation.frames import HANDOVER_TAG
+from megatron_noloco.federation.movement import FAILURES, Movement, Receives, Sends, run, whole
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.job.activity import line_of
-from megatron_noloco.transport.interface import ExchangeTimeoutError, Message, RankLostError
+from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
+from megatron_noloco.transport.interface import ExchangeTimeoutError, RankLostError
 
 _LOOK_SECONDS = 0.02
-_ANSWER_SECONDS = 10.0  # for the step that a rank can give, and for one that was lost to come back
+_ANSWER_SECONDS = 10.0  # for the step that a replica can give, and for one that was lost to come back
 _SILENCE_SECONDS = 60.0  # after which a giver is given up
-_MOST_WAITING = 8  # answers to one rank; further questions are dropped
-_FRESH_SECONDS = 10.0  # in which a copy is given to another rank that asks, too
+_MOST_VECTORS, _MOST_REST = 64, 1 << 30  # of a state, and bytes
+_GIVING, _TAKING = 1 << 20, (1 << 20) + 1  # tags inside the replica, beyond those of exchanges
 
 
-class Snapshot(NamedTuple):
-    """The state of a rank: what a taker needs to know before it asks for the parts, and the parts, uint8."""
+class Part(NamedTuple):
+    """What this rank has of a canonical vector, fp32 in host memory; `movement` says where its elements lie."""
 
-    description: bytes
-    parts: Sequence[np.ndarray]
+    vector: Tensor
+    movement: Movement
 
 
-class Saved(Protocol):
-    """What a rank has on its disk. Called in a thread of its own, because a disk may take long to answer."""
+class State(NamedTuple):
+    """The state of a replica after `step` local steps, as one of its ranks has it.
 
-    def step(self) -> int:
-        """Return the step that it can give; 0: none. Raises OSError."""
+    Attributes:
+        facts: for JSON; the speaker's are given.
+        parts: by name; all ranks have the same names in the same order.
+        rest: what is no such vector; the speaker's is given.
+    """
+
+    step: int
+    facts: dict[str, Any]
+    parts: dict[str, Part]
+    rest: bytes = b""
+
+
+class Keeper(Protocol):
+    """What a job does with states. All methods are called on all ranks of the replica."""
+
+    def copy(self, done: int) -> State:
+        """Return a copy of the state after `done` local steps."""
         ...
 
-    def read(self) -> Snapshot | None:
-        """Return it; None: there is nothing. Raises OSError."""
+    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
+        """Return where the vectors of these names go; raises ValueError where such a state does not fit."""
         ...
+
+    def use(self, state: State) -> None:
+        """Continue with a state that has come as a whole. Raises ValueError where `rest` does not fit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a giver says about the state that follows."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    step: int
+    facts: dict[str, Any]
+    vectors: list[str]
+    rest: int  # bytes
+
+
+_OFFERS = TypeAdapter(Offer)
+
+
+class Taken(NamedTuple):
+    """Whose state was taken over; its bytes on this rank, and how long it took."""
+
+    slot: int
+    step: int
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"taken over from replica {self.slot}: its state after local step {self.step}, "
+            f"{self.bytes / 1e6:.1f} MB for this rank in {self.seconds:.1f} s"
+        )
 
 
 class Handover:
-    """Gives this rank's state to the counterparts that ask for it, and takes theirs.
+    """Gives the state of this replica to others that ask for it, and takes theirs.
 
-    Attributes:
-        place: of this rank.
-        saved: what it gives while it does not train; None: nothing.
+    Args:
+        transport: of the speaker; None on the other ranks.
     """
 
-    def __init__(self, transport: FederationTransport) -> None:
-        self.place = transport.place
-        self.saved: Saved | None = None
+    def __init__(self, transport: FederationTransport | None) -> None:
+        self._asks = None if transport is None else Asks(transport)
         self._transport = transport
-        self._protocol = transport.service.protocol
-        self._tags = itertools.count(HANDOVER_TAG)
         self._thread = ThreadPoolExecutor(1, "handover")
-        self._lock = threading.Lock()  # for the attributes that follow
-        self._closed = False
-        self._done = -1  # local steps, while this job trains
-        self._wanted: dict[int, int] = {}  # tag of the ASK, by rank
-        self._waiting: Counter[int] = Counter()  # answers that the thread has not begun, by rank
-        self._copied = float("-inf")  # when
-        self._copy: Callable[[], Snapshot] | None = None
-        self._protocol.when_asked = self._asked
+        self._giving: Future[None] | None = None
+        self._sends: Sends | None = None
 
     # To give
 
+    def trains_from(self, done: int) -> None:
+        """Offer the state that this job will have at its first boundary, after `done` local steps."""
+        if self._asks is not None:
+            self._asks.done = done
+
     def wanted(self, done: int) -> bool:
-        """Return whether ranks wait for the present state. Call it between two local steps, `done` so far."""
-        with self._lock:
-            self._done = done
-            if time.monotonic() - self._copied > _FRESH_SECONDS:
-                self._copy = None
-            return bool(self._wanted)
+        """Return whether replicas wait for the present state, and it can be copied now. On the speaker."""
+        assert self._asks is not None
+        self._asks.done = done
+        return bool(self._asks.wanted) and (self._giving is None or self._giving.done())
 
-    def give(self, copy: Callable[[], Callable[[], Snapshot]]) -> bool:
-        """Give the present state to the ranks that wait for it; return whether it could be copied.
+    def give(self, copy: Callable[[], State]) -> bool:
+        """Give the present state to the replicas that wait for it; return whether it could be copied.
 
-        All ranks of the replica call it between the same two local steps, where it is `wanted` of one of them.
-
-        Args:
-            copy: copies the state, and returns what makes a snapshot of the copy, in another thread.
+        All ranks call it between the same two local steps, where it is `wanted`.
         """
+        takers = {} if self._asks is None else self._asks.take_wanted()
         try:
-            made: Callable[[], Snapshot] | None = _once(copy())
-        except Exception as error:  # the training goes on, and the ranks that ask are answered
-            made = None
-            self._complain(f"this rank's state cannot be given: {type(error).__name__}: {line_of(error)}")
-        with self._lock:
-            self._copy, self._copied = made, time.monotonic()
-            wanted, self._wanted = self._wanted, {}
-            for rank, tag in wanted.items():
-                self._submit(rank, tag, made)
-        return made is not None
+            state = copy()
+        except Exception as error:  # the training goes on, and the replicas that ask are answered
+            state = None
+            _complain(f"this rank's state cannot be given: {type(error).__name__}: {line_of(error)}")
+        made = all(of_all_ranks(state is not None))
+        self._giving = self._thread.submit(self._give, state if made else None, takers)
+        return made
+
+    def _give(self, state: State | None, takers: Mapping[int, int]) -> None:
+        try:
+            self._send(state, takers)
+        except (RankLostError, ServiceFailedError):  # of the job, or its thread: the main thread learns of it
+            return
+        except Exception as error:
+            _complain(f"this rank's state cannot be given: {type(error).__name__}: {line_of(error)}")
+
+    def _send(self, state: State | None, takers: Mapping[int, int]) -> None:
+        sends = None
+        if self._transport is not None:
+            offer = b""
+            if state is not None:
+                described = Offer(state.step, state.facts, list(state.parts), len(state.rest))
+                offer = json.dumps(asdict(described)).encode()
+            for slot, tag in takers.items():
+                self._transport.offer(slot, tag, offer)
+            if state is None:
+                return
+            sends = self._sends = Sends(self._transport, takers)
+            if state.rest:
+                sent = sends(range(0), _bytes(state.rest), torch.empty(0))
+                while not sent.done:
+                    sent.poll()
+                    time.sleep(_LOOK_SECONDS)
+        for part in state.parts.values() if state is not None else ():
+            run(whole(part.movement, _GIVING, part.vector, None, sends))
 
     def ended(self) -> None:
-        """Give what is on disk from now on: the local steps are over, and there is no boundary between two."""
-        with self._lock:
-            self._done, self._copy = -1, None
-            wanted, self._wanted = self._wanted, {}
-        for rank, tag in wanted.items():
-            self._asked(rank, tag, chosen=True)
+        """Give nothing more: there is no further boundary between two steps. Replicas that wait are told so."""
+        if self._asks is not None:
+            self._asks.close()
 
     def close(self) -> None:
-        """Give nothing more; ranks that wait for the next boundary between two steps are told so."""
-        with self._lock:
-            self._closed, self._copy = True, None
-            wanted, self._wanted = self._wanted, {}
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for rank, tag in wanted.items():
-            with suppress(ServiceFailedError):  # then the connection is lost, which answers as well
-                self._transport.service.do(self._protocol.offer, rank, tag, b"", [])
-
-    def _asked(self, rank: int, tag: int, chosen: bool) -> None:
-        """Have an ASK answered; called by the thread of the service."""
-        with self._lock:
-            trains, fresh = self._done >= 0, time.monotonic() - self._copied < _FRESH_SECONDS
-            if self._closed:
-                self._protocol.offer(rank, tag, b"", [])
-            elif trains and not chosen:
-                self._protocol.offer(rank, tag, _describe(self._done), [])
-            elif trains and not fresh:
-                self._wanted[rank] = tag
-            else:
-                made = self._saved_step if not chosen else self._copy if trains else self._read
-                self._submit(rank, tag, made)
-
-    def _submit(self, rank: int, tag: int, made: Callable[[], Snapshot | None] | None) -> None:
-        """Have an ASK answered by the thread; needs the lock. One that asks for ever is answered now and then."""
-        if self._waiting[rank] < _MOST_WAITING:
-            self._waiting[rank] += 1
-            self._thread.submit(self._answer, rank, tag, made)
-
-    def _saved_step(self) -> Snapshot:
-        return Snapshot(_describe(self.saved.step() if self.saved else 0), [])
-
-    def _read(self) -> Snapshot | None:
-        return self.saved.read() if self.saved else None
-
-    def _answer(self, rank: int, tag: int, made: Callable[[], Snapshot | None] | None) -> None:
-        description, sends = b"", list[Send]()
-        with self._lock:
-            self._waiting[rank] -= 1
-        try:
-            snapshot = made() if made is not None else None
-            if snapshot is not None and len(snapshot.description) <= self._transport.chunk_bytes:
-                description = snapshot.description
-                sends = [_send_of(part, tag, self._transport.chunk_bytes) for part in snapshot.parts]
-        except Exception as error:  # the rank that asks is answered, whatever it is
-            self._complain(f"state cannot be given to rank {rank}: {type(error).__name__}: {line_of(error)}")
-        self._transport.service.do(self._protocol.offer, rank, tag, description, sends)
-
-    def _complain(self, line: str) -> None:
-        sys.stderr.write(f"rank {self._transport.rank}: {line}\n")
+        """Give nothing more, and end what is given."""
+        self.ended()
+        if self._sends is not None:
+            self._sends.slots.clear()
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     # To take
 
-    def steps(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int]:
-        """Ask all counterparts that are connected which step they can give; returns it by rank, if it is above 0.
+    def take_over(
+        self, keeper: Keeper, least: int, seconds: float, tell: Callable[[str], object]
+    ) -> Taken | None:
+        """Take the state of the replica that is furthest, else of the next one. A collective of the replica.
 
-        A counterpart that does not answer in time counts as one that has nothing; so do all where this job is to
-        stop.
+        A replica whose connection is lost meanwhile is asked once more, when it is there again.
+
+        Args:
+            least: local steps that a state must have.
+            seconds: for a replica that trains to come to the next boundary between two local steps.
+            tell: is called on the speaker with a line about each state that could not be taken.
+
+        Returns None where there is none to take.
         """
-        tag, deadline = next(self._tags), time.monotonic() + seconds
+        given_up, asked_again = set[int](), set[int]()
+        while True:
+            started, found, problem = time.monotonic(), None, None
+            if self._asks is not None:
+                found, problem = self._asks.choose(least, seconds, given_up)
+            slot, tag, offer = of_rank_0(found) or (-1, 0, None)
+            if offer is not None:
+                problem, size = self._take(keeper, slot, tag, offer)
+                if problem is None:
+                    return Taken(slot, offer.step, size, time.monotonic() - started)
+            if self._asks is not None and problem is not None:
+                if problem.may_pass and problem.slot not in asked_again:
+                    asked_again.add(problem.slot)
+                    self._asks.wait_for(problem.slot)
+                else:
+                    given_up.add(problem.slot)
+                    tell(f"the state of replica {problem.slot} was not taken over: {problem.why}")
+            if of_rank_0(problem) is None:
+                return None
+
+    def _take(self, keeper: Keeper, slot: int, tag: int, offer: Offer) -> tuple["NotTaken | None", int]:
+        """Return why a state could not be taken, alike on all ranks, and its bytes on this rank."""
+        parts, rest, why = dict[str, Part](), b"", ""
+        try:
+            parts = keeper.room(offer.facts, offer.vectors)
+        except ValueError as error:
+            why = line_of(error)
+        if whys := [text for text in of_all_ranks(why) if text]:
+            return NotTaken(slot, whys[0]), 0
+        receives, failure = None, None
+        if self._transport is not None:
+            receives = Receives(self._transport, slot, tag, _SILENCE_SECONDS, partial(_look, self._transport))
+            failure, rest = self._rest(receives, offer.rest)
+        for name in offer.vectors:
+            moving = whole(parts[name].movement, _TAKING, None, parts[name].vector, receives)
+            moving.failure = failure
+            run(moving)
+            failure = failure or moving.failure
+        lost = isinstance(failure, ConnectionError)
+        why, lost, rest = of_rank_0((line_of(failure) if failure else "", lost, rest))
+        if not why:
+            finite = all(bool(part.vector.isfinite().all()) for part in parts.values())
+            why = "" if all(of_all_ranks(finite)) else "its numbers are not finite"
+        if not why:
+            try:
+                keeper.use(State(offer.step, offer.facts, parts, rest))
+            except ValueError as error:
+                why = line_of(error)
+            why = next((text for text in of_all_ranks(why) if text), "")
+        size = sum(part.vector.nbytes for part in parts.values()) + len(rest)
+        return (NotTaken(slot, why, lost) if why else None), size
+
+    def _rest(self, receives: Receives, size: int) -> tuple[Exception | None, bytes]:
+        place = torch.zeros(size, dtype=torch.uint8)
+        if not size:
+            return None, b""
+        try:
+            received = receives(range(0), torch.empty(0), place)
+            while not received.done:
+                received.poll()
+                time.sleep(_LOOK_SECONDS)
+        except FAILURES as failure:
+            return failure, b""
+        return None, place.numpy().tobytes()
+
+
+class NotTaken(NamedTuple):
+    """Why the state of a slot was not taken, and whether it may be when it is asked again."""
+
+    slot: int
+    why: str
+    may_pass: bool = False
+
+
+class Asks:
+    """The questions for states, of this replica and to it; on the speaker.
+
+    Attributes:
+        done: local steps of this replica; 0: it has no state to give.
+        wanted: tags of the replicas that wait for the present state, by slot.
+    """
+
+    def __init__(self, transport: FederationTransport) -> None:
+        self.done = 0
+        self.wanted: dict[int, int] = {}
+        self._transport = transport
+        self._tags = count(HANDOVER_TAG)
+        self._lock = threading.Lock()  # for `wanted` and `_closed`
+        self._closed = False
+        transport.when_asked = self._asked
+
+    def take_wanted(self) -> dict[int, int]:
+        """Return which replicas wait, and note that they wait no more."""
+        with self._lock:
+            wanted, self.wanted = self.wanted, {}
+        return wanted
+
+    def close(self) -> None:
+        """Tell those that wait, and all that ask from now on, that there is nothing."""
+        with self._lock:
+            self._closed = True
+        for slot, tag in self.take_wanted().items():
+            with suppress(ServiceFailedError):  # then the connection is lost, which answers as well
+                self._transport.offer(slot, tag, b"")
+
+    def _asked(self, slot: int, tag: int, chosen: bool) -> None:
+        """Have an ASK answered; called by a thread of the transport."""
+        with self._lock:
+            waits = chosen and self.done > 0 and not self._closed
+            if waits:
+                self.wanted[slot] = tag
+        if not waits:
+            nothing = self._closed or chosen
+            self._transport.offer(slot, tag, b"" if nothing else json.dumps({"step": self.done}).encode())
+
+    def choose(
+        self, least: int, seconds: float, given_up: Collection[int]
+    ) -> tuple[tuple[int, int, Offer] | None, NotTaken | None]:
+        """Ask the replica that is furthest for its state; return slot, tag and offer, or why there is none."""
+        slot = furthest(
+            self.steps(), self._transport.place.replica, self._transport.place.replicas, least, given_up
+        )
+        if slot is None:
+            return None, None
+        try:
+            tag, offer = self.ask(slot, seconds)
+        except (OSError, ValueError) as error:
+            return None, NotTaken(slot, line_of(error), isinstance(error, ConnectionError))
+        if offer.step < least:
+            why = f"it is at local step {offer.step} by now, as it was started anew"
+            return None, NotTaken(slot, why)
+        return (slot, tag, offer), None
+
+    def steps(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int]:
+        """Ask all replicas that are connected which step they can give; return it by slot, if it is above 0.
+
+        A replica that does not answer in time counts as one that has nothing; so do all where this job is to stop.
+        """
+        transport, tag, deadline = self._transport, next(self._tags), time.monotonic() + seconds
         asked: set[int] = set()
         while time.monotonic() < deadline:
-            present = set(self._transport.present())
-            for rank in present - asked:
-                self._transport.service.do(self._protocol.ask, rank, tag)
+            present = set(transport.present())
+            for slot in present - asked:
+                transport.ask(slot, tag)
             asked |= present
-            if all(self._offered(rank, tag) is not None for rank in present):
+            if all(self._offered(slot, tag) is not None for slot in present):
                 break
-            if self._transport.partners.stopped():
+            if transport.partners.stopped():
                 return {}
             time.sleep(_LOOK_SECONDS)
-        steps = {rank: _step_in(self._offered(rank, tag) or b"") for rank in asked}
-        return {rank: step for rank, step in steps.items() if step > 0}
+        steps = {slot: _step_in(self._offered(slot, tag) or b"") for slot in asked}
+        return {slot: step for slot, step in steps.items() if step > 0}
 
-    def ask(self, rank: int, seconds: float) -> tuple[int, bytes]:
-        """Ask a counterpart for its state; return a tag for `take`, and the description.
+    def ask(self, slot: int, seconds: float) -> tuple[int, Offer]:
+        """Ask a replica for its state; return the tag of what follows, and the offer.
 
-        Raises RankLostError when it is lost or has none to give, ExchangeTimeoutError after so many seconds.
+        Raises RankLostError when it is lost, ExchangeTimeoutError after so many seconds, and ValueError for
+        anything but an offer.
         """
-        tag, deadline = next(self._tags), time.monotonic() + seconds
-        self._transport.service.do(self._protocol.ask, rank, tag, True)
-        while (description := self._offered(rank, tag)) is None:
-            if rank not in self._transport.present():
-                raise RankLostError(rank, "has gone")
-            if self._transport.partners.stopped():
-                raise RankLostError(rank, "is not waited for: this job was asked to stop")
+        transport, tag, deadline = self._transport, next(self._tags), time.monotonic() + seconds
+        transport.ask(slot, tag, chosen=True)
+        while (description := self._offered(slot, tag)) is None:
+            if slot not in transport.present():
+                raise RankLostError(slot, "has gone")
+            _look(transport)
             if time.monotonic() > deadline:
-                raise ExchangeTimeoutError(rank, tag, seconds)
+                raise ExchangeTimeoutError(slot, tag, seconds)
             time.sleep(_LOOK_SECONDS)
         if not description:
-            raise RankLostError(rank, "has no state to give")
-        return tag, description
+            raise ValueError("it has no state to give")
+        try:
+            offer = _OFFERS.validate_json(description)
+        except (ValidationError, RecursionError):
+            raise ValueError("its description is not that of a state") from None
+        if not (0 < len(offer.vectors) <= _MOST_VECTORS and 0 <= offer.rest <= _MOST_REST):
+            raise ValueError(f"its state has {len(offer.vectors)} vectors and {offer.rest} further bytes")
+        return tag, offer
 
-    def take(self, rank: int, tag: int, buffers: Sequence[Tensor]) -> None:
-        """Fill the buffers, uint8 and as long as the parts, with what a counterpart has offered under the tag.
-
-        Raises RankLostError when it is lost, ExchangeTimeoutError when nothing has come for a minute.
-        """
-        flight = self._transport.post([], [Message(rank, buffer) for buffer in buffers], tag)
-        came = time.monotonic()
-        while not flight.done():
-            if flight.arrived():
-                came = time.monotonic()
-            elif time.monotonic() - came > _SILENCE_SECONDS:
-                raise ExchangeTimeoutError(rank, tag, _SILENCE_SECONDS)
-            else:
-                time.sleep(_LOOK_SECONDS)
-
-    def wait_for(self, rank: int) -> None:
-        """Wait until a counterpart is connected, ten seconds at most, or this job is to stop."""
+    def wait_for(self, slot: int) -> None:
+        """Wait until a replica is connected, ten seconds at most, or this job is to stop."""
         deadline, transport = time.monotonic() + _ANSWER_SECONDS, self._transport
-        while rank not in transport.present() and time.monotonic() < deadline:
+        while slot not in transport.present() and time.monotonic() < deadline:
             if transport.partners.stopped():
                 return
             time.sleep(_LOOK_SECONDS)
 
-    def _offered(self, rank: int, tag: int) -> bytes | None:
-        """Return the description that a counterpart has sent under this tag; None: no answer yet."""
-        offer = self._protocol.counterparts[rank].offer
-        return offer[1] if offer is not None and offer[0] == tag else None
+    def _offered(self, slot: int, tag: int) -> bytes | None:
+        """Return the description that a replica has sent under this tag; None: no answer yet."""
+        offered = self._transport.offered(slot)
+        return offered[1] if offered is not None and offered[0] == tag else None
 
 
-def _once(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
-    """Return a function that makes a snapshot when it is first called; used by one thread."""
-    made: list[Snapshot] = []
+def furthest(
+    steps: Mapping[int, int], own: int, slots: int, least: int, given_up: Collection[int] = ()
+) -> int | None:
+    """Return the slot that can give the latest step; of several, the next one after this job's. None: no slot.
 
-    def make_once() -> Snapshot:
-        if not made:
-            made.append(make())
-        return made[0]
+    Args:
+        steps: that each slot can give.
+        own: slot of this job.
+        least: the first step that is worth taking.
+        given_up: slots not to be asked again.
+    """
+    found = [slot for slot, step in steps.items() if step >= least and slot not in given_up]
+    return min(found, key=lambda slot: (-steps[slot], (slot - own) % slots), default=None)
 
-    return make_once
 
-
-def _describe(step: int) -> bytes:
-    return json.dumps({"step": step}).encode()
+def _look(transport: FederationTransport) -> None:
+    """Raise RankLostError where this job was asked to stop."""
+    if transport.partners.stopped():
+        raise RankLostError(transport.rank, "waits no more: this job was asked to stop")
 
 
 def _step_in(description: bytes) -> int:
@@ -264,8 +426,9 @@ def _step_in(description: bytes) -> int:
     return step if type(step) is int else 0
 
 
-def _send_of(part: np.ndarray, tag: int, chunk_bytes: int) -> Send:
-    def chunks() -> Iterator[np.ndarray]:
-        return (part[start : start + chunk_bytes] for start in range(0, max(1, len(part)), chunk_bytes))
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    return Send(tag, len(part), DTYPE_CODES[torch.uint8], chunks, lambda failure: None)
+
+def _complain(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,15 +12,11 @@ from torch import Tensor
 
 from megatron_noloco.federation.counterpart import AT_ITS_END, FINAL, LEFT, Seen, is_at_end, is_far_behind
 from megatron_noloco.federation.network import FederationTransport
-from megatron_noloco.job.activity import now
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
-NOT_NOW = 2**62  # later than any local step
-AT_END = -1  # the vote that another waits at its end, at a local step that only its caller's loop knows
-_LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
 _MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
 
@@ -35,7 +31,7 @@ class NotFiniteError(RuntimeError):
 
 @dataclass
 class _Awaited:
-    """Another rank, as one at its end sees it.
+    """Another replica, as one at its end sees it.
 
     Attributes:
         seen: of it, now.
@@ -84,6 +80,48 @@ class AtEnd(NamedTuple):
     left_out: dict[int, str]
 
 
+class AtItsEnd:
+    """Waits for the others at the end of this replica.
+
+    A replica that trains is waited for until `seconds` after the last exchange that it began, and one whose
+    connection is lost meanwhile until `seconds` after that, however often it comes and goes.
+
+    Args:
+        own: last exchange of this replica.
+        left_out: returns why slots that have come are not in the mean, from the last exchange of each.
+    """
+
+    def __init__(
+        self,
+        transport: FederationTransport,
+        own: int,
+        seconds: float,
+        left_out: Callable[[Mapping[int, int]], dict[int, str]],
+    ) -> None:
+        self._transport, self._own, self._seconds, self._why_not = transport, own, seconds, left_out
+        self._awaited = dict[int, _Awaited]()
+
+    def look(self) -> AtEnd | None:
+        """Look at the others; return who forms the mean, or None where others are still waited for."""
+        at = time.monotonic()
+        for slot, seen in self._transport.seen().items():
+            if slot not in self._awaited:
+                self._awaited[slot] = _Awaited(seen, seen.begun, at if seen.present else -math.inf)
+            self._awaited[slot].look(seen, at)
+        since = at - self._seconds
+        if any(
+            other.since > since and not other.at_end and other.seen.begun < FINAL
+            for other in self._awaited.values()
+        ):
+            return None
+        own = self._transport.place.replica
+        came = {own: self._own} | {slot: other.last for slot, other in self._awaited.items() if other.at_end}
+        why = {
+            slot: other.why_away(self._seconds) for slot, other in self._awaited.items() if slot not in came
+        }
+        return AtEnd(tuple(sorted(came)), why | self._why_not(came))
+
+
 class KeepingUp:
     """Decides which local step comes next, so that a replica exchanges with the others when they do.
 
@@ -98,6 +136,8 @@ class KeepingUp:
       rounds pull them towards the others.
 
     Local steps, learning rate and samples go by the number of the step. Samples of steps left out are not read.
+
+    The speaker of the replica has it, for all ranks.
 
     Attributes:
         local_steps: k.
@@ -132,42 +172,15 @@ class KeepingUp:
         """Return the local steps that a state must have to be taken over after `done` of one's own."""
         return done + self._rounds_behind * self.local_steps + 1
 
-    def due(self, step: int) -> int:
-        """Return the local steps before the exchange that half of the others have begun, as this rank sees it.
-
-        `NOT_NOW` where there are no others, or this is no local step at which a replica looks at them; `AT_END`
-        where this replica has fresh weights, and must not train on.
-        """
-        if step % self._look_interval:
-            return NOT_NOW
-        numbers = self._transport.begun().values()
-        if self._steps is None and self._untrained and any(map(is_at_end, numbers)):
-            return AT_END
-        # Where the end is may be known to the caller's loop only.
-        end = AT_ITS_END if self._steps is None else LEFT
-        begun = [number for number in numbers if 0 <= number < end]
-        if not begun:
-            return NOT_NOW
-        at = divmod(statistics.median_low(begun), self._fragments)
-        due = due_after(*at, self.local_steps, self._fragments)
-        return due if self._steps is None else min(due, self._steps)
-
-    def next_step(self, step: int, due: int) -> int | None:
+    def next_step(self, step: int) -> int | None:
         """Return the local step (from 0) to take in place of `step`; None: take over a state before the next one.
-
-        Args:
-            due: the smallest of all ranks of the replica.
 
         Raises UntrainedError if this replica began with fresh weights and the others have trained for long, or one
         of them is at its end.
         """
-        if due == NOT_NOW:
+        due = self._due_now(step)
+        if due is None:
             return step
-        if due == AT_END:
-            raise UntrainedError(
-                "another replica waits at its end, and this one begins with fresh weights, which would spoil the "
-                "model of all; start it again from a checkpoint, or not at all"
-            )
         left_out = due - 1 - step
         if self._untrained and left_out >= _TRAINED_ROUNDS * self.local_steps:
             raise UntrainedError(
@@ -183,45 +196,48 @@ class KeepingUp:
         self._announce(step + left_out)
         return step + left_out
 
-    def members_at_end(self, done: int, stopped: Callable[[], bool] = lambda: False) -> AtEnd | None:
-        """Announce the end of this replica, and wait for that of the others. A collective of the replica.
+    def _due_now(self, step: int) -> int | None:
+        """Return the local steps before the exchange that half of the others have begun.
 
-        One that trains is waited for until `deadline_seconds` after the last exchange that it began, and one whose
-        connection is lost meanwhile until `deadline_seconds` after that, however often it comes and goes.
-
-        Returns None where it was `stopped`.
-
-        Args:
-            done: local steps of this replica.
+        None where there are no others, or this is no local step at which a replica looks at them. Raises
+        UntrainedError where another replica waits at its end, at a local step that only its caller's loop knows.
         """
+        if step % self._look_interval:
+            return None
+        numbers = self._transport.begun().values()
+        if self._steps is None and self._untrained and any(map(is_at_end, numbers)):
+            raise UntrainedError(
+                "another replica waits at its end, and this one begins with fresh weights, which would spoil the "
+                "model of all; start it again from a checkpoint, or not at all"
+            )
+        # Where the end is may be known to the caller's loop only.
+        end = AT_ITS_END if self._steps is None else LEFT
+        begun = [number for number in numbers if 0 <= number < end]
+        if not begun:
+            return None
+        at = divmod(statistics.median_low(begun), self._fragments)
+        due = due_after(*at, self.local_steps, self._fragments)
+        return due if self._steps is None else min(due, self._steps)
+
+    def at_end(self, done: int) -> "AtItsEnd":
+        """Announce the end of this replica, after `done` local steps, and look at the others from then on."""
         own = self._last_exchange(done)
         self.partners.leave_out(AT_ITS_END + 1 + own)
-        found, place = self._wait_at_end(stopped), self._transport.place
-        awaited = found or {}
-        left_out = self._left_out({place.rank: own}, awaited)
-        others = [slot for slot in range(place.replicas) if slot != place.replica]
-        came = [rank in awaited and awaited[rank].at_end for rank in map(place.rank_of, others)]
-        goes_on, counts, *votes = self.partners.agree([found is not None, place.rank not in left_out, *came])
-        if not goes_on:
-            return None
-        members = {slot for slot, vote in zip(others, votes, strict=True) if vote}
-        why = {rank // place.ranks_per_replica: text for rank, text in left_out.items()}
-        if not counts:
-            why.setdefault(place.replica, "is far behind as another of its ranks sees it")
-        return AtEnd(tuple(sorted({place.replica, *members})), why)
+        return AtItsEnd(self._transport, own, self._longest_seconds, self._left_out)
 
-    def _left_out(self, own: dict[int, int], awaited: dict[int, _Awaited]) -> dict[int, str]:
-        """Return why ranks are not in the mean: those that have not come, or ended far behind the furthest."""
-        came = own | {rank: one.last for rank, one in awaited.items() if one.at_end}
-        why = {rank: one.why_away(self._longest_seconds) for rank, one in awaited.items() if rank not in came}
-        furthest = max(came.values())
-        for rank, last in came.items():
-            if is_far_behind(last, furthest, self._behind):
-                why[rank] = (
-                    f"ended at local step {self._due(last)}, more than federation.rounds_behind "
-                    f"({self._rounds_behind}) rounds before the furthest at {self._due(furthest)}"
-                )
-        return why
+    def _left_out(self, last: Mapping[int, int]) -> dict[int, str]:
+        """Return why slots are not in the mean that have come: those that ended far behind the furthest.
+
+        Args:
+            last: the last exchange of each slot.
+        """
+        furthest = max(last.values())
+        return {
+            slot: f"ended at local step {self._due(exchange)}, more than federation.rounds_behind "
+            f"({self._rounds_behind}) rounds before the furthest at {self._due(furthest)}"
+            for slot, exchange in last.items()
+            if is_far_behind(exchange, furthest, self._behind)
+        }
 
     def _due(self, exchange: int) -> int:
         """Return the local steps before an exchange; 0 for -1."""
@@ -229,27 +245,9 @@ class KeepingUp:
             return 0
         return due_after(*divmod(exchange, self._fragments), self.local_steps, self._fragments)
 
-    def _wait_at_end(self, stopped: Callable[[], bool]) -> dict[int, _Awaited] | None:
-        """Return what is known of the other ranks when this one goes on; None where it was stopped."""
-        awaited = dict[int, _Awaited]()
-        now.part("waiting for the other replicas at the end")
-        while not stopped():
-            at = time.monotonic()
-            for rank, seen in self._transport.seen().items():
-                if rank not in awaited:
-                    awaited[rank] = _Awaited(seen, seen.begun, at if seen.present else -math.inf)
-                awaited[rank].look(seen, at)
-            left = at - self._longest_seconds
-            if not any(
-                one.since > left and not one.at_end and one.seen.begun < FINAL for one in awaited.values()
-            ):
-                return awaited
-            time.sleep(_LOOK_SECONDS)
-        return None
-
-    def is_at_its_end(self, rank: int) -> bool:
-        """Whether a rank averages at its end, or will as soon as its connection stands again."""
-        return is_at_end(self._transport.seen()[rank].begun)
+    def is_at_its_end(self, slot: int) -> bool:
+        """Whether a slot averages at its end, or will as soon as its connection stands again."""
+        return is_at_end(self._transport.seen()[slot].begun)
 
     def leave(self) -> None:
         """Announce that this replica is at its end and waits for none."""
@@ -273,7 +271,7 @@ class Health:
     Args:
         weights: of this rank.
         local_steps, fragments: k and F.
-        agree: see `FederationPartners.agree`.
+        agree: see `job.agreement.voting`.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,32 +11,27 @@ import torch.distributed as dist
 
 from megatron_noloco.federation.commit import Replica, committing
 from megatron_noloco.federation.counterpart import FINAL
-from megatron_noloco.federation.handover import Handover, Snapshot
-from megatron_noloco.federation.keeping_up import Health, KeepingUp
+from megatron_noloco.federation.handover import Handover, Keeper, Taken
+from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, Health, KeepingUp, UntrainedError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import digests_of, run_number
 from megatron_noloco.federation.movement import Held, movement_of
-from megatron_noloco.federation.network import (
-    FederationTransport,
-    Network,
-    Patience,
-)
+from megatron_noloco.federation.network import FederationTransport, Network, Patience
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.service import ServiceFailedError
-from megatron_noloco.federation.tree_mean import TreeMean
-from megatron_noloco.job.agreement import of_all_ranks, voting
+from megatron_noloco.federation.tree_mean import Tree, TreeMean
+from megatron_noloco.job.activity import now
+from megatron_noloco.job.agreement import Vote, of_rank_0, voting
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer import (
-    ExchangeReport,
-    OuterOptimizer,
-    Weights,
-)
+from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Weights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
 FIRST_SECONDS = 5.0  # for another job, which may have a state to give
 TOGETHER_SECONDS = 30.0  # for others that are started again with this job
 _FAREWELL_SECONDS = 0.5  # for the others to read it: what arrives with the end of a connection may be lost
+_LOOK_SECONDS = 0.05
+_NEWS_SECONDS = 5.0  # after which the other ranks hear of a speaker that waits
 
 
 class Boundary(NamedTuple):
@@ -46,29 +40,50 @@ class Boundary(NamedTuple):
     Attributes:
         step: the next local step, from 0.
         gave: whether the state was given to another job.
-        took: whether that of another was taken over; else the steps before `step` were left out, if any.
+        took: whose state was taken over; None: the steps before `step` were left out, if any.
     """
 
     step: int
     gave: bool
-    took: bool = False
+    took: Taken | None = None
 
 
-@dataclass(frozen=True)
 class Membership:
-    """The part of a rank in a federation.
+    """The part of a job in a federation, as one of its ranks has it.
+
+    The job is one replica. Its first rank speaks for all: it alone is connected to other replicas, sees them and
+    decides, and the other ranks are told.
+
+    Args:
+        transport: of the speaker; None on the other ranks.
+        place: of the replica among the others.
+        steps: see `join_federation`.
+        agree: how all ranks of the job vote.
 
     Attributes:
-        transport: to the counterparts in the other jobs.
-        keeping_up: which local step comes next.
-        handover: gives this rank's state to others, and takes theirs.
+        keeping_up: of the speaker: which local step comes next.
+        handover: gives the state of this replica to others, and takes theirs.
+        keeper: what copies this job's state, and uses another; to be set before the first local step.
+        say: called on the speaker with lines for the log.
     """
 
-    transport: FederationTransport
-    keeping_up: KeepingUp
-    handover: Handover
-    noloco: NolocoSettings
-    federation: FederationSettings
+    def __init__(
+        self,
+        transport: FederationTransport | None,
+        place: Place,
+        noloco: NolocoSettings,
+        federation: FederationSettings,
+        steps: int | None = None,
+        agree: Vote = list,
+    ) -> None:
+        self.transport, self.place = transport, place
+        self.noloco, self.federation = noloco, federation
+        self.keeping_up = None if transport is None else KeepingUp(transport, noloco, federation, steps)
+        self.handover = Handover(transport)
+        self.keeper: Keeper
+        self.say: Callable[[str], object] = lambda line: None
+        self._agree = agree
+        self._replica: Replica
 
     def replica(self, weights: Weights, seed: int, held: Held | None = None) -> Replica:
         """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`.
@@ -79,40 +94,76 @@ class Membership:
             weights, held: see `movement_of`.
         """
         movement = movement_of(weights, self.noloco.fragments, held)
-        return committing(movement, self.transport.partners, self.transport.place, self.noloco, seed)
+        partners = None if self.transport is None else self.transport.partners
+        self._replica = committing(movement, partners, self.place, self.noloco, seed)
+        return self._replica
 
     def health(self, weights: Weights) -> Health:
         """Return what ends this replica where its weights are no longer finite."""
-        noloco, agree = self.noloco, self.transport.partners.agree
-        return Health(weights, noloco.local_steps, noloco.fragments, agree)
+        return Health(weights, self.noloco.local_steps, self.noloco.fragments, self._agree)
 
-    def between_steps(
-        self, done: int, copy: Callable[[], Callable[[], Snapshot]], take_over: Callable[[int], int | None]
-    ) -> "Boundary":
+    # All methods from here on are collectives of the replica.
+
+    def wait_for_start(self, done: int) -> bool:
+        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to end.
+
+        A job that finds others past their first round waits for no more. A job that continues from a checkpoint
+        waits for half a minute at most, in which others that are started again with it may come.
+
+        Args:
+            done: local steps of the checkpoint; 0: there is none.
+        """
+        came = True
+        self.handover.trains_from(done)
+        if self.transport is not None:
+            self.transport.wait_for(1, FIRST_SECONDS)
+            seconds = self.noloco.deadline_seconds
+            if done:
+                seconds = min(seconds, TOGETHER_SECONDS)
+            came = self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
+        return of_rank_0(came or done > 0)
+
+    def announce(self, done: int) -> None:
+        """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
+        if self.keeping_up is not None:
+            self.keeping_up.start(done)
+
+    def begin(self, done: int, takes: bool) -> Boundary:
+        """Announce that this replica trains on after `done` local steps.
+
+        With `takes`, it takes the state of the replica that is furthest before, where that is more than
+        `rounds_behind` rounds ahead, and trains on from there.
+        """
+        taken = self._take_over(done) if takes else None
+        if taken is not None:
+            done = taken.step
+        self.announce(done)
+        return Boundary(done, False, taken)
+
+    def between_steps(self, done: int) -> Boundary:
         """Return what happened between two local steps, and which one comes next.
 
-        Call it between two local steps. A collective of the replica; raises as `KeepingUp.next_step` does.
+        Raises as `KeepingUp.next_step` does.
 
         Args:
             done: local steps so far.
-            copy: see `Handover.give`.
-            take_over: is called where this replica was away for long, with the fewest local steps of a state that
-                is worth taking; takes one over, and returns its local steps, or None where there is none to take.
         """
-        votes = [not self.handover.wanted(done), self.keeping_up.due(done)]
-        not_wanted, due = self.transport.partners.agree(votes)
-        gave = not not_wanted and self.handover.give(copy)
-        step = self.keeping_up.next_step(done, due)
+        told = of_rank_0(self._look(done))
+        assert told is not None
+        wanted, step, problem = told
+        if problem:
+            raise UntrainedError(problem)
+        gave = wanted and self.handover.give(partial(self.keeper.copy, done))
         if step is not None:
             return Boundary(step, gave)
-        taken = take_over(self.keeping_up.least_to_take(done))
+        taken = self._take_over(done)
         if taken is None:  # it is tried again; nobody exchanges with this replica until then
             return Boundary(done, gave)
-        self.keeping_up.start(taken)
-        return Boundary(taken, gave, took=True)
+        self.announce(taken.step)
+        return Boundary(taken.step, gave, taken)
 
     def average(self, outer: OuterOptimizer, done: int) -> list[ExchangeReport]:
-        """Make all replicas that come to their end equal to their mean; see `TreeMean`. A collective.
+        """Make all replicas that come to their end equal to their mean; see `TreeMean`.
 
         A replica that ended more than `rounds_behind` rounds before the furthest gets the mean, and is not in it.
         Averages nothing, and returns no reports, where this job is asked to stop meanwhile.
@@ -120,38 +171,68 @@ class Membership:
         Args:
             done: local steps of this replica.
         """
+        end = self._wait_at_end(done)
         self.handover.ended()
-        end = self.keeping_up.members_at_end(done, self.transport.partners.stopped)
         if end is None:
             return []
-        at_end, seconds = self.keeping_up.is_at_its_end, self.noloco.deadline_seconds
-        mean = TreeMean(self.transport, seconds, at_end, end.left_out)
+        tree = None
+        if self.transport is not None and self.keeping_up is not None:
+            seconds = self.noloco.deadline_seconds
+            tree = Tree(self.transport, seconds, self.keeping_up.is_at_its_end, end.left_out)
+        mean = TreeMean(self._replica, tree)
         reports = outer.settle(mean, [end.group], FINAL)
         return [] if mean.stopped else reports
 
     def leave(self) -> None:
-        """Disconnect, so that no replica waits for this one."""
-        with suppress(ServiceFailedError):  # then the connections are lost, which tells the others
-            self.keeping_up.leave()
+        """Disconnect, so that no replica waits for this one. The ranks need not call it together."""
+        if self.keeping_up is not None:
+            with suppress(ServiceFailedError):  # then the connections are lost, which tells the others
+                self.keeping_up.leave()
         self.handover.close()
-        with suppress(ServiceFailedError):
-            if self.transport.present():
-                time.sleep(_FAREWELL_SECONDS)
-        self.transport.close()
+        if self.transport is not None:
+            with suppress(ServiceFailedError):
+                if self.transport.present():
+                    time.sleep(_FAREWELL_SECONDS)
+            self.transport.close()
 
-    def wait_for_start(self, continues: bool) -> bool:
-        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to
-        stop. A collective.
+    def _take_over(self, done: int) -> Taken | None:
+        least = done + self.federation.rounds_behind * self.noloco.local_steps + 1
+        with now.doing("taking over the state of another replica"):
+            return self.handover.take_over(self.keeper, least, self.noloco.deadline_seconds, self.say)
 
-        A job that finds others past their first round waits for no more. A job that continues from a checkpoint
-        waits for half a minute at most, in which others that are started again with it may come.
-        """
-        self.transport.wait_for(1, FIRST_SECONDS)
-        seconds = self.noloco.deadline_seconds
-        if continues:
-            seconds = min(seconds, TOGETHER_SECONDS)
-        came = self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
-        return self.transport.partners.agree([came or continues]) == [True]
+    def _look(self, done: int) -> tuple[bool, int | None, str] | None:
+        """Return what the speaker decides: whether to give, the next step, and why it cannot go on."""
+        if self.keeping_up is None:
+            return None
+        wanted = self.handover.wanted(done)
+        try:
+            return wanted, self.keeping_up.next_step(done), ""
+        except UntrainedError as error:
+            return wanted, done, str(error)
+
+    def _wait_at_end(self, done: int) -> AtEnd | None:
+        """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
+        waiting = None if self.keeping_up is None else self.keeping_up.at_end(done)
+        now.part("waiting for the other replicas at the end")
+        while True:
+            told = of_rank_0(None if waiting is None else self._look_at_end(waiting, done))
+            assert told is not None
+            goes_on, wanted, end = told
+            if wanted:
+                self.handover.give(partial(self.keeper.copy, done))
+            if not goes_on or end is not None:
+                return end
+
+    def _look_at_end(self, waiting: AtItsEnd, done: int) -> tuple[bool, bool, AtEnd | None]:
+        """Wait for news; return whether to go on, whether a state is wanted, and who forms the mean."""
+        assert self.transport is not None
+        until = time.monotonic() + _NEWS_SECONDS
+        while not self.transport.partners.stopped():
+            wanted, end = self.handover.wanted(done), waiting.look()
+            if wanted or end is not None or time.monotonic() > until:
+                return True, wanted, end
+            time.sleep(_LOOK_SECONDS)
+        return False, False, None
 
 
 def join_federation(
@@ -162,11 +243,11 @@ def join_federation(
     steps: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Membership:
-    """Connect this rank to its counterparts in the other jobs. A collective of the job, which is one replica.
+    """Connect this job, which is one replica, to the other jobs. A collective of the job.
 
     Args:
         federation, noloco: without `settings.federation_problems`.
-        place: of this rank; its replica is the job's slot.
+        place: of the replica: the job's slot, and their number.
         alike: what all jobs must have alike besides the settings, such as the model; anything that JSON can hold.
         steps: local steps of the whole training, the last of which is never left out; None: not known.
         stopped: see `FederationTransport`.
@@ -174,21 +255,21 @@ def join_federation(
     Raises ValueError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
     address cannot be announced.
     """
-    network = network_of(federation, noloco, alike)
-    patience = Patience(
-        federation.shortest_deadline_seconds,
-        noloco.deadline_seconds,
-        federation.rounds_behind * noloco.fragments,
-    )
-    if not dist.is_initialized():
-        transport = FederationTransport(place, network, patience, stopped=stopped)
-    else:
-        transport = FederationTransport(place, network, patience, voting(), stopped)
-        addresses = of_all_ranks((place.rank, transport.address))
-        # Others that find one rank learn from it where all ranks of its replica are.
-        transport.service.learn(dict(addresses))
-    keeping_up, handover = KeepingUp(transport, noloco, federation, steps), Handover(transport)
-    return Membership(transport, keeping_up, handover, noloco, federation)
+    transport, problem = None, None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            patience = Patience(
+                federation.shortest_deadline_seconds,
+                noloco.deadline_seconds,
+                federation.rounds_behind * noloco.fragments,
+            )
+            network = network_of(federation, noloco, alike)
+            transport = FederationTransport(place, network, patience, stopped=stopped)
+        except (ValueError, OSError) as error:
+            problem = error
+    if (found := of_rank_0(problem)) is not None:
+        raise found
+    return Membership(transport, place, noloco, federation, steps, voting())
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Mapping[str, Any]) -> Network:

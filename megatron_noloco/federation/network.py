@@ -29,7 +29,6 @@ from megatron_noloco.federation.rendezvous import (
 )
 from megatron_noloco.federation.service import Service, ServiceFailedError
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import Vote
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, ReportedTransfers, check_messages, cut
 from megatron_noloco.transport.interface import Arrival, Flight, Message, RankLostError
@@ -126,11 +125,10 @@ class FederationPartners:
     the exchange or has another partner in it, or is too many exchanges behind.
     """
 
-    def __init__(self, service: Service, patience: Patience, agree: Vote = list) -> None:
+    def __init__(self, service: Service, patience: Patience) -> None:
         self._service = service
         self._protocol = service.protocol
         self._patience = patience
-        self._agree = agree
         self._waits: deque[float] = deque(maxlen=_REMEMBERED)
         self._avoided: dict[int, tuple[int, int, str]] = {}  # epoch of its process, until which exchange, why
 
@@ -201,10 +199,6 @@ class FederationPartners:
         """Tell the others that this rank skips the exchanges up to this one; those under way go on."""
         self._service.do(self._protocol.leave_out, number)
 
-    def agree(self, votes: Sequence[int]) -> list[int]:
-        """Return the smallest vote of all ranks of this replica, place by place. A collective of the replica."""
-        return self._agree(votes)
-
 
 class FederationTransport:
     """Sends messages between a rank and its counterparts in other jobs.
@@ -215,7 +209,6 @@ class FederationTransport:
 
     Args:
         place: of this rank; its replica is the slot.
-        agree: how the ranks of this replica vote, see `job.agreement.voting`; by default it has one rank.
         stopped: returns whether this job was asked to stop, as far as this rank knows; from several threads.
 
     Attributes:
@@ -233,7 +226,6 @@ class FederationTransport:
         place: Place,
         network: Network,
         patience: Patience,
-        agree: Vote = list,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.place = place
@@ -248,7 +240,7 @@ class FederationTransport:
         listen = None if network.listen is None else listen_at(network.listen, at)
         self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
         self._protocol = self.service.protocol
-        self.partners = FederationPartners(self.service, patience, agree)
+        self.partners = FederationPartners(self.service, patience)
         self._protocol.stopped = stopped
         try:
             self.address = self._announce(network, at, member.epoch)
@@ -291,6 +283,29 @@ class FederationTransport:
             send = Send.of(tag, message, self.chunk_bytes, partial(_report_send, sent, arrival))
             self.service.do(self._protocol.send, message.rank, send)
         return Flight(received, sent)
+
+    # Handovers, see `state`
+
+    def ask(self, slot: int, tag: int, chosen: bool = False) -> None:
+        """Ask a connected counterpart which state it can give, or, if it is chosen, to give it."""
+        self.service.do(self._protocol.ask, slot, tag, chosen)
+
+    def offer(self, slot: int, tag: int, description: bytes) -> None:
+        """Answer what a counterpart has asked under a tag; b"": there is nothing to give."""
+        self.service.do(self._protocol.offer, slot, tag, description, [])
+
+    def offered(self, slot: int) -> tuple[int, bytes] | None:
+        """Return tag and description of the last answer of a counterpart."""
+        return self._protocol.counterparts[slot].offer
+
+    @property
+    def when_asked(self) -> Callable[[int, int, bool], None]:
+        """Called with slot, tag and `chosen` of each question, by another thread; answers with `offer`."""
+        return self._protocol.when_asked
+
+    @when_asked.setter
+    def when_asked(self, answer: Callable[[int, int, bool], None]) -> None:
+        self._protocol.when_asked = answer
 
     def present(self) -> list[int]:
         """Return the counterparts that are connected, in ascending order."""

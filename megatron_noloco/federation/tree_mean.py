@@ -1,8 +1,8 @@
-"""The mean over the replicas of a federation that come to their end, over a tree of pairs of ranks.
+"""The mean over the replicas of a federation that come to their end, over a tree of pairs of replicas.
 
 The parent of a slot is the slot without the lowest of its binary digits that are 1; where that one is not there,
 the parent's parent, and so on. Sums go up the tree, and the mean of the root comes down. So all get the same bits,
-a slot that is missing changes the way of its own children only, and where all slots are taken no rank exchanges
+a slot that is missing changes the way of its own children only, and where all slots are taken no replica exchanges
 with more than log2(slots) others. Where a child is lost its sum is left out. A slot that has lost its parent
 becomes the root of a tree of its own. With each sum and the mean goes a list of the replicas in it.
 
@@ -11,22 +11,27 @@ Slots that no other can connect to are leaves: they are not connected to each ot
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.commit import Guard, PoisonedError
+from megatron_noloco.federation.commit import Guard, PoisonedError, Replica
+from megatron_noloco.federation.movement import FAILURES, Receives, Sends, run, whole
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.job.activity import now
+from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, tag_of
 from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import MOST_SLOTS
-from megatron_noloco.transport.interface import Message
+from megatron_noloco.transport.interface import Flight, Message
 
 _LOOK_SECONDS = 0.02
+_PASSES = 1 << 21  # the tag inside the replica, beyond those of exchanges and states
 
 
 def parent_of(slot: int, members: Set[int], hidden: Set[int] = frozenset()) -> int | None:
@@ -48,35 +53,51 @@ def parent_of(slot: int, members: Set[int], hidden: Set[int] = frozenset()) -> i
     return None if slot == root else root
 
 
+@dataclass(frozen=True)
+class Tree:
+    """The part of the speaker in a mean.
+
+    Attributes:
+        deadline_seconds: for a child; for the parent as many times more as the tree may have levels.
+        may_come: whether a slot that is waited for may still do its part; one that has lost its connection is
+            waited for, too, as long as this is so.
+        left_out: why slots are not in the mean, by slot. Members among them get the mean, and add nothing to it.
+    """
+
+    transport: FederationTransport
+    deadline_seconds: float
+    may_come: Callable[[int], bool]
+    left_out: Mapping[int, str] = field(default_factory=dict)
+
+    def around(self, members: Group) -> tuple[list[int], int | None]:
+        """Return the children of this slot, and its parent."""
+        partners, own = self.transport.partners, self.transport.place.replica
+        hidden = {slot for slot in members if not partners.reachable(slot)}
+        # A hidden slot knows of the others what its parent does, which is the only one that it needs.
+        known = set(members)
+        parents = {slot: parent_of(slot, known, hidden) for slot in known}
+        return [slot for slot in members if parents[slot] == own], parents[own]
+
+
 class TreeMean:
     """An exchange that yields the mean over the members of a group, in fp32. Holds two vectors.
 
-    All ranks of a replica leave out the same sums.
+    A collective of the replica: its speaker sends and receives (`movement`), each rank adds what it has.
 
     Args:
-        deadline_seconds: for a child; for the parent as many times more as the tree may have levels.
-        may_come: whether a rank that is waited for may still do its part; one that has lost its connection is
-            waited for, too, as long as this is so.
-        left_out: why slots are not in the mean, by slot. Members among them get the mean, and add nothing to it.
+        replica: this one.
+        tree: of the speaker; None on the other ranks.
 
     Attributes:
         report: `group` has the replicas in the mean, `missed` names others, and why they are not. The deviation is
-            that of this replica from the mean.
+            that of this rank's part from the mean.
         stopped: whether there is no mean, since this job is to stop.
     """
 
     rounding = None
 
-    def __init__(
-        self,
-        transport: FederationTransport,
-        deadline_seconds: float,
-        may_come: Callable[[int], bool],
-        left_out: Mapping[int, str] | None = None,
-    ) -> None:
-        self._transport, self._place = transport, transport.place
-        self._deadline_seconds, self._may_come = deadline_seconds, may_come
-        self._left_out = left_out or {}
+    def __init__(self, replica: Replica, tree: Tree | None) -> None:
+        self._replica, self._tree = replica, tree
         self._vector, self._what, self._tag, self.stopped = torch.empty(0), "", 0, False
         self.report = ExchangeReport(())
 
@@ -89,96 +110,193 @@ class TreeMean:
         return iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
-        """Yield the mean, whole; the own vector where this job is to stop. A collective of the replica.
-
-        Raises nothing where others are lost.
-        """
-        members, own, partners = self.report.group, self._place.replica, self._transport.partners
-        reachable = partners.agree([partners.reachable(self._place.rank_of(slot)) for slot in members])
-        hidden = {slot for slot, vote in zip(members, reachable, strict=True) if not vote}
-        parents = {slot: parent_of(slot, {*members}, hidden) for slot in members}
-        children, parent = [slot for slot in members if parents[slot] == own], parents[own]
-        total, included = self._vector.clone(), torch.zeros(MOST_SLOTS, dtype=torch.uint8)
-        if own in self._left_out:
+        """Yield the mean, in one piece. Where nothing else has come it is the vector itself."""
+        own, tree = self._replica.place.replica, self._tree
+        children, parent, seconds, left_out = self._tell(
+            None
+            if tree is None
+            else (*tree.around(self.report.group), tree.deadline_seconds, dict(tree.left_out))
+        )
+        total, included = self._vector.clone(), {own} - left_out.keys()
+        if not included:
             total.zero_()
-        else:
-            included[own] = 1
-        memory = torch.empty_like(total), torch.empty_like(included)
+        memory = torch.zeros_like(total)
         for child in children:
-            came = self._move(child, (), memory, self._deadline_seconds)
-            if self._agreed(came and (not memory[1].any() or self._is_sound(memory[0] / memory[1].sum()))):
-                total += memory[0]
-                included |= memory[1]
-            else:  # a late chunk still arrives where the last one was
-                memory = torch.empty_like(total), torch.empty_like(included)
-        came = False
+            came = self._pass(child, None, memory, seconds)
+            if came is None:
+                memory = torch.zeros_like(total)
+            elif not came or self._is_sound(memory / len(came)):
+                total += memory
+                included |= came
+        came = None
         if parent is not None:
-            levels = 1 + math.log2(self._place.replicas)  # each of which may wait for its own children
-            came = self._move(parent, (total, included), memory, levels * self._deadline_seconds)
-            came = self._agreed(came and bool(memory[1].any()) and self._is_sound(memory[0]))
-        if came:
-            total, included = memory
-        elif included.any():  # in new memory: the parent may still ask for the sum
-            total = total / included.sum()
-        self.stopped = not self._agreed(came or not partners.stopped())
-        if self.stopped or not included.any():  # a part of the sums may be missing; or this replica is alone
-            total, included = self._vector.clone(), torch.zeros_like(included)
-            included[own] = 1
+            levels = 1 + math.log2(
+                self._replica.place.replicas
+            )  # each of which may wait for its own children
+            came = self._pass(parent, total, memory, levels * seconds, included)
+        if came and self._is_sound(memory):
+            total, included = memory, came
+        elif included:
+            came, total = None, total / len(included)  # in new memory: the parent may still ask for the sum
+        self.stopped = self._tell(tree is not None and came is None and tree.transport.partners.stopped())
+        if self.stopped or not included:  # a part of the sums may be missing; or this replica is alone
+            total, included = self._vector.clone(), {own}
         if not self.stopped:
             for child in children:
-                self._move(child, (total, included), (), self._deadline_seconds)
-        self._end(total, included)
+                self._pass(child, total, None, seconds, included)
+        for start, stop in self._replica.movement.padding:
+            total[start:stop] = self._vector[start:stop]
+        self._end(total, included, left_out)
         yield MeanPiece(0, len(total), total)
 
-    def _end(self, mean: Tensor, included: Tensor) -> None:
+    def _end(self, mean: Tensor, included: Set[int], left_out: Mapping[int, str]) -> None:
         """Complete the report."""
         report = self.report
-        why = {**dict.fromkeys(report.group, "was lost, or is not finite"), **self._left_out}
+        why = {**dict.fromkeys(report.group, "was lost, or is not finite"), **left_out}
         report.missed = "; ".join(
             f"without replica {slot}, which {text}"
             for slot, text in sorted(why.items())
-            if not included[slot]
+            if slot not in included
         )
-        report.group = tuple(included.nonzero().flatten().tolist())
+        report.group = tuple(sorted(included))
         report.seconds = time.perf_counter() - report.started
         report.compared_elements = len(mean)
         report.squared_deviation = float((mean - self._vector).square().sum())
 
-    def _agreed(self, vote: bool) -> bool:
-        return self._transport.partners.agree([vote]) == [1]
+    def _tell(self, value: Any) -> Any:
+        return self._replica.tell(value)
 
     def _is_sound(self, mean: Tensor) -> bool:
-        """Whether another's mean is as near to this replica's weights as those of a first exchange must be."""
-        squared_distance = float((mean - self._vector).square().sum())
+        """Return whether another's mean is as near to this replica's weights as those of a first exchange must be.
+
+        A collective of the replica.
+        """
+        own = float((mean - self._vector).square().sum()), float(self._vector.square().sum())
+        squared_distance, squared_norm = (sum(parts) for parts in zip(*of_all_ranks(own), strict=True))
         try:
-            norm = float(self._vector.norm())
-            Guard().check(norm, ExchangeReport((), squared_deviation=squared_distance / 2))
-        except PoisonedError:
+            report = ExchangeReport((), squared_deviation=squared_distance / 2)
+            Guard().check(math.sqrt(squared_norm), report)
+        except (PoisonedError, ValueError):
             return False
         return math.isfinite(squared_distance)
 
-    def _move(self, slot: int, sends: Sequence[Tensor], receives: Sequence[Tensor], seconds: float) -> bool:
-        """Send to a slot, and receive its answer; return whether all came. A lost connection begins it anew."""
-        rank, until = self._place.rank_of(slot), time.monotonic() + seconds
-        now.part(f"waiting for rank {rank} (replica {slot}) in {self._what}")
-        messages = [[Message(rank, part) for part in parts] for parts in (sends, receives)]
-        awaited = None
+    def _pass(
+        self,
+        slot: int,
+        gives: Tensor | None,
+        gets: Tensor | None,
+        seconds: float,
+        included: Set[int] = frozenset(),
+    ) -> set[int] | None:
+        """Send a vector to a slot, or receive one, or first send and then receive; all ranks do the same.
+
+        A list of the replicas in a vector goes before it. A lost connection begins it all anew. A slot that has
+        sent its vector takes the answer, whether or not it has seen that its own arrived.
+
+        Returns the replicas in the vector that came, or in the one sent; None where not all came, and `gets` must
+        not be used again: late messages may arrive there.
+        """
+        link = None if self._tree is None else _Link(self._tree, slot, self._tag, seconds)
         while True:
-            # Before the look: a rank that has sent everything goes on at once.
-            goes_on = time.monotonic() < until and not self._transport.partners.stopped()
-            may_come = goes_on and self._may_come(rank)
+            now.part(f"waiting for replica {slot} in {self._what}")
+            passes = None
+            if link is not None:
+                passes = link.wait(included if gives is not None else None, gets is not None)
+            found = self._tell(passes)
+            if found is None:
+                return None
+            takes, listed = found
+            if takes and self._moved(link, gives, None) and gets is None:
+                return set(included)
+            if not takes and self._moved(link, None, gets):
+                return set(listed)
+
+    def _moved(self, link: "_Link | None", gives: Tensor | None, gets: Tensor | None) -> bool:
+        """Pass a vector; return whether all of it has come, or arrived."""
+        work = None if link is None else link.work(gives is not None)
+        moving = whole(self._replica.movement, _PASSES, gives, gets, work)
+        run(moving)
+        came = link is not None and moving.failure is None
+        if isinstance(work, Sends):
+            self.report.bytes_sent += work.bytes
+            came = came and bool(work.slots)
+        if link is not None:
+            link.passed(came, gives is not None)
+        return bool(self._tell(came))
+
+
+class _Link:
+    """What the speaker does with one other slot."""
+
+    def __init__(self, tree: Tree, slot: int, tag: int, seconds: float) -> None:
+        self._tree, self._slot, self._tag = tree, slot, tag
+        self._until = time.monotonic() + seconds
+        self._has_ours = False  # the vector, as we know, over a connection that has not been lost since
+        self._sent: Flight | None = None
+        self._came: Flight | None = None
+        self._list = torch.zeros(0)
+
+    def wait(self, ours: Set[int] | None, receives: bool) -> tuple[bool, list[int]] | None:
+        """Wait until the other slot takes a list of replicas, or its own has come; None: neither happens any more.
+
+        Args:
+            ours: the list that is sent, unless the other slot has our vector; None: there is none.
+            receives: whether a list of the other slot is awaited.
+
+        Returns whether it takes ours, and else its list.
+        """
+        while True:
+            # Before the look: a slot that has sent everything goes on at once.
+            may_come = self._may_come()
             try:
-                if awaited is None and may_come:
-                    awaited = self._transport.post(messages[0], [], self._tag)
-                    if receives:  # whoever answers has what was sent
-                        awaited = self._transport.post([], messages[1], self._tag)
-                if awaited is not None:
-                    awaited.arrived()
-                    if awaited.done():
-                        self.report.bytes_sent += sum(part.nbytes for part in sends)
-                        return True
-            except ConnectionError:
-                awaited = None
+                if may_come:
+                    self._post(ours, receives)
+                if self._came is not None and _over(self._came):
+                    self._came = None
+                    return False, self._list.nonzero().flatten().tolist()
+                if self._sent is not None and _over(self._sent):
+                    self._sent = None
+                    return True, []
+            except FAILURES:
+                self._begin_anew()
             if not may_come:
-                return False
+                return None
             time.sleep(_LOOK_SECONDS)
+
+    def work(self, sends: bool) -> Sends | Receives:
+        """Return what deals with the slabs of a vector."""
+        if sends:
+            return Sends(self._tree.transport, {self._slot: self._tag})
+        seconds = max(1.0, self._until - time.monotonic())
+        return Receives(self._tree.transport, self._slot, self._tag, seconds)
+
+    def passed(self, whole: bool, sent: bool) -> None:
+        """Note whether a vector has passed."""
+        if not whole:
+            self._begin_anew()
+        elif sent:
+            self._has_ours = True
+
+    def _may_come(self) -> bool:
+        stopped = self._tree.transport.partners.stopped()
+        return time.monotonic() < self._until and not stopped and self._tree.may_come(self._slot)
+
+    def _begin_anew(self) -> None:
+        self._sent = self._came = None
+        self._has_ours = False
+
+    def _post(self, ours: Set[int] | None, receives: bool) -> None:
+        """Post what is not under way."""
+        post = self._tree.transport.post
+        if ours is not None and not self._has_ours and self._sent is None:
+            listed = torch.zeros(MOST_SLOTS, dtype=torch.uint8)
+            listed[list(ours)] = 1
+            self._sent = post([Message(self._slot, listed)], [], self._tag)
+        if receives and self._came is None:
+            self._list = torch.zeros(MOST_SLOTS, dtype=torch.uint8)  # a late one goes where the last one was
+            self._came = post([], [Message(self._slot, self._list)], self._tag)
+
+
+def _over(flight: Flight) -> bool:
+    flight.arrived()
+    return flight.done()

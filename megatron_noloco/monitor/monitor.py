@@ -204,6 +204,12 @@ class Monitor:
                 f" continuing at iteration {step + 1} with the other replicas | left out: {done + 1} to {step} |"
             )
 
+    def took(self, done: int, step: int, line: str) -> None:
+        """Record that a state after `step` local steps was taken over; `line` says of whom."""
+        own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
+        self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
+        self.say(f" {line}{own} |")
+
     def gave(self, done: int, pause_seconds: float) -> None:
         """Note that the state was copied for a replica that starts, or was away for long."""
         self.say(f" state after iteration {done} given to another replica | pause: {pause_seconds:.2f} s |")

@@ -49,11 +49,11 @@ class Contacts:
     is opened once; a round does not depend on it.
 
     Args:
-        transport: that of the exchanges; nothing is done where it does not `connects_lazily`.
+        transport: that of the exchanges; nothing is done where there is none, or it does not `connects_lazily`.
         place: of this rank.
     """
 
-    def __init__(self, transport: Transport, place: Place) -> None:
+    def __init__(self, transport: Transport | None, place: Place) -> None:
         self._transport = transport
         self._place = place
         self._opened: set[int] = set()
@@ -65,7 +65,7 @@ class Contacts:
 
         Of two ranks the lower one sends: if both opened a connection, one of the two would be refused.
         """
-        if not self._transport.connects_lazily:
+        if self._transport is None or not self._transport.connects_lazily:
             return
         me = self._place.rank
         new = {self._place.rank_of(member) for member in group} - {me} - self._opened

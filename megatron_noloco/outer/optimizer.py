@@ -45,7 +45,7 @@ class OuterOptimizer:
     Args:
         weights: the fast weights, read and overwritten in each round. Their present values become the first slow
             weights.
-        transport: carries the exchanges.
+        transport: carries the exchanges; None on a rank of a replica `apart` that does not speak.
         place: of this rank.
         settings: the same on all ranks.
         seed: of the groups; the same on all ranks.
@@ -65,7 +65,7 @@ class OuterOptimizer:
     def __init__(
         self,
         weights: Weights,
-        transport: Transport,
+        transport: Transport | None,
         place: Place,
         settings: NolocoSettings,
         seed: int = 0,
@@ -190,6 +190,7 @@ class OuterOptimizer:
         """Make the weights of all replicas of a job their mean to rounding, after `done` steps; see `settle`."""
         place = self.place
         groups = averaging_cycle(place.replica, place.replicas, self.grouping.seed)
+        assert self.transport is not None
         exchange = Exchange(self.transport, place, Channel.FINAL, self.settings.deadline_seconds)
         return self.settle(exchange, groups, done * len(groups))
 
@@ -325,6 +326,7 @@ class OuterOptimizer:
 
     def _exchange(self, channel: int, stretch: int) -> Exchange:
         transport, place, settings = self.transport, self.place, self.settings
+        assert transport is not None
         if settings.payload_bits is None:
             return Exchange(transport, place, channel, settings.deadline_seconds, stretch)
         coding = Coding(settings.payload_bits, stretch)

@@ -30,6 +30,7 @@ from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.joined import Joined, checkpoint_settings
 from megatron_noloco.training.outputs import build_monitor
 from megatron_noloco.training.prepare import Prepared
+from megatron_noloco.training.replica_state import ReplicaState
 from megatron_noloco.training.rounds import OverlapChoice, build_final_average, build_outer
 from megatron_noloco.training.run import Run, Schedule
 
@@ -47,8 +48,13 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     engine = ReplicaEngine(stage, groups, config.deepspeed, record)
     apart = None
     if membership is not None:
+        place = membership.place
         apart = membership.replica(engine.weights, config.training.seed, engine.held())
     outer = build_outer(config, engine.weights, transport, place, apart)
+    if membership is not None and apart is not None:
+        optimizer, seed = config.deepspeed["optimizer"]["type"], config.training.seed
+        membership.keeper = ReplicaState(engine, outer, apart.movement, optimizer, seed, monitor.say)
+        membership.say = monitor.say
     engine.pipeline.between_microbatches = outer.progress
     checkpointer = Checkpointer(
         checkpoint_settings(config, topology, tokenizer=prepared.tokenizer), engine, outer, plan
@@ -59,12 +65,13 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)
-    losses, weights = (
-        Exchange(transport, place, channel, config.noloco.deadline_seconds)
-        for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
-    )
-    averages = config.evaluation.mean_model and membership is None
-    means = partial(mean_model, outer, weights) if averages else None
+    losses, means = None, None
+    if membership is None and transport is not None:
+        losses, weights = (
+            Exchange(transport, place, channel, config.noloco.deadline_seconds)
+            for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
+        )
+        means = partial(mean_model, outer, weights) if config.evaluation.mean_model else None
     evaluator = Evaluator(engine, routing, prepared.validation, losses, means)
     evaluator.stops_before = joined.stopping.before_part
     return Run(
@@ -81,6 +88,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         overlap=_overlap(config, outer, start),
         membership=membership,
         health=membership.health(engine.weights) if membership else None,
+        takes_over=config.checkpoint.load == "auto",
     )
 
 

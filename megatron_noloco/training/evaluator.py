@@ -34,7 +34,7 @@ class Evaluator:
 
     Args:
         sources: the validation microbatches of each dataset.
-        losses: carries the losses of the replicas of this job.
+        losses: carries the losses of the replicas of this job; None where it has one.
         mean_model: puts the mean model in place, see `outer.mean_model`; None: no weights are exchanged.
 
     Attributes:
@@ -46,7 +46,7 @@ class Evaluator:
         engine: ReplicaEngine,
         routing: Routing,
         sources: list[ValidationSource],
-        losses: Exchange,
+        losses: Exchange | None,
         mean_model: Callable[[int], AbstractContextManager[ExchangeReport]] | None,
     ) -> None:
         self.engine = engine
@@ -80,7 +80,7 @@ class Evaluator:
         if self.alone:
             return self._evaluation([own_losses], own_losses, math.nan)
         self._begin_part()
-        by_replica = [own_losses] if self.replicas == 1 else self._exchanged(own_losses, done)
+        by_replica = [own_losses] if self.losses is None else self._exchanged(self.losses, own_losses, done)
         if self.mean_model is None:
             return self._evaluation(by_replica, [math.nan] * len(own_losses), math.nan)
         with self.mean_model(done) as report:
@@ -107,7 +107,7 @@ class Evaluator:
             datasets if len(datasets) > 1 else [],
         )
 
-    def _exchanged(self, own_losses: list[float], done: int) -> list[list[float]]:
+    def _exchanged(self, exchange: Exchange, own_losses: list[float], done: int) -> list[list[float]]:
         """Return the losses of all replicas, by replica and dataset.
 
         An exchange takes a mean, so each replica fills in its own row of a table, times the number of replicas.
@@ -119,7 +119,7 @@ class Evaluator:
         table[self.engine.groups.position.replica] = marked * self.replicas
         everyone = tuple(range(self.replicas))
         own, mean = table.flatten(), torch.empty(table.numel())
-        table = group_mean(self.losses, own, everyone, done, "an evaluation", out=mean).view_as(table)
+        table = group_mean(exchange, own, everyone, done, "an evaluation", out=mean).view_as(table)
         return table[:, 0].where(table[:, 1] < 0.5, math.nan).tolist()
 
     def _losses(self) -> list[float]:

@@ -30,10 +30,9 @@ from megatron_noloco.job.join import (
 from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.settings import shared
-from megatron_noloco.training.checkpoint_takeover import SavedState, take_over_checkpoint
 from megatron_noloco.training.prepare import Prepared, first_weights
 from megatron_noloco.transport.interface import Transport
 
@@ -42,14 +41,14 @@ class Joined(NamedTuple):
     """What joining gives a rank.
 
     Attributes:
-        transport: for exchanges between replicas.
+        transport: for exchanges between replicas; None on ranks of a federation that do not speak.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
         stopping: whether this job is to stop.
         training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
-    transport: Transport
+    transport: Transport | None
     start: Start
     membership: Membership | None
     stopping: Stopping
@@ -83,31 +82,21 @@ def join_job(prepared: Prepared) -> Joined:
     # From here on no signal ends this process at once: what follows must look.
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
     stopping = Stopping(limit_minutes, output_dir, old_stop_request)
+    transport: Transport | None = None
     if topology.slots:
-        steps, place = config.training.train_iters, topology.place(dist.get_rank())
+        steps, place = config.training.train_iters, Place(topology.slot, topology.slots)
         digest = of_rank_0(first_weights(config, prepared.architecture) if dist.get_rank() == 0 else None)
         alike = prepared.alike | {"pretrained weights": digest}
         membership = join_federation(
             config.federation, config.noloco, place, alike, steps, stopping.is_requested
         )
-        transport: Transport = membership.transport
-        if not membership.wait_for_start(continues=start.folder is not None):
+        if not membership.wait_for_start(start.step):
             notes.append("started, though fewer replicas than federation.start_with are there")
-        margin = config.federation.rounds_behind * config.noloco.local_steps
-        membership.handover.saved = SavedState(settings.folder, topology.position(dist.get_rank()))
-        start = take_over_checkpoint(
-            membership.handover,
-            settings,
-            topology,
-            prepared.architecture,
-            start,
-            margin,
-            config.noloco.deadline_seconds,
-        )
         if any(of_all_ranks(stopping.is_requested())):
             membership.leave()
             stopping.close(start.step)
             raise StoppedAtStartError(stopping.reason)
+        transport = membership.transport
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)

@@ -149,7 +149,8 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield from describe(prepared.config, prepared.topology, prepared.architecture)
     yield f"data: {prepared.datasets.summary}"
-    yield f"started by {prepared.world.launcher}; exchanges over {joined.transport.name}"
+    name = "federation" if joined.transport is None else joined.transport.name
+    yield f"started by {prepared.world.launcher}; exchanges over {name}"
     yield from joined.start.notes
     samples = len(prepared.datasets.train)
     before = int(joined.start.counters.get(_SAMPLES, samples))

@@ -129,7 +129,6 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
         "training.seed": config.training.seed,
         "training.train_iters": config.training.train_iters,
         "model": config.model.model_dump() | asdict(architecture),
-        "parallel": config.parallel.model_dump(exclude={"replicas"}),
         "tokenizer": tokenizer.digest,
         "data.split_special_tokens": tokenizer.splits_special_tokens,
         "data.prepend_bos": tokenizer.before_document,

@@ -33,7 +33,7 @@ _SUBJECT = "overlap/overlap_steps"
 def build_outer(
     config: RunConfig,
     weights: Weights,
-    transport: Transport,
+    transport: Transport | None,
     place: Place,
     apart: Apart | None = None,
 ) -> Rounds:

@@ -2,23 +2,19 @@
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.handover import Snapshot
 from megatron_noloco.federation.keeping_up import Health
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, Rounds
-from megatron_noloco.training.checkpoint_takeover import take_over_between_steps
 from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.rounds import FinalAverage, OverlapChoice
 
@@ -69,6 +65,7 @@ class Run:
     overlap: OverlapChoice | None = None  # where the run itself chooses overlap_steps
     membership: Membership | None = None  # of a federation
     health: Health | None = None  # in a federation
+    takes_over: bool = False  # at the beginning, the state of a replica that is far ahead
 
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
@@ -105,7 +102,10 @@ class Run:
         """Run local steps; return how many are done since the beginning, and whether the run was asked to stop."""
         before = done = self.start_step
         if self.membership is not None:
-            self.membership.keeping_up.start(done)
+            took = self.membership.begin(done, self.takes_over).took
+            if took is not None:
+                self.monitor.took(done, took.step, str(took))
+                before = done = took.step
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
                 with now.doing(f"saving after local step {done}, at which it was asked to stop"):
@@ -171,33 +171,16 @@ class Run:
         if self.membership is None:
             return done
         started = time.perf_counter()
-        step, gave, took = self.membership.between_steps(done, lambda: self._copy(done), self._take_over)
+        step, gave, took = self.membership.between_steps(done)
         if gave:
             self.monitor.gave(done, time.perf_counter() - started)
-        if step > done:
-            if not took:
-                self.engine.skip(step - done)
-            notable = step - done >= self.membership.keeping_up.local_steps
+        if took is not None:
+            self.monitor.took(done, took.step, str(took))
+        elif step > done:
+            self.engine.skip(step - done)
+            notable = step - done >= self.membership.noloco.local_steps
             self.monitor.skipped(done, step, notable)
         return step
-
-    def _take_over(self, least: int) -> int | None:
-        """Go on with the state of another replica; return its local steps, or None where there is none to take."""
-        assert self.membership is not None
-        with now.doing("taking over the state of another replica"):
-            seconds = self.membership.noloco.deadline_seconds
-            return take_over_between_steps(
-                self.membership.handover, self.checkpointer, least, seconds, self.monitor.say
-            )
-
-    def _copy(self, done: int) -> Callable[[], Snapshot]:
-        made = self.checkpointer.copy(done, self.monitor.metrics.counters)
-
-        def snapshot() -> Snapshot:
-            manifest, parts = made()
-            return Snapshot(manifest.text().encode(), [np.frombuffer(part, np.uint8) for part in parts])
-
-        return snapshot
 
     def _round(self, done: int, step_seconds: float) -> None:
         """Run or merge the round that is due, if any, and choose the overlap where the run does."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_noloco.attach.adapter import Stateful
 from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.grouping import Grouping
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
 
@@ -109,19 +109,21 @@ def by_way_of_a_handover(
     Args:
         step: takes the local step of this number, and returns the weights.
     """
-    place = Place(0, 2)
-    outer: Any = SimpleNamespace(
-        weights=weights, place=place, state=lambda wait: {"slow_weights": weights.read()}
-    )
+    outer: Any = SimpleNamespace(weights=weights, state=lambda wait: {"slow_weights": weights.read()})
+    movement = alone(weights.length)
     for number in range(3):
         step(number)
-    snapshots = [JobState(outer, given, ()).copy(3)() for given in (inner_state([optimizer]), None)]
+    keepers = [JobState(outer, movement, given, ()) for given in (inner_state([optimizer]), None)]
+    states = [keeper.copy(3) for keeper in keepers]
     found = [step(3)]
-    for snapshot in snapshots:
+    for state in states:
         step(4)
-        loader = JobState(outer, inner_state([optimizer]), ())
-        offer = loader.check(0, snapshot.description)
-        loader.take(offer, lambda buffers, parts=snapshot.parts: buffers[0].copy_(torch.tensor(parts[0])))
-        loader.settle(offer, whole=True)
+        taker = JobState(outer, movement, inner_state([optimizer]), ())
+        parts = taker.room(state.facts, state.parts)
+        for name, part in state.parts.items():
+            parts[name].vector.copy_(part.vector)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the inner state begins anew
+            taker.use(state._replace(parts=parts))
         found.append(step(3))
     return found

@@ -68,7 +68,10 @@ DOORS = {
     "deepspeed": (f"{PACKAGE}/engine/",),
     "megatron": (f"{PACKAGE}/model/", f"{PACKAGE}/pipeline/"),
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/preflight/pair.py"),
-    "pydantic": (f"{PACKAGE}/config/", SETTINGS, FIELDS),
+    "pydantic": (
+        *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
+        *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what other machines send
+    ),
     "zmq": (f"{PACKAGE}/federation/",),
     "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),
 }

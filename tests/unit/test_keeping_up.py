@@ -31,7 +31,7 @@ class Others:
     def __init__(self, begun: list[int]) -> None:
         self.numbers = begun
         self.left_out: list[int] = []
-        self.partners = SimpleNamespace(leave_out=self.left_out.append, agree=list)
+        self.partners = SimpleNamespace(leave_out=self.left_out.append)
 
     def begun(self) -> dict[int, int]:
         return dict(enumerate(self.numbers))
@@ -44,11 +44,6 @@ def keeping_up(
     noloco = NolocoSettings(local_steps=10, fragments=fragments, deadline_seconds=1.0)
     federation = FederationSettings(rounds_behind=2, skip_local_steps=adapts)
     return KeepingUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
-
-
-def next_step(own: KeepingUp, step: int) -> int | None:
-    """Of a replica of one rank; None: it takes over a state."""
-    return own.next_step(step, own.due(step))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,7 @@ def next_step(own: KeepingUp, step: int) -> int | None:
 def test_a_replica_that_is_rounds_behind_half_of_the_others_takes_over_a_state(
     begun: list[int], step: int, expected: int | None
 ) -> None:
-    assert next_step(keeping_up(begun)[0], step) == expected
+    assert keeping_up(begun)[0].next_step(step) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,18 +88,18 @@ def test_a_replica_that_is_rounds_behind_half_of_the_others_takes_over_a_state(
 def test_a_slow_replica_leaves_out_steps_of_the_phase(
     begun: list[int], step: int, expected: int | None
 ) -> None:
-    assert next_step(keeping_up(begun, adapts=True)[0], step) == expected
+    assert keeping_up(begun, adapts=True)[0].next_step(step) == expected
 
 
 def test_without_a_known_end_no_step_is_the_last() -> None:
-    assert next_step(keeping_up([50, 50], adapts=True, steps=None)[0], 492) == 509
+    assert keeping_up([50, 50], adapts=True, steps=None)[0].next_step(492) == 509
 
 
 def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
-    assert next_step(keeping_up([4 * 3 - 1], fragments=4)[0], 10) == 10
-    assert next_step(keeping_up([4 * 3], fragments=4)[0], 10) is None
-    assert next_step(keeping_up([4 * 2 + 1], fragments=4, adapts=True)[0], 20) == 24
-    assert next_step(keeping_up([4 * 2], fragments=4, adapts=True)[0], 21) == 21
+    assert keeping_up([4 * 3 - 1], fragments=4)[0].next_step(10) == 10
+    assert keeping_up([4 * 3], fragments=4)[0].next_step(10) is None
+    assert keeping_up([4 * 2 + 1], fragments=4, adapts=True)[0].next_step(20) == 24
+    assert keeping_up([4 * 2], fragments=4, adapts=True)[0].next_step(21) == 21
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -130,7 +125,7 @@ def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragment
 
     def goes_on(ahead: int, behind: int) -> bool:
         others: Any = Others([last_exchange(ahead)])
-        return next_step(KeepingUp(others, noloco, federation), behind) != behind
+        return KeepingUp(others, noloco, federation).next_step(behind) != behind
 
     for lag in range(6 * k + 1):
         moments = [(ahead, ahead - lag) for ahead in range(50 * k, 51 * k)]
@@ -145,33 +140,33 @@ def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: in
     own.start(done)
     assert others.left_out == [left_out]
     others.numbers = [7]
-    assert next_step(own, 60) == 79
+    assert own.next_step(60) == 79
     assert others.left_out == [left_out, 6], "it takes part in exchange 7"
     others.numbers = [90]
-    assert next_step(own, 60) is None
+    assert own.next_step(60) is None
     assert others.left_out == [left_out, 6], "nobody is to exchange with it before it has a state"
 
 
 def test_replicas_at_their_end_are_at_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is not known, they are not followed. Those that have left are not there."""
     own, _ = keeping_up([module.AT_ITS_END] * 2 + [3], adapts=True)
-    assert next_step(own, 80) == 94
+    assert own.next_step(80) == 94
     own, _ = keeping_up([module.LEFT] * 2 + [7], adapts=True)
-    assert next_step(own, 60) == 79
+    assert own.next_step(60) == 79
     own, _ = keeping_up([module.AT_ITS_END] * 2 + [7], adapts=True, steps=None)
-    assert next_step(own, 60) == 79
+    assert own.next_step(60) == 79
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up([])
     own.start(0)
-    assert next_step(own, 10) == 10, "there are no others"
+    assert own.next_step(10) == 10, "there are no others"
     others.numbers = [7]
     with pytest.raises(UntrainedError, match="begins with fresh weights"):
-        next_step(own, 20)
+        own.next_step(20)
     others.numbers = [4]
-    assert next_step(own, 20) is None, "they have trained little, and it takes over what they have"
+    assert own.next_step(20) is None, "they have trained little, and it takes over what they have"
 
 
 def test_new_weights_do_not_join_one_that_waits_at_its_end() -> None:
@@ -179,13 +174,13 @@ def test_new_weights_do_not_join_one_that_waits_at_its_end() -> None:
     own, others = keeping_up([module.AT_ITS_END, 0], steps=None)
     own.start(0)
     with pytest.raises(UntrainedError, match="another replica waits at its end"):
-        next_step(own, 10)
+        own.next_step(10)
     others.numbers = [module.LEFT]
-    assert next_step(own, 10) == 10
+    assert own.next_step(10) == 10
     others.numbers = [0]
-    assert next_step(own, 20) == 20, "from here on it has trained as long as another"
+    assert own.next_step(20) == 20, "from here on it has trained as long as another"
     others.numbers = [module.AT_ITS_END]
-    assert next_step(own, 30) == 30
+    assert own.next_step(30) == 30
 
 
 @pytest.mark.parametrize("start", [0, 10])
@@ -194,9 +189,9 @@ def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pyt
     monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up([0])
     own.start(start)
-    assert next_step(own, 10) == 10
+    assert own.next_step(10) == 10
     others.numbers = [7]
-    assert next_step(own, 20) is None
+    assert own.next_step(20) is None
 
 
 class AtTheEnd(Others):
@@ -213,20 +208,17 @@ class AtTheEnd(Others):
         heard = float("inf") if present else float("-inf")
         return {1: Seen(1, exchange, heard=heard, connected=present)}
 
-    def sleep(self, seconds: float) -> None:
-        self.at += 1
-        assert self.at < 1000
-
 
 def end_with(looks: list[tuple[int, bool]], deadline_seconds: float) -> tuple[float, tuple[int, ...]]:
     """Return for how many looks, one a second, rank 0 waits at its end, and with whom it averages."""
     there = AtTheEnd(looks)
     noloco = NolocoSettings(local_steps=10, deadline_seconds=deadline_seconds)
     own = KeepingUp(there, noloco, FederationSettings(slots=2), 95)  # type: ignore[arg-type]
-    clock = SimpleNamespace(monotonic=lambda: there.at, sleep=there.sleep)
-    with patch.object(module, "time", clock):
-        end = own.members_at_end(30)
-    assert end is not None
+    with patch.object(module, "time", SimpleNamespace(monotonic=lambda: there.at)):
+        waiting = own.at_end(30)
+        while (end := waiting.look()) is None:
+            there.at += 1
+            assert there.at < 1000
     return there.at, end.group
 
 

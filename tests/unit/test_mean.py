@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_noloco.federation.commit import committing
 from megatron_noloco.federation.keeping_up import AT_ITS_END, FINAL, AtEnd, KeepingUp
+from megatron_noloco.federation.movement import SLAB, alone
 from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.tree_mean import TreeMean, parent_of
+from megatron_noloco.federation.tree_mean import Tree, TreeMean, parent_of
 from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
@@ -59,11 +61,22 @@ def final(
 ) -> tuple[Tensor, ExchangeReport]:
     own, left_out = keeping_up(rank), dict[int, str]()
     if members is None:
-        end = own.members_at_end(done)
-        assert end is not None
-        members, left_out = end
-    mean = TreeMean(rank, SECONDS, own.is_at_its_end, left_out)
+        members, left_out = wait_at_end(own, done)
+    mean = tree_mean(Tree(rank, SECONDS, own.is_at_its_end, left_out), len(vector))
     return averaged(mean, vector, members, FINAL)
+
+
+def wait_at_end(own: KeepingUp, done: int = 10) -> AtEnd:
+    waiting = own.at_end(done)
+    while (end := waiting.look()) is None:
+        time.sleep(0.01)
+    return end
+
+
+def tree_mean(tree: Tree, length: int, slab: int = SLAB) -> TreeMean:
+    """Of a replica of one rank."""
+    movement = alone(length, slab=slab)
+    return TreeMean(committing(movement, None, tree.transport.place, NolocoSettings()), tree)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -131,7 +144,7 @@ def test_one_that_ended_far_behind_gets_the_mean_and_is_not_in_it(
 
 def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) -> None:
     with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
-        members = pool.submit(keeping_up(ranks[0], seconds=2.0).members_at_end, 10)
+        members = pool.submit(wait_at_end, keeping_up(ranks[0], seconds=2.0))
         ranks[1].partners.leave_out(ENDED)
         for number in range(4):  # longer than the deadline
             ranks[2].partners.begin(number, None)
@@ -139,12 +152,6 @@ def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) 
             with pytest.raises(TimeoutError):
                 members.exception(timeout=0.6)
         assert members.result(SECONDS) == AtEnd((0, 1), {2: "began no round for 2 s"})
-
-
-def test_one_that_was_asked_to_stop_waits_no_longer(tmp_path: Path) -> None:
-    with connected(tmp_path, 2) as ranks:
-        asked = iter([False, False, True])
-        assert keeping_up(ranks[0]).members_at_end(10, lambda: next(asked)) is None
 
 
 def test_one_that_is_to_stop_while_sums_travel_keeps_its_weights(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_one_that_is_to_stop_while_sums_travel_keeps_its_weights(tmp_path: Path)
 
 def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
     with connected(tmp_path, 2) as ranks, ThreadPoolExecutor(1) as pool:
-        members = pool.submit(keeping_up(ranks[0]).members_at_end, 10)
+        members = pool.submit(wait_at_end, keeping_up(ranks[0]))
         until(lambda: ranks[1].begun() == {0: ENDED})
         keeping_up(ranks[1]).leave()
         assert members.result(SECONDS / 2) == AtEnd((0,), {1: "has left"})
@@ -184,7 +191,7 @@ def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path)
     with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
         ranks[1].partners.leave_out(ENDED)
         until(lambda: ranks[0].begun() == {1: ENDED, 2: -1})
-        members = pool.submit(keeping_up(ranks[0]).members_at_end, 10)
+        members = pool.submit(wait_at_end, keeping_up(ranks[0]))
         until(lambda: ranks[1].begun()[0] == ENDED)
         ranks[1]._closing.set()  # it does not look for the address
         ranks[1]._looking.join()
@@ -264,33 +271,35 @@ def test_absurd_numbers_are_left_out(tmp_path: Path, wrong: float) -> None:
 
 
 class Late:
-    """A transport where only one slot is in time; chunks of the others come later, into the memory given them."""
+    """A transport where only one slot is in time; what the others send comes later, into the memory given them."""
 
     def __init__(self, place: Place, in_time: int) -> None:
         self.place, self.partners = (
             place,
-            Mock(agree=lambda votes: votes, reachable=lambda rank: True, stopped=lambda: False),
+            Mock(reachable=lambda rank: True, stopped=lambda: False),
         )
         self._in_time, self._given_up = in_time, list[Tensor]()
         self.sent: list[tuple[Tensor, Tensor]] = []  # what was posted, and how it was then
 
     def post(self, sends: list[Message], receives: list[Message], tag: int) -> Mock:
         self.sent += [(message.buffer, message.buffer.clone()) for message in sends]
-        comes = bool(receives) and receives[0].rank == self._in_time
-        if receives and not comes:
-            self._given_up += [message.buffer for message in receives]
-        elif comes:
-            vector, included = (message.buffer for message in receives)
-            vector.fill_(3.0)
-            included.zero_()[self._in_time] = 1
+        for message in receives:
+            if message.rank != self._in_time:
+                self._given_up.append(message.buffer)
+                continue
+            if message.buffer.dtype == torch.uint8:
+                message.buffer[self._in_time] = 1
+            else:
+                message.buffer.fill_(3.0)
             for late in self._given_up:
                 late.fill_(100)
-        return Mock(arrived=Mock(), done=lambda: comes)
+        comes = bool(receives) and receives[0].rank == self._in_time
+        return Mock(arrived=lambda: [], done=lambda: comes)
 
 
 def late(own: int, in_time: int, members: Group) -> tuple[Late, Tensor, ExchangeReport]:
     transport: Any = Late(Place(own, 4), in_time)
-    mean = TreeMean(transport, 0.05, lambda rank: True)
+    mean = tree_mean(Tree(transport, 0.05, lambda rank: True), 10)
     return transport, *averaged(mean, torch.full((10,), 5.0), members, FINAL)
 
 
@@ -320,12 +329,12 @@ class Hasty(Late):
 
     def post(self, sends: list[Message], receives: list[Message], tag: int) -> Mock:
         super().post(sends, receives, tag)
-        return Mock(arrived=Mock(), done=lambda: self.looks == 2)
+        return Mock(arrived=lambda: [], done=lambda: bool(receives) and self.looks == 2)
 
 
 def test_a_parent_that_leaves_as_soon_as_it_has_sent_the_mean_is_not_lost() -> None:
     transport: Any = Hasty(Place(1, 2))
-    mean = TreeMean(transport, SECONDS, transport.may_come)
+    mean = tree_mean(Tree(transport, SECONDS, transport.may_come), 10)
     found, report = averaged(mean, torch.full((10,), 5.0), (0, 1), FINAL)
     assert (found == 3.0).all()
-    assert report.group == (0,), "that is what it says of itself"
+    assert report.group == (0,)

@@ -1,0 +1,152 @@
+"""What a trainer's job gives of its state to other jobs of a federation, and what it does with that of another."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import Tensor
+
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.handover import Part, State
+from megatron_noloco.federation.movement import Movement
+from megatron_noloco.model.dropout import seed_dropout
+from megatron_noloco.model.families import table_of
+from megatron_noloco.outer import Rounds
+
+_FAST, _INNER = "fast_weights", "inner."
+_OUTER = ("slow_weights", "outer_momentum", "rounding", "correction")
+_ROUNDS = {"delayed_rounds": torch.float64, "delayed_with": torch.int64}  # small tensors beside a correction
+
+Numbers = dict[str, int | float | None]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The numbers of a state.
+
+    Attributes:
+        optimizer: name of the inner optimizer.
+        inner: for each kind of its groups, its numbers by name; None for a vector.
+        engine: see `engine.state.numbers_of`.
+        rounds: see `OuterOptimizer.state`.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    optimizer: str
+    inner: dict[str, Numbers]
+    engine: dict[str, int | float | Numbers | None]
+    rounds: dict[str, list[Any]]
+
+
+_FACTS = TypeAdapter(Facts)
+
+
+class ReplicaState:
+    """Copies the state of this rank, and uses that of another replica; implements `federation.handover.Keeper`.
+
+    The state is the fast weights, the vectors of the outer and the inner optimizer, and their numbers: counters,
+    schedule, loss scale. The counters of the monitor and the place in the data stay the job's own.
+
+    Args:
+        movement: of the weights.
+        optimizer: name of the inner optimizer.
+        seed: of the run.
+        say: is called with lines for the log.
+    """
+
+    def __init__(
+        self,
+        engine: ReplicaEngine,
+        outer: Rounds,
+        movement: Movement,
+        optimizer: str,
+        seed: int,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self._engine, self._outer, self._movement = engine, outer, movement
+        self._optimizer, self._seed, self._say = optimizer.lower(), seed, say
+        layout = engine.parameter_layout()
+        ends = pairwise(accumulate((part.length for part in layout), initial=0))
+        self._groups = [slice(*pair) for pair in ends]  # of the inner optimizer, in the weights of this rank
+        table, muon = table_of(engine.stage.architecture), self._optimizer == "muon"
+        of_muon = [muon and table.find(part.parameters[0][0]).linear for part in layout]
+        self._kinds = ["muon" if one else "others" for one in of_muon]
+
+    def copy(self, done: int) -> State:
+        outer = self._outer.state(wait=False)
+        vectors = {name: outer[name].to("cpu", copy=True) for name in _OUTER if name in outer}
+        inner: dict[str, Numbers] = {kind: {} for kind in self._kinds}
+        for full_name, tensor in self._engine.tensors().items():
+            name, _, group = full_name.rpartition(".")
+            if name != _FAST:
+                inner[self._kinds[int(group)]][name] = None if tensor.dim() else tensor.item()
+            if tensor.dim():
+                if name not in vectors:
+                    vectors[name] = torch.zeros(self._engine.weights.length)
+                vectors[name][self._groups[int(group)]] = tensor
+        facts = Facts(
+            optimizer=self._optimizer,
+            inner=inner,
+            engine=self._engine.numbers(),
+            rounds={name: outer[name].tolist() for name in _ROUNDS if name in outer},
+        )
+        return State(done, asdict(facts), {name: self._part(vectors[name]) for name in sorted(vectors)})
+
+    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
+        try:
+            found = _facts(facts)
+        except ValidationError:
+            raise ValueError("its numbers are not those of a state") from None
+        vectors = {
+            name for numbers in found.inner.values() for name, value in numbers.items() if value is None
+        }
+        rounds = _ROUNDS.keys() if "correction" in names else set()
+        fit = {_FAST, _OUTER[0]} <= {*names} <= {_FAST, *_OUTER, *vectors}
+        if not fit or found.rounds.keys() != rounds:
+            raise ValueError(f"its vectors {', '.join(names)} are not those of a state")
+        return {name: self._part(torch.zeros(self._engine.weights.length)) for name in names}
+
+    def use(self, state: State) -> None:
+        found = _facts(state.facts)
+        if found.optimizer != self._optimizer:
+            self._say(
+                f" the inner optimizer starts anew: it is {self._optimizer} here, and {found.optimizer} in the "
+                "state taken over |"
+            )
+        vectors = {name: part.vector for name, part in state.parts.items()}
+        own = self._engine.numbers()  # a loss scale belongs to a precision, which may be another
+        scale = {**own["loss_scale"], **_known(found.engine.get("loss_scale"), own["loss_scale"])}
+        numbers = {**own, **_known(found.engine, own), "loss_scale": scale}
+        self._engine.restore(self._tensors(found, vectors), numbers)
+        rounds = {name: torch.tensor(found.rounds[name], dtype=_ROUNDS[name]) for name in found.rounds}
+        self._outer.restore({name: vectors[name] for name in _OUTER if name in vectors} | rounds)
+        seed_dropout(self._seed, self._engine.groups, state.step)
+
+    def _tensors(self, facts: Facts, vectors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of each group, as `ReplicaEngine.restore` takes them."""
+        for group, (place, kind) in enumerate(zip(self._groups, self._kinds, strict=True)):
+            yield f"{_FAST}.{group}", vectors[_FAST][place]
+            same = facts.optimizer == self._optimizer
+            for name, value in facts.inner.get(kind, {}).items() if same else ():
+                yield (
+                    f"{name}.{group}",
+                    vectors[name][place].clone() if value is None else torch.tensor(value),
+                )
+
+    def _part(self, vector: Tensor) -> Part:
+        return Part(vector, self._movement)
+
+
+def _facts(facts: Mapping[str, Any]) -> Facts:
+    """Read facts strictly; raises ValidationError."""
+    return _FACTS.validate_json(json.dumps(facts))
+
+
+def _known(theirs: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of their numbers that this job has as well."""
+    return {name: theirs[name] for name in own if name in theirs}
