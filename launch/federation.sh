@@ -1,20 +1,27 @@
 #!/bin/sh
-# Three replicas as separate jobs on this machine: one is killed, and comes back. At the end all are one model.
+# Three replicas as separate jobs on this machine, of one and of two ranks: one is killed, and comes back with another
+# number of ranks. At the end all are one model.
 #   usage: launch/federation.sh      (or: make federation)
 # They find each other in runs/federation/rendezvous, and send over the loopback interface without encryption.
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"
 cd "$root"
-config=configs/federation.json runs=runs/federation
+config=configs/federation.json two_stages=configs/federation_two_stages.json runs=runs/federation
 check_config "$config" 1
+check_config "$two_stages" 2
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 rm -rf "$runs"
 mkdir -p "$runs"
 
-start() { # REPLICA: starts its job in the background; sets job
-    "$PYTHON" -m megatron_noloco train "$config" --replica "$1" --progress lines \
-        >>"$runs/replica_$1.log" 2>&1 </dev/null &
+start() { # REPLICA RANKS: starts its job in the background; sets job
+    if [ "$2" = 1 ]; then
+        "$PYTHON" -m megatron_noloco train "$config" --replica "$1" --progress lines \
+            >>"$runs/replica_$1.log" 2>&1 </dev/null &
+    else
+        "$root/launch/torchrun.sh" "$2" "$two_stages" --replica "$1" --progress lines \
+            >>"$runs/replica_$1.log" 2>&1 </dev/null &
+    fi
     job=$!
 }
 
@@ -29,12 +36,12 @@ reach() { # REPLICA STEP: waits until it has logged this step, or its job has en
     done
 }
 
-echo "federation: three jobs are starting; their logs are $runs/replica_*.log"
+echo "federation: three jobs are starting, the second with two ranks; their logs are $runs/replica_*.log"
 trap 'kill $first $second $job 2>/dev/null || true' EXIT
 first='' second='' job=''
-start 0; first=$job
-start 1; second=$job
-start 2
+start 0 1; first=$job
+start 1 2; second=$job
+start 2 1
 reach 2 60
 kill -9 "$job"
 wait "$job" 2>/dev/null || true
@@ -42,8 +49,8 @@ killed=$(steps 2)
 echo "replica 2 was killed at step $killed"
 job=$first
 reach 0 120
-start 2
-echo "replica 2 is started again; the others are at step $(steps 0)"
+start 2 2
+echo "replica 2 is started again, with two ranks; the others are at step $(steps 0)"
 for job in "$first" "$second" "$job"; do
     wait_for_job "$job"
     [ "$code" = 0 ] || { echo "a job has failed: see $runs/replica_*.log" >&2; exit 1; }
@@ -51,8 +58,8 @@ done
 trap - EXIT
 for replica in 0 1 2; do
     echo "replica $replica:"
-    grep -E '^ continuing at|^continuing from|^taken over|^ state after' "$runs/replica_$replica.log" || true
+    grep -E '^ continuing at|^continuing from|^ taken over|^ state after' "$runs/replica_$replica.log" || true
     echo "  rounds skipped because of another replica: $(grep -c '^ round .* skipped |' "$runs/replica_$replica.log")"
-    grep 'validation loss, replica' "$runs/replica_$replica.log"
+    grep 'validation loss, replica' "$runs/replica_$replica.log" || true
 done
 "$PYTHON" -m tools.efficiency "$runs"
