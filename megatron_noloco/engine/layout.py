@@ -107,16 +107,18 @@ def held_of(
 ) -> tuple[list[Block], list[Block]]:
     """Return what a rank has of the canonical vector, and what of this another rank of its replica has as well.
 
-    The canonical vector has the parameters of the family's table in their order, without copies, and without
-    padding of the vocabulary. `own` is the place in the rank's flat weights.
+    The canonical vector has the tensors of the export (`Table.exported`). `own` is the place in the rank's flat
+    weights.
     """
     table = table_of(architecture)
-    whole = table.matrices(architecture.vocab_size)
+    whole, tensors = table.matrices(), table.exported()
     held, copies, before = list[Block](), list[Block](), 0
     for part in layout:
         for row, block in part.blocks(table, whole, topology, at):
-            held.append(block._replace(own=block.own + before))
+            placed = block._replace(own=block.own + before)
+            found = list(table.find(row.source).exported(placed, tensors))
+            held += found
             if row.is_copy(at.tp):
-                copies.append(held[-1])
+                copies += found
         before += part.length
     return held, copies

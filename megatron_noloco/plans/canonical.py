@@ -1,10 +1,12 @@
 """The canonical vector: all weights of the unsplit model in one order, and where a rank's weights lie in it.
 
-A parameter is a matrix of the vector, row by row: the first dimension, and the product of the others. In any
-layout, a rank has a few rectangles of a parameter: tensor parallelism cuts rows or columns, and a partition of
-ZeRO begins and ends within a row.
+A parameter is a matrix of the vector, row by row: the first dimension, and the product of the others. The
+matrices are in the order of their names, so whoever knows names and shapes knows the vector. In any layout, a rank
+has a few rectangles of a parameter: tensor parallelism cuts rows or columns, and a partition of ZeRO begins and
+ends within a row.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -99,12 +101,22 @@ class Block(NamedTuple):
 
 
 def matrices(shapes: Mapping[str, Sequence[int]]) -> dict[str, Matrix]:
-    """Return the matrix of each parameter, from the shapes of the unsplit model in their order."""
-    sizes = [0, *accumulate(prod(shape) for shape in shapes.values())]
+    """Return the matrix of each parameter in the order of the vector, from the shapes of the unsplit model.
+
+    The order is that of the names, in which numbers are compared as numbers: layers.2 is before layers.10.
+    """
+    ordered = sorted(shapes.items(), key=lambda item: _key(item[0]))
+    sizes = accumulate((prod(shape) for _, shape in ordered), initial=0)
     return {
-        name: Matrix(start, shape[0], prod(shape[1:]))
-        for start, (name, shape) in zip(sizes, shapes.items(), strict=False)
+        name: Matrix(start, prod(shape[:1]), prod(shape[1:]))
+        for start, (name, shape) in zip(sizes, ordered, strict=False)
     }
+
+
+def _key(name: str) -> tuple[list[str | int], str]:
+    """Return what names are sorted by; the name itself decides between "1" and "01"."""
+    pieces = re.split(r"([0-9]+)", name)  # text and digits in turn
+    return [int(piece) if at % 2 else piece for at, piece in enumerate(pieces)], name
 
 
 def blocks(matrix: Matrix, slices: Iterable[Rectangle], begin: int, end: int, own: int) -> Iterator[Block]:

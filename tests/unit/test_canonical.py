@@ -1,11 +1,16 @@
 """Where the weights of ranks of any layout lie in the canonical vector."""
 
+import math
+
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from megatron_noloco.model.families import table_of
+from megatron_noloco.engine.layout import held_of
+from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.plans.canonical import Block, Matrix, matrices
-from tests.unit.test_layouts import VOCABULARY, Layout, two_layouts
+from tests.unit.test_layouts import Layout, numbers, two_layouts
 
 
 def elements(block: Block) -> list[int]:
@@ -47,30 +52,48 @@ def test_a_slab_of_the_vector_has_the_elements_between_its_ends(block: Block, st
     ]
 
 
-@settings(max_examples=40)
+def test_the_order_is_that_of_names_with_numbers_compared_as_numbers() -> None:
+    shapes = {"h.10.w": (2, 3), "h.9.w": (4,), "h.w": (), "h.9.b": (1, 2, 3)}
+    expected = {"h.9.b": (0, 1, 6), "h.9.w": (6, 4, 1), "h.10.w": (10, 2, 3), "h.w": (16, 1, 1)}
+    assert matrices(shapes) == matrices(dict(reversed(shapes.items()))) == expected
+
+
+@settings(max_examples=60)
 @given(two_layouts())
-def test_the_ranks_of_any_layout_have_the_same_vector_once(layouts: tuple[Layout, Layout]) -> None:
-    """Padding of the vocabulary and copies do not count; so replicas of any two layouts have one vector."""
-    lengths = set()
+def test_the_ranks_of_any_layout_have_the_export_once(layouts: tuple[Layout, Layout]) -> None:
+    """The weights of all ranks at their places are the tensors of the export, one after the other.
+
+    Copies do not count, and padding of the vocabulary and of partitions has no place.
+    """
     for layout in layouts:
         table, topology = table_of(layout.architecture), layout.topology
-        whole = matrices(
-            {
-                row.name: (VOCABULARY, *row.shape[1:]) if row.is_embedding_or_output else row.shape
-                for row in table
-                if row.same_as is None
-            }
-        )
-        held: list[int] = []
+        exported: dict[str, Tensor] = {}
+        for row in table:
+            exported |= row.to_hf(numbers(row, "", 0))
+        expected = torch.cat([exported[name].reshape(-1) for name in sorted(exported)])
+        found, copied = (torch.full_like(expected, math.nan) for _ in range(2))
         for at in map(topology.position, range(topology.replica_size)):
-            for part in layout.parts(at):
-                blocks = list(part.blocks(table, whole, topology, at))
-                own = [block.own + i for _, block in blocks for i in range(block.size)]
-                assert own == sorted(set(own))
-                assert not own or own[-1] < part.length
-                for row, block in blocks:
-                    if row.same_as is None and (row.tp_dim is not None or at.tp == 0):
-                        held += elements(block)
-        lengths.add(len(held))
-        assert sorted(held) == list(range(max(matrix.stop for matrix in whole.values())))
-    assert len(lengths) == 1
+            parts = layout.parts(at)
+            flat = torch.cat([layout.vector(at, "", group) for group in range(len(parts))])
+            held, copies = held_of(parts, layout.architecture, topology, at)
+            assert not set(copies) - set(held)
+            for block in held:
+                of_rank = flat[block.own : block.own + block.size].view(block.rows, block.width)
+                place = window(copied if block in copies else found, block)
+                assert block in copies or place.isnan().all()
+                place.copy_(of_rank)
+        assert torch.equal(found, expected)
+        assert torch.equal(copied.where(~copied.isnan(), expected), expected)
+
+
+def window(vector: Tensor, block: Block) -> Tensor:
+    """The place of a block in the canonical vector, shape [rows, width]."""
+    return vector.as_strided((block.rows, block.width), (block.matrix.columns, 1), block.first)
+
+
+def test_a_parameter_without_names_of_hugging_face_is_there_under_its_own() -> None:
+    whole = Parameter("bias", (3, 2))
+    table = Table((whole, Parameter("norm", (2,), hf=("a.norm",))), 0)
+    assert table.exported() == {"a.norm": (0, 2, 1), "bias": (2, 3, 2)}
+    block = Block(5, table.matrices()["bias"], 1, 0, 2, 2)
+    assert list(whole.exported(block, table.exported())) == [(5, (2, 3, 2), 1, 0, 2, 2)]

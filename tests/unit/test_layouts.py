@@ -20,12 +20,12 @@ from megatron_noloco.checkpoint.restore import RankReader
 from megatron_noloco.checkpoint.resume import counters_at
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import Parameter, table_of
+from megatron_noloco.model.families import FAMILIES, Parameter, table_of
 from megatron_noloco.plans.topology import Position, Topology
 from tests.unit.test_families import SMALL
 
 VECTORS = ("slow_weights", "inner.momentum")
-LAYERS, VOCABULARY = 4, 30
+LAYERS, VOCABULARY, EXPERTS = 4, 30, 6
 STEP = 7
 
 
@@ -37,13 +37,18 @@ class Layout:
     padded: int
     groups: int  # 3: linear maps, the other matrices and norms, as with Muon; 2: matrices and norms; 1: all
     tied: bool
-    experts: int = 0  # of each layer; 0: a dense model
+    family: str = "llama"
+
+    @property
+    def experts(self) -> int:
+        """Of each layer; 0: a dense model."""
+        return EXPERTS if "num_moe_experts" in FAMILIES[self.family].own_fields else 0
 
     @property
     def architecture(self) -> Architecture:
-        dense = replace(SMALL, num_layers=LAYERS, padded_vocab_size=self.padded, tied_embeddings=self.tied)
-        mixture = replace(dense, family="mixtral", num_moe_experts=self.experts, moe_router_topk=2)
-        return mixture if self.experts else dense
+        sizes = {"num_layers": LAYERS, "padded_vocab_size": self.padded, "tied_embeddings": self.tied}
+        dense = replace(SMALL, family=self.family, **sizes)
+        return replace(dense, num_moe_experts=EXPERTS, moe_router_topk=2) if self.experts else dense
 
     def parts(self, at: Position) -> list[FlatPart]:
         """What ZeRO would make of a stage: parameters one after the other, padded, cut into equal parts."""
@@ -120,7 +125,8 @@ def reader_of(folder: Path, manifests: list[Manifest], layout: Layout, at: Posit
 
 @st.composite
 def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    tied, replicas, experts = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.sampled_from((0, 6)))
+    tied, replicas, family = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.sampled_from([*FAMILIES]))
+    experts = "num_moe_experts" in FAMILIES[family].own_fields
 
     def layout() -> Layout:
         pp, tp = draw(st.sampled_from((1, 2, 4))), draw(st.integers(1, 2))
@@ -129,7 +135,7 @@ def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
         groups = draw(st.integers(1, 3))
         ep = draw(st.integers(1, 3)) if experts else 1
         dp = ep * draw(st.integers(1, 2 if ep > 1 else 3))
-        return Layout(Topology(replicas, pp, dp, tp, vpp, ep=ep), padded, groups, tied, experts)
+        return Layout(Topology(replicas, pp, dp, tp, vpp, ep=ep), padded, groups, tied, family)
 
     return layout(), layout()
 

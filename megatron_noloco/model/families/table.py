@@ -5,13 +5,14 @@ Only the functions that make tensors import torch, since that would slow down `c
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Literal
 
-from megatron_noloco.plans.canonical import Matrix, Rectangle, matrices
+from megatron_noloco.plans.canonical import Block, Matrix, Rectangle, matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,6 +188,27 @@ class Parameter:
         """Return the full parameter as Hugging Face's tensors; views of it where the memory layout allows."""
         return dict(zip(self.hf, self.split(full), strict=False))
 
+    def exported(self, block: Block, tensors: Mapping[str, Matrix]) -> Iterator[Block]:
+        """Yield what Hugging Face's tensors have of a block of this parameter; padding is in none of them.
+
+        Args:
+            tensors: see `Table.exported`.
+        """
+        if not self.hf:
+            yield block._replace(matrix=tensors[self.name])
+            return
+        tops = list(accumulate(self._rows.sizes, initial=0))
+        top, stop = block.top, block.top + block.rows
+        while top < stop:
+            repeat, within = divmod(top, tops[-1])
+            part = bisect_right(tops, within) - 1
+            rows = min(stop - top, tops[part + 1] - within)
+            if part < len(self.hf):
+                own = block.own + (top - block.top) * block.width
+                its_top = repeat * self._rows.sizes[part] + within - tops[part]
+                yield Block(own, tensors[self.hf[part]], its_top, block.left, rows, block.width)
+            top += rows
+
     def from_hf(self, read: "Callable[[str], Tensor]") -> "Tensor":
         """Return the full parameter from Hugging Face's tensors, which `read` returns by name; padding is zero."""
         rows, parts = self._rows, [read(name) for name in self.hf]
@@ -250,19 +272,17 @@ class Table:
             )
         return row.at(int(number[2]) + first_layer) if number else row
 
-    def matrices(self, vocabulary: int | None = None) -> dict[str, Matrix]:
-        """Return the place of each parameter that is no copy in the canonical vector.
+    def matrices(self) -> dict[str, Matrix]:
+        """Return the matrix of each parameter that is no copy, with the padding of the vocabulary."""
+        return matrices({row.name: row.shape for row in self if row.same_as is None})
 
-        Args:
-            vocabulary: rows of the embedding and the output layer; None: padding included.
+    def exported(self) -> dict[str, Matrix]:
+        """Return the canonical vector: the place of each tensor of the export.
+
+        A parameter without Hugging Face names is there under its own name; copies and padding are not there.
         """
-
-        def shape(row: Parameter) -> tuple[int, ...]:
-            if vocabulary is None or not row.is_embedding_or_output:
-                return row.shape
-            return vocabulary, *row.shape[1:]
-
-        return matrices({row.name: shape(row) for row in self if row.same_as is None})
+        shapes = (row.hf_shapes or {row.name: row.shape} for row in self if row.same_as is None)
+        return matrices({name: shape for of_row in shapes for name, shape in of_row.items()})
 
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:
