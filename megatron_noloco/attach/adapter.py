@@ -1,15 +1,17 @@
 """Adapters of training engines: the weights of a rank, and the ranks over which their gradients are reduced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.outer import Weights
+from megatron_noloco.plans.canonical import Block, Matrix
 from megatron_noloco.plans.topology import Topology
 
 
@@ -19,6 +21,27 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Piece(NamedTuple):
+    """Elements begin..end of this rank's part of a parameter, which lie at `own` in its vector of weights."""
+
+    parameter: Any
+    begin: int
+    end: int
+    own: int
+
+
+def in_turn(parts: Iterable[tuple[Any, int]]) -> list[Piece]:
+    """Return the pieces of a vector that has these parts of parameters, each with its length, in turn."""
+    parts = list(parts)
+    starts = accumulate((length for _, length in parts), initial=0)
+    return [Piece(parameter, 0, length, own) for (parameter, length), own in zip(parts, starts, strict=False)]
+
+
+def all_of(parameter: Any, matrix: Matrix) -> list[Block]:
+    """Return where the part of a rank that has all of a parameter lies."""
+    return [Block(0, matrix, *matrix.whole)]
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,10 @@ class EngineAdapter:
         while_attached: a context in which its argument is called where weights are about to be loaded.
         modules: that have the weights, as the loop made them: without DistributedDataParallel and the like.
         part_of: returns this rank's part of a parameter of the modules, frozen or not.
+        places_of: places_of(parameter, matrix) returns where this part lies in the parameter; `own` counts in it.
+        pieces: what `weights` consists of, padding left out. Every parameter that any rank of the replica
+            exchanges is named, if need be with nothing of it. None: ranks are the same in all jobs, and a rank
+            exchanges with the rank at its place of another one.
     """
 
     weights: Weights
@@ -45,6 +72,8 @@ class EngineAdapter:
     while_attached: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext()
     modules: Sequence[nn.Module] = ()
     part_of: Callable[[Any], Tensor] = lambda parameter: parameter
+    places_of: Callable[[Any, Matrix], Sequence[Block]] = all_of
+    pieces: Sequence[Piece] | None = None
 
 
 def check_reduced_over(adapter: EngineAdapter, topology: Topology, rank: int) -> None:

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful, this_rank, topology_of
-from megatron_noloco.attach.checks import check_arguments, check_start, digest_of, start_report, tensor_of
+from megatron_noloco.attach.checks import (
+    check_arguments,
+    check_start,
+    digest_of,
+    digests_of,
+    start_report,
+    tensor_of,
+)
+from megatron_noloco.attach.held import copies_in
 from megatron_noloco.attach.inner import InnerState, check_modes, check_no_weights
 from megatron_noloco.attach.torch_module import ReplicatedWeights, torch_adapter
 from megatron_noloco.job.activity import now
@@ -31,6 +39,8 @@ if TYPE_CHECKING:
     from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.membership import Membership
 
+# What jobs compare where a rank exchanges with the rank at its place; the name stands in the line of a refusal.
+_SAME_RANKS = "ranks and parallel sizes. This engine needs the same in all jobs"
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 
 
@@ -52,7 +62,7 @@ class Attached:
         self,
         adapter: EngineAdapter,
         outer: OuterOptimizer,
-        first: dict[str, bytes],
+        first: dict[str, str],
         state: dict[str, Tensor] | None,
         inner: InnerState | None,
         membership: "Membership | None" = None,
@@ -154,8 +164,8 @@ class Attached:
         """
         return self.outer.state() | {
             "local_steps_done": torch.tensor(self.done),
-            "first_weights": tensor_of(self._first["weights"]),
-            "first_buffers": tensor_of(self._first["buffers"]),
+            "first_weights": tensor_of(bytes.fromhex(self._first["weights"])),
+            "first_buffers": tensor_of(bytes.fromhex(self._first["buffers"])),
             "weights": tensor_of(digest_of(self.outer.weights)),
         }
 
@@ -283,7 +293,9 @@ def attach(
     problem = groups_problem(settings, place.replicas)
     starts = of_all_ranks(start_report(adapter, topology, rank, alike, state, problem))
     check_start(starts, rank, topology)
-    first = starts[rank].first
+    replica = starts[rank - rank % topology.replica_size :][: topology.replica_size]
+    digests = digests_of(replica)
+    first = {name: found[rank % len(found)] for name, found in digests.items()}
     if federation is None:
         transport = TorchTransport() if transport is None else transport
         outer = OuterOptimizer(adapter.weights, transport, place, settings, seed)
@@ -292,12 +304,15 @@ def attach(
     from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.membership import join_federation
 
-    compared: dict[str, Any] = {name: [one.first[name].hex() for one in starts] for name in first}
-    compared |= {"seed": seed, "ranks": [one.lengths for one in starts]}
+    compared: dict[str, Any] = digests | {"seed": seed}
+    held = starts[rank].held
+    if held is None:
+        compared[_SAME_RANKS] = [one.lengths for one in starts]
     stops = stopped or (lambda: False)
     membership = join_federation(federation, settings, Place(slot, place.replicas), compared, stopped=stops)
     try:
-        apart = membership.replica(adapter.weights, seed)
+        copies = copies_in([one.held or [] for one in starts], rank)
+        apart = membership.replica(adapter.weights, seed, None if held is None else (held, copies))
         outer = OuterOptimizer(adapter.weights, membership.transport, membership.place, settings, seed, apart)
         same_on_all = isinstance(adapter.weights, ReplicatedWeights)
         job_state = JobState(outer, apart.movement, own_inner if same_on_all else None, adapter.modules)

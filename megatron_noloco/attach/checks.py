@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter, check_reduced_over
-from megatron_noloco.attach.other_state import digests_of
+from megatron_noloco.attach.held import held_by
+from megatron_noloco.attach.other_state import Fingerprint, digest_of_replica, fingerprints_of
 from megatron_noloco.outer import Weights
+from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, federation_problems
 from megatron_noloco.transport.interface import Transport
@@ -69,14 +71,16 @@ class StartReport:
         has_state: whether it continues from a state.
         alike: values that must be equal on all ranks, by name.
         lengths: of the parts of its weights.
-        first: digests of what its training began with, by name: of its weights, and those of `digests_of`.
+        first: what its training began with, by name: fingerprints, or digests of the replica that were saved.
+        held: see `held_by`.
     """
 
     problem: str
     has_state: bool
     alike: dict[str, Any]
     lengths: list[int]
-    first: dict[str, bytes]
+    first: dict[str, Fingerprint | str]
+    held: list[Block] | None
 
 
 def start_report(
@@ -93,22 +97,30 @@ def start_report(
         alike: values that must be equal on all ranks; the local steps done, from `state`, are added.
         problem: with the settings; empty where there is none.
     """
-    weights = digest_of(adapter.weights)
-    first = {"weights": weights, **digests_of(adapter.modules, adapter.part_of)}
+    held = held_by(adapter)
+    first: dict[str, Fingerprint | str] = {**fingerprints_of(adapter, held)}
     try:
         if problem:
             raise ValueError(f"attach: {problem}")
         check_reduced_over(adapter, topology, rank)
         if state is not None:
-            _check_state(state, adapter.weights, weights)
+            _check_state(state, adapter.weights)
             alike = alike | {"local_steps_done": int(state["local_steps_done"])}
             unknown = torch.zeros(32, dtype=torch.uint8)  # 0.2.0 did not save that of the buffers
             for name in ("weights", "buffers"):  # which change
-                first[name] = _bytes_of(state.get(f"first_{name}", unknown))
+                first[name] = _bytes_of(state.get(f"first_{name}", unknown)).hex()
     except ValueError as error:
         problem = str(error)
     lengths = [part.numel() for part in adapter.weights.parts()]
-    return StartReport(problem, state is not None, alike, lengths, first)
+    return StartReport(problem, state is not None, alike, lengths, first, held)
+
+
+def digests_of(replica: Sequence[StartReport]) -> dict[str, list[str]]:
+    """Return digests of what a replica began with, by name: one, or one of each rank where `held` is None."""
+    by_name = {name: [one.first[name] for one in replica] for name in replica[0].first}
+    if replica[0].held is None:
+        return {name: [digest_of_replica([one]) for one in ranks] for name, ranks in by_name.items()}
+    return {name: [digest_of_replica(ranks)] for name, ranks in by_name.items()}
 
 
 def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> None:
@@ -153,7 +165,7 @@ def _check_equal_replicas(ranks: Sequence[StartReport], replica_size: int) -> No
             raise ValueError(f"the {what} of replica {replica} differ from those of replica 0; {remedy}")
 
 
-def _check_state(state: Mapping[str, Tensor], weights: Weights, digest: bytes) -> None:
+def _check_state(state: Mapping[str, Tensor], weights: Weights) -> None:
     """Raise ValueError for a state that was not saved together with the present weights."""
     if missing := [name for name in _SAVED if name not in state]:
         raise ValueError(
@@ -164,7 +176,7 @@ def _check_state(state: Mapping[str, Tensor], weights: Weights, digest: bytes) -
             f"attach: the state is of {length} weights, this rank has {weights.length}; each rank needs the one "
             "that it saved itself"
         )
-    if "weights" in state and _bytes_of(state["weights"]) != digest:  # 0.1.0 did not save it
+    if "weights" in state and _bytes_of(state["weights"]) != digest_of(weights):  # 0.1.0 did not save it
         raise ValueError(
             "attach: the model is not the one this state was saved with: load its checkpoint first, with the "
             "optimizer's state, and give each rank the state that it saved itself"

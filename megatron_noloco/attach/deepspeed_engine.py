@@ -6,11 +6,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.adapter import EngineAdapter, Stateful
+from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stateful
 from megatron_noloco.attach.inner import InnerState, check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
-from megatron_noloco.engine.zero import divides_state, local_part, owned_weights, whole_weights, with_weights
+from megatron_noloco.engine.zero import (
+    divides_state,
+    local_part,
+    local_place,
+    owned_pieces,
+    owned_weights,
+    whole_weights,
+    with_weights,
+)
 from megatron_noloco.outer.weights import Weights
+from megatron_noloco.plans.canonical import blocks
 
 
 def deepspeed_adapter(engine: Any) -> EngineAdapter:
@@ -22,14 +31,17 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
     check_muon(engine)
     check_modes(engine.optimizer)
     _check_experts(engine)
+    weights, pieces = _weights_of(engine)
     return EngineAdapter(
-        _weights_of(engine),
+        weights,
         dist.get_process_group_ranks(engine.data_parallel_group),
         ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
         lambda: int(engine.global_steps),
         while_attached=partial(noticing_loads, engine.module),
         modules=[engine.module],
         part_of=local_part,
+        places_of=lambda one, matrix: list(blocks(matrix, [matrix.whole], *local_place(one), 0)),
+        pieces=pieces,
     )
 
 
@@ -68,12 +80,17 @@ def state_of_optimizer(optimizer: Any) -> Stateful:
     return schedule_or_of_torch
 
 
-def _weights_of(engine: Any) -> Weights:
+def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None]:
+    """Return weights and pieces; no pieces where ranks have experts of their own, under the same names."""
+    expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
+    own_experts = any(dist.get_world_size(group) > 1 for group in expert_groups)
     owned = owned_weights(engine.optimizer)
     if owned is not None:
-        return owned
-    expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
-    if any(dist.get_world_size(group) > 1 for group in expert_groups):
+        pieces = None if own_experts else [Piece(*one) for one in owned_pieces(engine.optimizer)]
+        return owned, pieces
+    if own_experts:
         raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
-    exact, rounded = whole_weights(engine)
-    return ReplicatedWeights(exact, engine.data_parallel_group if engine.dp_world_size > 1 else None, rounded)
+    exact, rounded, parameters = whole_weights(engine)
+    group = engine.data_parallel_group if engine.dp_world_size > 1 else None
+    weights = ReplicatedWeights(exact, group, rounded)
+    return weights, weights.pieces(parameters)

@@ -1,45 +1,122 @@
-"""Compares and copies the rest of a model: names and shapes of weights, frozen weights, buffers.
+"""Compares and copies what a model has: names and shapes, first weights, frozen weights, buffers.
 
 These decide what the trained weights mean, so all replicas begin with the same.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.held import parameters_of, plain, shapes_of, trained_in
 from megatron_noloco.federation.frames import checksum_of
+from megatron_noloco.outer import Weights
+from megatron_noloco.plans.canonical import Block, Matrix, matrices
+from megatron_noloco.plans.fingerprint import MODULUS, fingerprint
 
 _AT_ONCE = 1 << 26  # bytes that a digest reads at a time
-_WRAPPERS = {
-    "_orig_mod",
-    "_checkpoint_wrapped_module",
-}  # in names: of torch.compile, and of checkpoint_wrapper
+_ELEMENTS = 1 << 22  # that a fingerprint reads at a time
 
 
-def digests_of(modules: Sequence[nn.Module], part_of: Callable[[Any], Tensor]) -> dict[str, bytes]:
-    """Return a digest of what this rank has of each kind, by its name for the user.
+class Fingerprint(NamedTuple):
+    """The part of a rank in a digest of its replica.
+
+    Attributes:
+        text: what the digest covers besides `sums`.
+        sums: the fingerprint of each block that the rank has.
+    """
+
+    text: str
+    sums: Mapping[Block, int]
+
+
+def fingerprints_of(adapter: EngineAdapter, held: Sequence[Block] | None) -> dict[str, Fingerprint]:
+    """Return the fingerprints of what training begins with, by its name for the user.
 
     Args:
-        part_of: returns this rank's part of a parameter.
+        held: see `held_by`.
     """
-    parameters = [(_plain(name), one) for part in modules for name, one in part.named_parameters()]
-    shapes = [(name, list(getattr(one, "ds_shape", one.shape))) for name, one in parameters]  # with ZeRO 3
-    frozen = ((name, part_of(one)) for name, one in parameters if not one.requires_grad)
-    buffers = ((_plain(name), one) for part in modules for name, one in part.named_buffers())
+    trained, others = trained_in(adapter), parameters_of(adapter.modules)
+    frozen = {name: one for name, one in others.items() if name not in trained}
+    buffers = ((plain(name), one) for module in adapter.modules for name, one in module.named_buffers())
     return {
-        "names and shapes": hashlib.sha256(repr(shapes).encode()).digest(),
-        "frozen weights": _digest_of(frozen),
-        "buffers": _digest_of(buffers),
+        "weights": Fingerprint("", _sums_of_weights(adapter.weights, held)),
+        "names and shapes": Fingerprint(repr(list(shapes_of(trained).items())), {}),
+        "frozen weights": _of_frozen(adapter, frozen),
+        "buffers": Fingerprint(_digest_of(buffers), {}),
     }
+
+
+def digest_of_replica(ranks: Sequence[Fingerprint | str]) -> str:
+    """Return one digest for the fingerprints of the ranks of a replica, whatever their layout.
+
+    A digest that was saved stands for itself.
+    """
+    saved = sorted({one for one in ranks if isinstance(one, str)})
+    if len(saved) == 1:
+        return saved[0]
+    found = [one for one in ranks if isinstance(one, Fingerprint)]
+    texts = sorted({one.text for one in found})
+    sums = {item for one in found for item in one.sums.items()}  # of copies that are equal one counts
+    return hashlib.sha256(
+        repr((saved, texts, sum(value for _, value in sums) % MODULUS)).encode()
+    ).hexdigest()
+
+
+def _sums_of_weights(weights: Weights, held: Sequence[Block] | None) -> dict[Block, int]:
+    parts, memory = weights.parts(), torch.empty(min(weights.length, _ELEMENTS))
+    if held is None:
+        held = [Block(0, Matrix(0, 1, weights.length), 0, 0, 1, weights.length)]
+
+    def read(start: int, stop: int) -> np.ndarray:
+        piece = memory[: stop - start]
+        weights.read_into(piece, start, parts)
+        return piece.numpy().view(np.uint32)
+
+    return _sums_of(read, held)
+
+
+def _of_frozen(adapter: EngineAdapter, frozen: Mapping[str, Any]) -> Fingerprint:
+    shapes, sums = shapes_of(frozen), dict[Block, int]()
+    for name, matrix in matrices(shapes).items():
+        part = adapter.part_of(frozen[name]).detach().reshape(-1)
+
+        def read(start: int, stop: int, part: Tensor = part) -> np.ndarray:
+            return _bits_of(part[start:stop])
+
+        sums |= _sums_of(read, adapter.places_of(frozen[name], matrix))
+    text = [(name, shape, str(frozen[name].dtype)) for name, shape in shapes.items()]
+    return Fingerprint(repr(text), sums)
+
+
+def _sums_of(read: Callable[[int, int], np.ndarray], blocks: Sequence[Block]) -> dict[Block, int]:
+    """Return the fingerprints of blocks; `read` returns the bits of elements start..stop of this rank."""
+    return {
+        block._replace(own=0): sum(
+            fingerprint(read(part.own, part.own + part.size), part)
+            for start in range(0, block.size, _ELEMENTS)
+            for part in block.part(start, min(start + _ELEMENTS, block.size))
+        )
+        for block in blocks
+    }
+
+
+def _bits_of(tensor: Tensor) -> np.ndarray:
+    """Return the bits of elements as unsigned integers; of numbers of 16 bytes a mixture of both halves."""
+    size, content = tensor.itemsize, tensor.contiguous().view(torch.uint8).cpu().numpy()
+    if size > 8:
+        return content.view(np.uint64).reshape(len(tensor), -1) @ np.array([1, 3], np.uint64)
+    return content.view(f"u{size}")
 
 
 def buffers_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint of the modules has, by the number of the module and their name."""
     return {
-        f"{number}.{_plain(f'{path}.{name}')}": buffer
+        f"{number}.{plain(f'{path}.{name}')}": buffer
         for number, module in enumerate(modules)
         for path, part in module.named_modules()
         for name, buffer in part.named_buffers(recurse=False)
@@ -61,19 +138,15 @@ def check_buffers(modules: Sequence[nn.Module], values: Any) -> None:
         raise ValueError("its buffers are not those of this model")
 
 
-def _digest_of(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
+def _digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
         for piece in _bytes_of(tensor):
             digest.update(checksum_of(piece.numpy()).to_bytes(4, "big"))
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[Tensor]:
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return (piece.cpu() for piece in content.split(_AT_ONCE))
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

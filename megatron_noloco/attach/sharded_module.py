@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_noloco.attach.adapter import all_of
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.weights import check_sound
+from megatron_noloco.plans.canonical import Block, Matrix, box
 
 
 def is_divided(parameter: Tensor) -> bool:
@@ -25,6 +27,18 @@ def local_part(parameter: Any) -> Tensor:
     """Return this rank's piece of a parameter that is a DTensor; of any other the whole."""
     part: Tensor = parameter.to_local() if is_divided(parameter) else parameter
     return part
+
+
+def places_of(parameter: Any, matrix: Matrix) -> list[Block]:
+    """Return where this rank's piece of a DTensor lies in its matrix; of any other tensor the whole."""
+    if not is_divided(parameter):
+        return all_of(parameter, matrix)
+    found, own = list[Block](), 0
+    for chunk in parameter.__create_chunk_list__() if local_part(parameter).numel() else ():
+        for place in box(parameter.shape, chunk.offsets, chunk.sizes):
+            found.append(Block(own, matrix, *place))
+            own += found[-1].size
+    return found
 
 
 def reshard(module: nn.Module) -> None:

@@ -1,16 +1,17 @@
 """Rounds for a torch module that a loop trains: alone, in DistributedDataParallel, or divided by fully_shard."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach.adapter import EngineAdapter, this_rank
-from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, local_part, reshard
+from megatron_noloco.attach.adapter import EngineAdapter, Piece, in_turn, this_rank
+from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, local_part, places_of, reshard
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.weights import check_sound, overlaps
 
@@ -40,6 +41,7 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
     if any(is_divided(parameter) for parameter in trained.values()):
         weights = ShardedWeights(module, trained)
         ranks, remedies = weights.ranks, _SHARDED_REMEDIES
+        pieces = in_turn((one, local_part(one).numel()) for one in trained.values())
     else:
         group = module.process_group if isinstance(module, DistributedDataParallel) else None
         for name, parameter in trained.items():
@@ -47,6 +49,7 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
         weights = ReplicatedWeights(list(trained.values()), group)
         ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
         remedies = _REMEDIES
+        pieces = weights.pieces(trained.values())
     return EngineAdapter(
         weights,
         ranks,
@@ -55,6 +58,8 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
         while_attached=partial(noticing_loads, module),
         modules=[module.module if isinstance(module, DistributedDataParallel) else module],
         part_of=local_part,
+        places_of=places_of,
+        pieces=pieces,
     )
 
 
@@ -101,12 +106,27 @@ class ReplicatedWeights(TorchWeights):
         for exact, rounded in self._rounded:
             rounded.copy_(exact)
 
+    def pieces(self, parameters: Iterable[Any]) -> list[Piece]:
+        """Return what this rank exchanges of the parameters, which are as large as the tensors together."""
+        start, stop = self._bounds(self._place)
+        return [
+            Piece(one, _within(start - at, length), _within(stop - at, length), max(at - start, 0))
+            for one, _, length, at in in_turn((one, one.numel()) for one in parameters)
+        ]
+
+    def _bounds(self, place: int) -> tuple[int, int]:
+        """Return which elements the rank at this place of the group exchanges."""
+        total, places = sum(tensor.numel() for tensor in super().parts()), len(self._ranks)
+        return total * place // places, total * (place + 1) // places
+
     def _part(self, place: int) -> list[Tensor]:
         """Return views of the elements that the rank at this place of the group exchanges."""
-        flat, places = super().parts(), len(self._ranks)
-        total = sum(tensor.numel() for tensor in flat)
-        start, stop = total * place // places, total * (place + 1) // places
-        return [view for view, _ in overlaps(flat, start, stop - start)]
+        start, stop = self._bounds(place)
+        return [view for view, _ in overlaps(super().parts(), start, stop - start)]
+
+
+def _within(place: int, length: int) -> int:
+    return min(max(place, 0), length)
 
 
 def _check_wrappers(module: nn.Module) -> None:

@@ -9,13 +9,14 @@ first returns copies of weights that are offloaded, and the second leaves the we
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.engine.state import MasterWeights
+from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.outer.weights import TorchWeights, Weights
 
 # Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` reads both.
@@ -34,27 +35,76 @@ def owned_weights(optimizer: Any) -> Weights | None:
     return MasterWeights(optimizer) if any(hasattr(optimizer, name) for name in _PARTITIONS) else None
 
 
-def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Return the fp32 weights of an engine without ZeRO, and pairs of them and their copies in 16 bits.
+def owned_pieces(optimizer: Any) -> Iterator[tuple[Any, int, int, int]]:
+    """Yield where the parameters lie in the vector of `owned_weights`.
+
+    Yields each parameter of the optimizer, begin and end of this rank's elements of it, and the place of the first
+    of them in the vector. With ZeRO 3 they count in the rank's part of the parameter, else in the whole.
+    """
+    own = 0
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for parameter in (one for group in optimizer.fp16_groups for one in group):
+            length = _own_length(parameter, parameter.ds_tensor.numel())
+            yield parameter, 0, length, own
+            own += length
+        return
+    parts = MasterWeights(optimizer).parts()
+    for part, parameters, ranks in zip(
+        parts, _flat_groups(optimizer), optimizer.real_dp_process_group, strict=True
+    ):
+        first = dist.get_rank(ranks) * len(part)
+        for parameter, at in parameters:
+            begin, end = (min(max(edge - at, 0), parameter.numel()) for edge in (first, first + len(part)))
+            yield parameter, begin, end, own + max(at - first, 0)
+        own += len(part)
+
+
+def _flat_groups(optimizer: Any) -> list[list[tuple[Any, int]]]:
+    """Return for each group its parameters, and where each begins in the flat vector that ZeRO divides."""
+    if hasattr(
+        optimizer, "round_robin_bit16_groups"
+    ):  # ZeRO 1 and 2, which may change their order and align them
+        groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+        return [list(zip(*group, strict=True)) for group in groups]
+    return [
+        list(zip(group, accumulate((one.numel() for one in group), initial=0), strict=False))
+        for group in bit16_groups(optimizer)
+    ]
+
+
+def local_place(parameter: Any) -> tuple[int, int]:
+    """Return which elements of a parameter `local_part` has: from where, and to where."""
+    if not hasattr(parameter, "ds_tensor"):
+        return 0, parameter.numel()
+    length = parameter.ds_tensor.numel()
+    first = length * dist.get_rank(parameter.ds_process_group)
+    return first, first + _own_length(parameter, length)
+
+
+def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:
+    """Return the fp32 weights of an engine without ZeRO, pairs of them and their copies in 16 bits, and the
+    parameters in the order of these weights.
 
     Raises ValueError for an optimizer that keeps no weights in fp32.
     """
-    optimizer, rounded = engine.optimizer, []
+    optimizer, rounded, parameters = engine.optimizer, [], []
     if hasattr(optimizer, "fp32_groups_flat"):
         # Around FusedAdam, parameters are views of the flat 16-bit groups.
         rounded = list(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True))
         exact = [weight for weight, _ in rounded]
+        parameters = [one for group in optimizer.fp16_groups for one in group]
     elif hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16
         groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         rounded = [pair for exact, half in groups for pair in zip(exact, half, strict=True)]
         exact = [weight for weight, _ in rounded]
+        parameters = [half for _, half in rounded]
     else:
-        exact = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        exact = parameters = [one for one in engine.module.parameters() if one.requires_grad]
     if any(weight.dtype != torch.float32 for weight in exact):
         raise ValueError(
             f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
         )
-    return exact, rounded
+    return exact, rounded, parameters
 
 
 def divides_state(optimizer: Any) -> bool:

@@ -165,12 +165,12 @@ class OuterVectors:
             combined: shape [spans.length], on any device.
             snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
         """
-        beta, gamma = self.settings.outer_lr, self.settings.gamma
+        beta, gamma, parts = self.settings.outer_lr, self.settings.gamma, self.weights.parts()
         for ours, place in _in_cache(spans):
             phi, c = self.slow_weights[place], combined[ours]
             piece = c if c.device == phi.device else torch.empty_like(phi)
             theta = piece if snapshot is None else snapshot[ours]
-            self.weights.read_into(theta, place.start)
+            self.weights.read_into(theta, place.start, parts)
             step.combine(theta, phi, beta, gamma, out=piece)
             if self.rounding is not None:
                 piece.add_(self.rounding[place])
@@ -216,11 +216,12 @@ class OuterVectors:
     @torch.no_grad()
     def merge(self, spans: Spans, correction: Tensor, spare: Tensor) -> None:
         """Move the fast weights by the correction; `spare` is overwritten. Both have shape [spans.length]."""
+        parts = self.weights.parts()
         with self.weights.writing() as write:
             for ours, place in _in_cache(spans):
                 shift, theta = correction[ours], spare[ours]
                 theta = theta if theta.device == shift.device else torch.empty_like(shift)
-                self.weights.read_into(theta, place.start)
+                self.weights.read_into(theta, place.start, parts)
                 write(place.start, step.merge(theta, shift, out=theta))
 
 

@@ -52,9 +52,13 @@ class Weights(ABC):
         return self.parts()[0].device
 
     @torch.no_grad()
-    def read_into(self, flat: Tensor, start: int = 0) -> None:
-        """Fill `flat` (fp32, shape [n], any device) with elements start..start + n."""
-        for part, place in overlaps(self.parts(), start, len(flat)):
+    def read_into(self, flat: Tensor, start: int = 0, parts: Sequence[Tensor] | None = None) -> None:
+        """Fill `flat` (fp32, shape [n], any device) with elements start..start + n.
+
+        Args:
+            parts: `parts()`, for many short reads.
+        """
+        for part, place in overlaps(self.parts() if parts is None else parts, start, len(flat)):
             flat[place].copy_(part)
 
     def read(self) -> Tensor:

@@ -9,7 +9,7 @@ ends within a row.
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
@@ -117,6 +117,28 @@ def _key(name: str) -> tuple[list[str | int], str]:
     """Return what names are sorted by; the name itself decides between "1" and "01"."""
     pieces = re.split(r"([0-9]+)", name)  # text and digits in turn
     return [int(piece) if at % 2 else piece for at, piece in enumerate(pieces)], name
+
+
+def box(shape: Sequence[int], firsts: Sequence[int], sizes: Sequence[int]) -> Iterator[Rectangle]:
+    """Yield the rectangles of a tensor's matrix that make up a box of the tensor, one after the other.
+
+    Args:
+        shape: of the tensor.
+        firsts, sizes: where the box begins in each dimension, and how far it goes there.
+    """
+    lacking = 2 - len(shape)
+    shape, sizes = (*shape, *[1] * lacking), (*sizes, *[1] * lacking)
+    firsts = (*firsts, *[0] * lacking)
+    cut = max(at for at, size in enumerate(sizes) if at < 2 or size < shape[at])
+    inside = prod(shape[cut + 1 :])
+    if cut == 1:
+        yield Rectangle(firsts[0], firsts[1] * inside, sizes[0], sizes[1] * inside)
+        return
+    for row, *middle in product(*(range(firsts[at], firsts[at] + sizes[at]) for at in range(cut))):
+        left = 0
+        for index, length in zip((*middle, firsts[cut]), shape[1 : cut + 1], strict=True):
+            left = left * length + index
+        yield Rectangle(row, left * inside, 1, sizes[cut] * inside)
 
 
 def blocks(matrix: Matrix, slices: Iterable[Rectangle], begin: int, end: int, own: int) -> Iterator[Block]:

@@ -83,6 +83,8 @@ INSIDES_OF_DEEPSPEED = {
         "fp32_partitioned_groups_flat",
         "persistent_parameters",
         "real_dp_process_group",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
         "refresh_fp32_params",
     ),
     *("single_partition_of_fp32_groups", "swap_optimizer", "update_lp_params"),

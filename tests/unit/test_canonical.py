@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_noloco.engine.layout import held_of
 from megatron_noloco.model.families import Parameter, Table, table_of
-from megatron_noloco.plans.canonical import Block, Matrix, matrices
+from megatron_noloco.plans.canonical import Block, Matrix, box, matrices
 from tests.unit.test_layouts import Layout, numbers, two_layouts
 
 
@@ -41,6 +41,18 @@ def test_parts_of_a_block_are_its_elements_in_order(block: Block, begin: int, en
         *range(block.own + begin, block.own + end)
     ]
     assert [part.first for part in parts] == [elements(part)[0] for part in parts]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 4)), max_size=4))
+def test_rectangles_of_a_box_are_its_elements_in_order(dimensions: list[tuple[int, int, int]]) -> None:
+    shape = [length for length, _, _ in dimensions]
+    firsts = [min(first, length - 1) for length, first, _ in dimensions]
+    sizes = [min(size, n - first) for (n, _, size), first in zip(dimensions, firsts, strict=True)]
+    whole = torch.arange(math.prod(shape)).view(shape)
+    inside = whole[tuple(slice(first, first + n) for first, n in zip(firsts, sizes, strict=True))]
+    matrix = matrices({"": shape})[""]
+    found = [at for place in box(shape, firsts, sizes) for at in elements(Block(0, matrix, *place))]
+    assert found == inside.flatten().tolist()
 
 
 @given(any_block(), st.integers(0, 50), st.integers(0, 50))

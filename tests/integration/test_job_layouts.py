@@ -1,0 +1,122 @@
+"""Whatever divides a model among ranks, they have one canonical vector, and the same digest of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.checks import StartReport, digests_of, start_report
+from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
+from megatron_noloco.attach.held import copies_in
+from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.plans.topology import Topology
+from tests.harness import run_ranks
+from tests.integration import test_attach, test_fully_shard
+
+Rank = tuple[StartReport, Tensor]  # and its weights
+
+
+def of_rank(adapter: EngineAdapter) -> Rank:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    report = start_report(adapter, Topology(dp=ranks, slots=2), rank, {}, None, "")
+    assert not report.problem
+    return report, adapter.weights.read()
+
+
+def assert_is(model: nn.Module, ranks: Sequence[Rank], rounded: bool = False) -> None:
+    """The weights of all ranks at their places, copies left out, are those of the model, one after the other."""
+    parameters = dict(model.named_parameters())
+    expected = torch.cat([parameters[name].detach().flatten() for name in sorted(parameters)])
+    found, held = torch.full_like(expected, torch.nan), [report.held or [] for report, _ in ranks]
+    for rank, (_, weights) in enumerate(ranks):
+        copies = copies_in(held, rank)
+        for block in held[rank]:
+            place = found.as_strided((block.rows, block.width), (block.matrix.columns, 1), block.first)
+            assert block in copies or place.isnan().all()
+            place.copy_(weights[block.own : block.own + block.size].view(block.rows, block.width))
+    # DeepSpeed's optimizer in bf16 has taken a step without gradient, in which weights decay by 1e-4.
+    torch.testing.assert_close(found, expected, rtol=2**-7 * rounded, atol=0)
+    if not rounded:
+        alone = [of_rank(torch_adapter(model))[0]]
+        assert digests_of([report for report, _ in ranks]) == digests_of(alone)
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**test_attach.ODD))
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "ZeRO 0": {"stage": 0},
+    "ZeRO 1": {"stage": 1},
+    "ZeRO 2": {"stage": 2, "zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "ZeRO 3": {"stage": 3},
+    "ZeRO 3 in part": {
+        "stage": 3,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 80},
+    },
+    "bf16, ZeRO 0": {"stage": 0, "fused": True, "bf16": {"enabled": True}},
+    "bf16, ZeRO 1": {
+        "stage": 1,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "bf16, ZeRO 3": {"stage": 3, "bf16": {"enabled": True}},
+}
+
+
+def of_engines(rank: int, world_size: int) -> dict[str, Rank]:
+    found = {"DDP": of_rank(torch_adapter(DistributedDataParallel(llama())))}
+    for name, settings in ENGINES.items():
+        found[name] = of_rank(deepspeed_adapter(test_attach.engine_of(mpu=None, **settings)))
+    return found
+
+
+def test_ranks_of_every_engine_have_the_same_vector_once() -> None:
+    found = run_ranks(2, of_engines)
+    for name in found[0]:
+        assert_is(llama(), [one[name] for one in found], rounded="bf16" in name)
+
+
+MESHES = [((4,), ("shard",)), ((2, 2), ("copy", "shard")), ((2, 2), ("shard", "tensor"))]
+
+
+def of_meshes(rank: int, world_size: int) -> list[Rank]:
+    found = []
+    for shape, axes in MESHES:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+        found.append(of_rank(torch_adapter(test_fully_shard.Loop(mesh, 0, axes).model)))
+    return found
+
+
+def test_ranks_of_every_mesh_have_the_same_vector_once() -> None:
+    torch.manual_seed(test_fully_shard.SEED)
+    model, found = test_fully_shard.Model(), run_ranks(4, of_meshes)
+    for number in range(len(MESHES)):
+        assert_is(model, [one[number] for one in found])
+
+
+def in_part(value: float, frozen: float) -> list[StartReport]:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+        model[0].weight[1, 2] = value
+        model[1].weight[1, 1] = frozen
+    model[1].weight.requires_grad_(False)
+    return [of_rank(torch_adapter(model))[0]]
+
+
+@pytest.mark.parametrize(("value", "frozen", "differs"), [(1.0, 1.0, set()), (1 + 2**-23, 1.0, {"weights"}),
+                                                          (1.0, 1 - 2**-24, {"frozen weights"})])  # fmt: skip
+def test_the_digest_notices_a_single_bit(value: float, frozen: float, differs: set[str]) -> None:
+    first, second = digests_of(in_part(1.0, 1.0)), digests_of(in_part(value, frozen))
+    assert {name for name in first if first[name] != second[name]} == differs
