@@ -23,6 +23,7 @@ from megatron_noloco.attach.checks import (
     tensor_of,
 )
 from megatron_noloco.attach.held import copies_in
+from megatron_noloco.attach.hf_model import model_of
 from megatron_noloco.attach.inner import InnerState, check_modes, check_no_weights
 from megatron_noloco.attach.torch_module import ReplicatedWeights, torch_adapter
 from megatron_noloco.job.activity import now
@@ -302,13 +303,22 @@ def attach(
         return Attached(adapter, outer, first, state, own_inner)
 
     from megatron_noloco.attach.job_state import JobState
+    from megatron_noloco.federation.likeness import Alike
     from megatron_noloco.federation.membership import join_federation
 
-    compared: dict[str, Any] = digests | {"seed": seed}
     held = starts[rank].held
-    if held is None:
-        compared[_SAME_RANKS] = [one.lengths for one in starts]
-    stops = stopped or (lambda: False)
+    shared = {
+        "seed": seed,
+        "names and shapes": digests["names and shapes"],
+        "first weights": digests["weights"],
+        "model": model_of(adapter.modules),
+    }
+    own = {
+        "frozen weights": digests["frozen weights"],
+        "buffers": digests["buffers"],
+        _SAME_RANKS: None if held is not None else [one.lengths for one in starts],
+    }
+    stops, compared = stopped or (lambda: False), Alike(shared, "attach", own)
     membership = join_federation(federation, settings, Place(slot, place.replicas), compared, stopped=stops)
     try:
         copies = copies_in([one.held or [] for one in starts], rank)

@@ -16,7 +16,7 @@ from megatron_noloco.attach.held import parameters_of, plain, shapes_of, trained
 from megatron_noloco.federation.frames import checksum_of
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.canonical import Block, Matrix, matrices
-from megatron_noloco.plans.fingerprint import MODULUS, fingerprint
+from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 
 _AT_ONCE = 1 << 26  # bytes that a digest reads at a time
 _ELEMENTS = 1 << 22  # that a fingerprint reads at a time
@@ -26,7 +26,7 @@ class Fingerprint(NamedTuple):
     """The part of a rank in a digest of its replica.
 
     Attributes:
-        text: what the digest covers besides `sums`.
+        text: a digest of all else; "" where there is nothing else.
         sums: the fingerprint of each block that the rank has.
     """
 
@@ -45,26 +45,22 @@ def fingerprints_of(adapter: EngineAdapter, held: Sequence[Block] | None) -> dic
     buffers = ((plain(name), one) for module in adapter.modules for name, one in module.named_buffers())
     return {
         "weights": Fingerprint("", _sums_of_weights(adapter.weights, held)),
-        "names and shapes": Fingerprint(repr(list(shapes_of(trained).items())), {}),
+        "names and shapes": Fingerprint(digest_of_shapes(shapes_of(trained)), {}),
         "frozen weights": _of_frozen(adapter, frozen),
         "buffers": Fingerprint(_digest_of(buffers), {}),
     }
 
 
 def digest_of_replica(ranks: Sequence[Fingerprint | str]) -> str:
-    """Return one digest for the fingerprints of the ranks of a replica, whatever their layout.
+    """Return one digest for the fingerprints of the ranks of a replica, or the digest that all have saved.
 
-    A digest that was saved stands for itself.
+    The layout of the ranks makes no difference.
     """
-    saved = sorted({one for one in ranks if isinstance(one, str)})
-    if len(saved) == 1:
-        return saved[0]
-    found = [one for one in ranks if isinstance(one, Fingerprint)]
-    texts = sorted({one.text for one in found})
-    sums = {item for one in found for item in one.sums.items()}  # of copies that are equal one counts
-    return hashlib.sha256(
-        repr((saved, texts, sum(value for _, value in sums) % MODULUS)).encode()
-    ).hexdigest()
+    texts = sorted({one if isinstance(one, str) else one.text for one in ranks})
+    sums = {item for one in ranks if isinstance(one, Fingerprint) for item in one.sums.items()}
+    if len(texts) == 1 and not sums:
+        return texts[0]
+    return digest_of("".join(texts), sum(value for _, value in sums))  # of copies that are equal one counts
 
 
 def _sums_of_weights(weights: Weights, held: Sequence[Block] | None) -> dict[Block, int]:
@@ -90,7 +86,7 @@ def _of_frozen(adapter: EngineAdapter, frozen: Mapping[str, Any]) -> Fingerprint
 
         sums |= _sums_of(read, adapter.places_of(frozen[name], matrix))
     text = [(name, shape, str(frozen[name].dtype)) for name, shape in shapes.items()]
-    return Fingerprint(repr(text), sums)
+    return Fingerprint(digest_of(repr(text)), sums)
 
 
 def _sums_of(read: Callable[[int, int], np.ndarray], blocks: Sequence[Block]) -> dict[Block, int]:

@@ -82,7 +82,9 @@ class Frame(NamedTuple):
     sender: int  # its rank
     receiver: int
     epoch: int  # of the sender's process
-    to_epoch: int = 0  # of the receiver's process; 0 in HELLO, WANT, ADDRESSES and ASK
+    to_epoch: int = (
+        0  # of the receiver's process; in HELLO the `Member.kind_number`; 0 in WANT, ADDRESSES and ASK
+    )
     tag: int = 0
     number: int = 0
     offset: int = 0
@@ -111,6 +113,7 @@ class Member:
         epoch: of the process; a later process of the same rank has a larger one.
         ranks: number of ranks in all slots that its job has; another job may have more.
         digests: of what all jobs of its run have alike, by name; see `likeness`.
+        kind_number: of what all jobs of its run and its kind have alike; see `likeness`.
     """
 
     rank: int
@@ -118,6 +121,7 @@ class Member:
     epoch: int
     ranks: int
     digests: Mapping[str, str] = field(default_factory=dict)
+    kind_number: int = 0
 
     def frame(self, kind: Kind, receiver: int, data: np.ndarray | None = None, **fields: Any) -> Frame:
         """Return a frame from this process, of the length and checksum of the data that will follow it, if any."""

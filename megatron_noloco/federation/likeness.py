@@ -1,23 +1,53 @@
 """What all jobs of a federation must have alike, and how two jobs that differ learn in what they do.
 
 A job compares the number of its run with that of each frame. Jobs of different runs exchange nothing but the names
-of what they compare, with a short digest of each value.
+of what they compare, with a short digest of each value. So do two jobs of one kind, such as two of the trainer,
+that differ in what only jobs of this kind know.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 _DIGEST_CHARACTERS = 8
 _MOST_NAMED = 8
 _NAME = re.compile(r"[A-Za-z0-9_. ]{1,80}")  # it is written to the terminal of another job
 
 
+class Alike(NamedTuple):
+    """What a job must have as the others have it, by name; values are anything that JSON can hold.
+
+    Attributes:
+        shared: what every job knows.
+        kind: of the job.
+        own: what only jobs of its kind know.
+    """
+
+    shared: Mapping[str, Any]
+    kind: str = ""
+    own: Mapping[str, Any] = {}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """See `digests_of`."""
+        return digests_of(self.shared) | digests_of(self.own)
+
+    @property
+    def kind_number(self) -> int:
+        """A number for the kind, in the upper bits, and for what only it knows; see `of_one_kind_and_unlike`."""
+        return _hashed(self.kind) % 2**31 << 32 | _hashed(self.own) % 2**32
+
+
+def of_one_kind_and_unlike(first: int, second: int) -> bool:
+    """Return whether the `kind_number`s of two jobs are of one kind, and differ in the rest."""
+    return first != second and first >> 32 == second >> 32
+
+
 def run_number(alike: Mapping[str, Any]) -> int:
     """Hash the values that all jobs of a run must share, as JSON has them."""
-    return int.from_bytes(hashlib.sha256(_json(alike)).digest()[:8], "big") >> 1
+    return _hashed(alike) >> 1
 
 
 def digests_of(alike: Mapping[str, Any]) -> dict[str, str]:
@@ -35,15 +65,20 @@ def pack(digests: Mapping[str, str]) -> bytes:
 def differences(own: Mapping[str, str], packed: bytes) -> str:
     """Return the names of what differs between this job and one that has sent its digests; "" where nothing does.
 
-    Raises ValueError for anything but digests.
+    A name that one of them lacks is of another kind of job, and no difference. Raises ValueError for anything but
+    digests.
     """
     theirs = json.loads(packed)
     if not isinstance(theirs, dict):
         raise ValueError("no digests")
-    names = [name for name in sorted(own.keys() | theirs.keys()) if own.get(name) != theirs.get(name)]
+    names = [name for name in sorted(own.keys() & theirs.keys()) if own[name] != theirs[name]]
     names = [name for name in names if _NAME.fullmatch(name)]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _hashed(value: Any) -> int:
+    return int.from_bytes(hashlib.sha256(_json(value)).digest()[:8], "big")
 
 
 def _leaves(alike: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,11 +1,11 @@
 """How a job enters a federation: the one way in, for the trainer and for `attach`."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -14,7 +14,7 @@ from megatron_noloco.federation.counterpart import FINAL
 from megatron_noloco.federation.handover import Handover, Keeper, Taken
 from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, Health, KeepingUp, UntrainedError
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.likeness import digests_of, run_number
+from megatron_noloco.federation.likeness import Alike, run_number
 from megatron_noloco.federation.movement import Held, movement_of
 from megatron_noloco.federation.network import FederationTransport, Network, Patience
 from megatron_noloco.federation.rendezvous import rendezvous_of
@@ -239,7 +239,7 @@ def join_federation(
     federation: FederationSettings,
     noloco: NolocoSettings,
     place: Place,
-    alike: Mapping[str, Any],
+    alike: Alike,
     steps: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Membership:
@@ -248,7 +248,7 @@ def join_federation(
     Args:
         federation, noloco: without `settings.federation_problems`.
         place: of the replica: the job's slot, and their number.
-        alike: what all jobs must have alike besides the settings, such as the model; anything that JSON can hold.
+        alike: what all jobs must have alike besides the settings, such as the model.
         steps: local steps of the whole training, the last of which is never left out; None: not known.
         stopped: see `FederationTransport`.
 
@@ -272,11 +272,11 @@ def join_federation(
     return Membership(transport, place, noloco, federation, steps, voting())
 
 
-def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Mapping[str, Any]) -> Network:
+def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Alike) -> Network:
     """Return how this job's ranks reach the others; opens nothing. Raises ValueError as `join_federation` does."""
     assert federation.rendezvous is not None
-    compared = {"noloco": shared(noloco), **alike}
-    run, digests = run_number(compared), digests_of(compared)
+    alike = alike._replace(shared={"noloco": shared(noloco), **alike.shared})
+    run, digests = run_number(alike.shared), alike.digests
     rendezvous = rendezvous_of(federation.rendezvous, run, digests)
     keys = None
     if federation.encryption == "curve":
@@ -291,4 +291,5 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ma
         partial(reachable_address, rendezvous.hosts),
         federation.advertise,
         digests=digests,
+        kind_number=alike.kind_number,
     )

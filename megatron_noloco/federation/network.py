@@ -45,7 +45,7 @@ class Network:
     """How a rank reaches the others, and how they reach it.
 
     Attributes:
-        run, digests: see `Member`.
+        run, digests, kind_number: see `Member`.
         listen: where the first rank of a replica listens, its other ranks at the ports that follow; port 0: any.
             None: no other job can connect to this one.
         keys: None: nothing is authenticated or encrypted.
@@ -65,6 +65,7 @@ class Network:
     advertise: str | None = None
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     digests: Mapping[str, str] = field(default_factory=dict)
+    kind_number: int = 0
 
     def __post_init__(self) -> None:
         if self.listen is not None and not can_listen(self.listen):
@@ -234,7 +235,14 @@ class FederationTransport:
         self._network = network
         self.chunk_bytes = network.chunk_bytes
         self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
-        member = Member(self.rank, network.run, time.time_ns(), self.world_size, network.digests)
+        member = Member(
+            self.rank,
+            network.run,
+            time.time_ns(),
+            self.world_size,
+            network.digests,
+            network.kind_number,
+        )
         network.check_ports(place.ranks_per_replica)
         at = self.rank % place.ranks_per_replica
         listen = None if network.listen is None else listen_at(network.listen, at)

@@ -28,7 +28,7 @@ from megatron_noloco.federation.frames import (
     another_version,
     read,
 )
-from megatron_noloco.federation.likeness import differences, pack
+from megatron_noloco.federation.likeness import differences, of_one_kind_and_unlike, pack
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, RankLostError
@@ -248,7 +248,10 @@ class FederationProtocol:
             if outbox.link is None:
                 continue
             begun, counted = self._begun + 1, counterpart.counted + 1
-            hello = self.member.frame(Kind.HELLO, rank, number=begun, offset=open_from, tag=counted)
+            kind = self.member.kind_number
+            hello = self.member.frame(
+                Kind.HELLO, rank, to_epoch=kind, number=begun, offset=open_from, tag=counted
+            )
             outbox.hello(hello._replace(length=counterpart.connections))
             if counterpart.directory_version != self.directory.version:
                 outbox.control(*self.directory.frame(rank))
@@ -316,7 +319,9 @@ class FederationProtocol:
             return self._refuse_version(link, header)
         if frame.kind == Kind.REFUSAL:
             return self._take_refusal(link, frame, parts)
-        if frame.run != self.member.run:
+        if frame.run != self.member.run or (
+            frame.kind == Kind.HELLO and of_one_kind_and_unlike(frame.to_epoch, self.member.kind_number)
+        ):
             if _is_question(frame):
                 self._refuse(link, frame.sender, asks=True)
             return "another run"

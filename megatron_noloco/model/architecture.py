@@ -1,8 +1,8 @@
 """The architecture of a model, and how it is computed; torch is not imported with this file."""
 
 import importlib.util
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]
@@ -37,6 +37,12 @@ class Architecture:
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all before it
     num_moe_experts: int | None = None  # per layer
     moe_router_topk: int | None = None  # experts that compute each token
+
+    @property
+    def of_function(self) -> dict[str, Any]:
+        """What decides which function the weights are of: neither the first weights, nor padding, nor samples."""
+        without = ("init_method_std", "padded_vocab_size", "seq_length")
+        return {name: value for name, value in asdict(self).items() if name not in without}
 
 
 @dataclass(frozen=True)

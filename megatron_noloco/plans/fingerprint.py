@@ -5,17 +5,29 @@ the sum does not depend on how the vector is divided among ranks. Another value 
 it. Two vectors that differ in more have equal sums with a chance of about 2^-64. Nothing protects against intent.
 """
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_noloco.plans.canonical import Block
+from megatron_noloco.plans.canonical import Block, matrices
 
 MODULUS = 2**64
 _AT_ONCE = 1 << 14  # elements: longer arrays come from fresh pages, which takes three times as long
 # Odd numbers without further meaning; the last is that of a mixer by Pelle Evensen ("rrmxmx").
 _PLACE, _VALUE, _MIX = map(np.uint64, (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xD6E8FEB86659FD93))
 _HALF = np.uint64(32)
+
+
+def digest_of(text: str, total: int = 0) -> str:
+    """Return a digest of a text and the sum of fingerprints, modulo 2^64."""
+    return hashlib.sha256(f"{text} {total % MODULUS}".encode()).hexdigest()
+
+
+def digest_of_shapes(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return a digest of the names and shapes of a canonical vector."""
+    return digest_of(repr([(name, [*shapes[name]]) for name in matrices(shapes)]))
 
 
 def fingerprint(bits: np.ndarray, block: Block) -> int:

@@ -86,7 +86,7 @@ def join_job(prepared: Prepared) -> Joined:
     if topology.slots:
         steps, place = config.training.train_iters, Place(topology.slot, topology.slots)
         digest = of_rank_0(first_weights(config, prepared.architecture) if dist.get_rank() == 0 else None)
-        alike = prepared.alike | {"pretrained weights": digest}
+        alike = prepared.alike._replace(shared={**prepared.alike.shared, "first weights": [digest]})
         membership = join_federation(
             config.federation, config.noloco, place, alike, steps, stopping.is_requested
         )
@@ -114,10 +114,9 @@ def check_ranks(prepared: Prepared) -> None:
     """
     compared = {
         "noloco": shared(prepared.config.noloco),
-        **prepared.alike,
         "data": prepared.datasets.fingerprint,
     }
-    told = of_all_ranks(digests_of(compared))
+    told = of_all_ranks(digests_of(compared) | prepared.alike.digests)
     for rank, digests in enumerate(told):
         if names := differences(told[0], pack(digests)):
             raise ValueError(

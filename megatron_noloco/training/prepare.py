@@ -1,6 +1,5 @@
 """Checks and reads what one process can alone, before it joins the others."""
 
-import hashlib
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -29,13 +28,15 @@ from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
-from megatron_noloco.federation.frames import checksum_of
+from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, check_fits, check_tokenizer
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
+from megatron_noloco.plans.canonical import Block
+from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
 
@@ -52,7 +53,7 @@ class Prepared:
     datasets: Datasets
     plan: BatchPlan
     validation: list[ValidationSource]  # one per dataset of the blend
-    alike: dict[str, Any]  # what the jobs of a federation must have alike besides the settings of the method
+    alike: Alike  # what the jobs of a federation must have alike besides the settings of the method
 
     @property
     def who(self) -> str:
@@ -120,20 +121,24 @@ def _slot(config: RunConfig, replica: int | None) -> int:
     return replica
 
 
-def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> dict[str, Any]:
-    """Return what decides what a weight means, and where the training ends, by name.
-
-    The pretrained weights are added by `first_weights`.
-    """
-    return {
-        "training.seed": config.training.seed,
+def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> Alike:
+    """Return what decides what a weight means, and where the training ends. `first_weights` are added later."""
+    model = architecture.of_function
+    shared = {
+        "seed": config.training.seed,
+        "names and shapes": [digest_of_shapes(table_of(architecture).exported_shapes)],
+        "model": model,
+    }
+    others = config.model.model_dump() | asdict(architecture)
+    own = {
         "training.train_iters": config.training.train_iters,
-        "model": config.model.model_dump() | asdict(architecture),
+        "model": {name: value for name, value in others.items() if name not in model},
         "tokenizer": tokenizer.digest,
         "data.split_special_tokens": tokenizer.splits_special_tokens,
         "data.prepend_bos": tokenizer.before_document,
         "chat template": tokenizer.template_digest if isinstance(config.source, RecordSource) else None,
     }
+    return Alike(shared, "trainer", own)
 
 
 def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
@@ -143,12 +148,14 @@ def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
     """
     if config.training.pretrained is None:
         return None
-    digest = hashlib.sha256()
+    tensors, total = table_of(architecture).exported(), 0
     with PretrainedWeights(Path(config.training.pretrained), architecture) as weights:
-        for parameter in table_of(architecture):
-            content = weights(parameter.name).float().contiguous().view(-1).numpy().view(np.uint8)
-            digest.update(f"{parameter.name} {checksum_of(content)}\n".encode())
-    return digest.hexdigest()
+        for row in table_of(architecture):
+            parts = row.to_hf(weights(row.name)) if row.same_as is None else {}
+            for name, tensor in parts.items():
+                bits = tensor.float().contiguous().view(-1).numpy().view(np.uint32)
+                total += fingerprint(bits, Block(0, tensors[name], *tensors[name].whole))
+    return digest_of("", total)
 
 
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
@@ -159,7 +166,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_machine(config)
     _check_writable(Path(config.training.output_dir))
     if config.federation.slots is not None:
-        network_of(config.federation, config.noloco, {})
+        network_of(config.federation, config.noloco, Alike({}))
     tokenizer = _tokenizer(config)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:

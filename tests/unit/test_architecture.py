@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "federation",
         "preflight",
     },
-    "attach": {"plans", "transport", "job", "outer", "engine", "federation"},
+    "attach": {"plans", "transport", "job", "outer", "model", "engine", "federation"},
     "cli": {
         "job",
         "outer",

@@ -19,7 +19,7 @@ from megatron_noloco.federation.frames import (
     checksum_of,
     read,
 )
-from megatron_noloco.federation.likeness import digests_of, run_number
+from megatron_noloco.federation.likeness import Alike, digests_of, run_number
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.protocol import FederationProtocol
 from megatron_noloco.federation.rendezvous import Address
@@ -269,6 +269,23 @@ def test_two_jobs_that_differ_both_say_in_what(capfd: pytest.CaptureFixture[str]
         for rank in range(2)
     ]
     assert [link.sent for link in links] == [2, 1], "the answer to an answer is not answered"
+
+
+@pytest.mark.parametrize(("kinds", "named"), [(("train", "train"), "tokenizer"), (("train", "attach"), "")])
+def test_what_one_kind_of_job_knows_is_compared_by_jobs_of_this_kind(
+    kinds: tuple[str, str], named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    protocols = []
+    for rank, kind in enumerate(kinds):
+        alike = Alike({"seed": 1}, kind, {"tokenizer": f"of {rank}", f"of {kind}": rank})
+        member = Member(rank, run_number(alike.shared), OWN, 2, alike.digests, alike.kind_number)
+        protocols.append(FederationProtocol(member, [1 - rank]))
+    links = connected(*protocols)
+    protocols[0].use(1, links[0])
+    names = named and f"of train, {named}"
+    line = "rank {}: rank {} is refused: its job differs from this one in " + names
+    assert capfd.readouterr().err.splitlines() == [line.format(rank, 1 - rank) for rank in (0, 1) if named]
+    assert bool(protocols[1].counterparts[0].seen.heard > 0) == (not named)
 
 
 def test_a_job_that_speaks_another_version_is_named_on_both_sides(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from megatron_noloco.federation import links, service
 from megatron_noloco.federation.frames import LARGEST, Member
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import (
@@ -186,7 +187,7 @@ def test_the_address_of_a_host_is_that_of_its_way_to_the_seeds(
 def test_a_job_announces_its_address_on_the_way_to_its_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
     federation = FederationSettings(slots=2, rendezvous="tcp://first:29600", encryption="none")
-    assert network_of(federation, NolocoSettings(), {}).host() == "10.77.0.2"
+    assert network_of(federation, NolocoSettings(), Alike({})).host() == "10.77.0.2"
 
 
 def test_a_host_without_a_default_route_says_by_which_name_it_is_looked_for(

@@ -14,7 +14,7 @@ from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.federation.likeness import differences, digests_of, pack
+from megatron_noloco.federation.likeness import Alike, differences, pack
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training import joined
@@ -217,7 +217,7 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         files = {"tokenizer": "a", "data": "a"} | read
         return SimpleNamespace(
             config=SimpleNamespace(noloco=NolocoSettings()),
-            alike={"tokenizer": files["tokenizer"]},
+            alike=Alike({}, "", {"tokenizer": files["tokenizer"]}),
             datasets=SimpleNamespace(fingerprint=files["data"]),
         )
 
@@ -235,7 +235,7 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
     ("changes", "named"),
     [
         ({"training": {"train_iters": 7}}, "training.train_iters"),
-        ({"training": {"train_iters": 5, "seed": 3}}, "training.seed"),
+        ({"training": {"train_iters": 5, "seed": 3}}, "seed"),
         ({"data": {"text": "other"}}, ""),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, ""),
     ],
@@ -245,6 +245,6 @@ def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str,
 
     def alike(changes: dict[str, Any]) -> dict[str, str]:
         config = RunConfig.from_dict(CONFIG | {"training": {"train_iters": 5}} | changes)
-        return digests_of(_alike(config, ByteTokenizer(), config.architecture(257)))
+        return _alike(config, ByteTokenizer(), config.architecture(257)).digests
 
     assert differences(alike({}), pack(alike(changes))) == named

@@ -277,12 +277,17 @@ class Table:
         return matrices({row.name: row.shape for row in self if row.same_as is None})
 
     def exported(self) -> dict[str, Matrix]:
-        """Return the canonical vector: the place of each tensor of the export.
+        """Return the canonical vector: the place of each tensor of the export."""
+        return matrices(self.exported_shapes)
 
-        A parameter without Hugging Face names is there under its own name; copies and padding are not there.
+    @property
+    def exported_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors of the export by name, without copies and padding.
+
+        A parameter without Hugging Face names is there under its own name.
         """
         shapes = (row.hf_shapes or {row.name: row.shape} for row in self if row.same_as is None)
-        return matrices({name: shape for of_row in shapes for name, shape in of_row.items()})
+        return {name: shape for of_row in shapes for name, shape in of_row.items()}
 
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:

@@ -1,0 +1,150 @@
+"""A job of the trainer and a job that is attached to a loop of transformers, as partners."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron_noloco.attach import attach
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.federation.likeness import differences, pack
+from megatron_noloco.federation.membership import network_of
+from megatron_noloco.federation.network import Network
+from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.model.families import family_of
+from megatron_noloco.training.prepare import _alike, first_weights
+from tests.harness import run_ranks
+from tests.integration.chaos import command
+from tests.integration.federation import Federation
+from tests.integration.tiny import FAMILY_MODELS, MIXTURES, TINY, VOCABULARY, tiny, write_text
+
+STEPS = 9  # the last one is after the last round
+
+
+def of_transformers(architecture: Architecture, seed: int = 0, **keys: Any) -> Any:
+    torch.manual_seed(seed)
+    theirs = family_of(architecture).hf_config(architecture, "float32") | keys
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**theirs))
+
+
+def changes(folder: Path, **more: Any) -> dict[str, Any]:
+    base = {
+        "training": {"train_iters": STEPS, "pretrained": str(folder / "first")},
+        "checkpoint": {"save_interval": STEPS},
+        "noloco": {"final_average": True},
+        "federation": {"slots": 2, "start_with": 2, "rounds_behind": STEPS, "skip_local_steps": False},
+    }
+    return tiny(more, base)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(1, {}), pytest.param(2, {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow)],
+    ids=["one rank", "tp 2"],
+)
+def test_they_train_together_and_end_with_one_model(
+    tmp_path: Path, ranks: int, parallel: dict[str, Any]
+) -> None:
+    text = {"data": {"text": write_text(tmp_path)}, "parallel": parallel}
+    with Federation(tmp_path, changes(tmp_path, **text)) as federation:
+        config = RunConfig.from_dict(federation.raw)
+        of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
+        federation.start(0, ranks)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        noloco = attach(model, config.noloco, federation=config.federation, slot=1, seed=config.training.seed)
+        groups, draw = [], torch.Generator().manual_seed(1)
+        while noloco.done < STEPS:
+            tokens = torch.randint(VOCABULARY, (2, 16), generator=draw)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            groups += [report.exchange.group for report in noloco.step()]
+        assert groups == [(0, 1)] * (STEPS // config.noloco.local_steps)
+        (report,) = noloco.average()
+        assert report.group == (0, 1)
+        assert report.standard_deviation > 0
+        noloco.close()
+        federation.wait()
+    arguments = ["export", str(tmp_path), "--output", str(tmp_path / "last"), "--dtype", "float32"]
+    (outcome,) = run_ranks(1, command, arguments)
+    assert outcome.code == 0, outcome
+    exported = load_file(tmp_path / "last" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(exported[name], parameter), name
+
+
+class Reached(Exception):
+    """The network that a job would use."""
+
+
+def compared_by_attach(model: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Network:
+    def reached(place: object, network: Network, *_: object) -> NoReturn:
+        raise Reached(network)
+
+    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
+    with pytest.raises(Reached) as caught:
+        attach(model, config.noloco, federation=config.federation, slot=1, seed=config.training.seed)
+    network: Network = caught.value.args[0]
+    return network
+
+
+def compared_by_trainer(config: RunConfig) -> Network:
+    architecture = config.architecture(VOCABULARY)
+    alike = _alike(config, ByteTokenizer(), architecture)
+    alike = alike._replace(shared={**alike.shared, "first weights": [first_weights(config, architecture)]})
+    return network_of(config.federation, config.noloco, alike)
+
+
+@pytest.mark.parametrize("family", FAMILY_MODELS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_they_compare_the_same(
+    family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for experts, which transformers 5 computes in stacks."""
+    more = {"model": FAMILY_MODELS[family] | {"untie_embeddings_and_output_weights": not tied}}
+    config = RunConfig.from_dict(tiny(changes(tmp_path, **more), with_rendezvous(tmp_path)))
+    model = of_transformers(config.architecture(VOCABULARY))
+    model.save_pretrained(tmp_path / "first")
+    trainer, attached = compared_by_trainer(config), compared_by_attach(model, config, monkeypatch)
+    stacked = FAMILY_MODELS[family]["family"] in MIXTURES and "mlp.experts.gate_up_proj" in " ".join(
+        name for name, _ in model.named_parameters()
+    )
+    assert differences(trainer.digests, pack(attached.digests)) == (
+        "first weights, names and shapes" if stacked else ""
+    )
+    assert (trainer.run == attached.run) == (not stacked)
+
+
+def with_rendezvous(folder: Path) -> dict[str, Any]:
+    return tiny({"federation": {"rendezvous": f"file://{folder}", "encryption": "none"}}, TINY)
+
+
+def rotary(base: float) -> dict[str, Any]:
+    return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "seed", "named"),
+    [
+        (rotary(5e5), 0, "model.rotary_base"),
+        ({"attention_bias": True}, 0, "first weights, model.family, names and shapes"),
+        ({"max_position_embeddings": 2048, "attention_dropout": 0.1}, 0, ""),
+        ({}, 1, "first weights"),
+    ],
+)  # fmt: skip
+def test_both_name_what_differs(
+    keys: dict[str, Any], seed: int, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.from_dict(tiny(changes(tmp_path), with_rendezvous(tmp_path)))
+    architecture = config.architecture(VOCABULARY)
+    of_transformers(architecture).save_pretrained(tmp_path / "first")
+    attached = compared_by_attach(of_transformers(architecture, seed, **keys), config, monkeypatch)
+    trainer = compared_by_trainer(config)
+    assert differences(trainer.digests, pack(attached.digests)) == named
+    assert differences(attached.digests, pack(trainer.digests)) == named
+    assert (trainer.run == attached.run) == (not named)
