@@ -3,7 +3,9 @@
 import os
 import time
 import warnings
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,26 +64,38 @@ def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str,
 
 
 def run_jobs(
-    folder: Path, slots: int, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+    folder: Path,
+    slots: int,
+    ranks: int | Sequence[int],
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
 ) -> list[list[Any]]:
-    """Return `function(slot, rank, *args)` by slot and rank; a job of one rank has no torch.distributed."""
+    """Return `function(slot, rank, *args)` by slot and rank; a job of one rank has no torch.distributed.
+
+    Args:
+        ranks: of each job, or of all.
+    """
+    sizes = [ranks] * slots if isinstance(ranks, int) else ranks
+    starts = [*accumulate(sizes, initial=0)]
 
     def job(rank: int, world_size: int) -> Any:
         warnings.filterwarnings("error", "started, though fewer jobs than")
         warnings.filterwarnings("error", "the replicas had equal weights")
-        slot, rank = divmod(rank, ranks)
+        slot = bisect_right(starts, rank) - 1
+        rank -= starts[slot]
         dist.barrier()  # all have joined
         dist.destroy_process_group()
-        if ranks > 1:
-            store = dist.FileStore(str(folder / f"job_{slot}"), ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        if sizes[slot] > 1:
+            store = dist.FileStore(str(folder / f"job_{slot}"), sizes[slot])
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes[slot])
         else:  # as a process that no launcher has started
             for name in LAUNCH_VARIABLES:
                 del os.environ[name]
         return function(slot, rank, *args)
 
-    found = run_ranks(slots * ranks, job, timeout=timeout)
-    return [found[slot * ranks : (slot + 1) * ranks] for slot in range(slots)]
+    found = run_ranks(starts[-1], job, timeout=timeout)
+    return [found[start:stop] for start, stop in pairwise(starts)]
 
 
 def refusal(call: Callable[[], object]) -> str:

@@ -1,6 +1,7 @@
 """Whatever divides a model among ranks, they have one canonical vector, and the same digest of it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,17 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_noloco.attach import attach
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.checks import StartReport, digests_of, start_report
 from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
 from megatron_noloco.attach.held import copies_in
+from megatron_noloco.attach.sharded_module import reshard
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks
 from tests.integration import test_attach, test_fully_shard
+from tests.integration.jobs import by_the_equations, federation, paper, run_jobs
+from tests.integration.test_fully_shard import SEED
 
 Rank = tuple[StartReport, Tensor]  # and its weights
 
@@ -98,10 +104,53 @@ def of_meshes(rank: int, world_size: int) -> list[Rank]:
 
 
 def test_ranks_of_every_mesh_have_the_same_vector_once() -> None:
-    torch.manual_seed(test_fully_shard.SEED)
+    torch.manual_seed(SEED)
     model, found = test_fully_shard.Model(), run_ranks(4, of_meshes)
     for number in range(len(MESHES)):
         assert_is(model, [one[number] for one in found])
+
+
+def trained(slot: int, rank: int, folder: Path) -> dict[str, Any]:
+    """Of a job alone, in DistributedDataParallel or divided by fully_shard: the weights around each round."""
+    torch.manual_seed(SEED)
+    module = test_fully_shard.Model()
+    if slot == 2:
+        fully_shard(module.block, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    model = DistributedDataParallel(module) if slot == 1 else module
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    there = federation(folder, slot, 3)
+    noloco = attach(model, paper(local_steps=2), seed=SEED, **there)
+
+    def weights() -> Tensor:
+        reshard(module)
+        whole = (getattr(one, "full_tensor", one.detach)() for one in module.parameters())
+        return torch.cat([one.detach().flatten() for one in whole])
+
+    first, before, after = weights(), [], []
+    while noloco.done < 7:
+        points = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * noloco.done + slot))
+        optimizer.zero_grad()
+        model(points).square().mean().backward()
+        optimizer.step()
+        last = weights()
+        if noloco.step():
+            before.append(last)
+            after.append(weights())
+    noloco.average()
+    noloco.close()
+    return {"first": first, "before": torch.stack(before), "after": torch.stack(after), "last": weights()}
+
+
+def test_jobs_of_three_layouts_train_together_and_end_with_one_model(tmp_path: Path) -> None:
+    jobs = run_jobs(tmp_path, 3, (1, 2, 2), trained, tmp_path)
+    before = torch.stack([job[0]["before"] for job in jobs], dim=1)
+    assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
+    expected = by_the_equations(jobs[0][0]["first"], before, SEED)
+    for slot, job in enumerate(jobs):
+        for one in job:
+            torch.testing.assert_close(one["after"], expected[:, slot], rtol=0, atol=1e-6)
+            assert torch.equal(one["last"], jobs[0][0]["last"])
 
 
 def in_part(value: float, frozen: float) -> list[StartReport]:
