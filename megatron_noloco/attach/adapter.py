@@ -32,6 +32,18 @@ class Piece(NamedTuple):
     own: int
 
 
+class Stepped(NamedTuple):
+    """What the inner optimizer steps.
+
+    Attributes:
+        tensors: each with the parameters that lie in it; without any where ranks of all jobs are the same.
+        view: view(tensors) shows tensors like these, in their order, as a vector with the layout of the weights.
+    """
+
+    tensors: Sequence[tuple[Tensor, Sequence[Any]]]
+    view: Callable[[Sequence[Tensor]], Weights]
+
+
 def in_turn(parts: Iterable[tuple[Any, int]]) -> list[Piece]:
     """Return the pieces of a vector that has these parts of parameters, each with its length, in turn."""
     parts = list(parts)
@@ -62,9 +74,11 @@ class EngineAdapter:
         pieces: what `weights` consists of, padding left out. Every parameter that any rank of the replica
             exchanges is named, if need be with nothing of it. None: ranks are the same in all jobs, and a rank
             exchanges with the rank at its place of another one.
+        stepped: what the inner optimizer steps; called where its state is given or taken.
     """
 
     weights: Weights
+    stepped: Callable[[], Stepped]
     reduced_over: Sequence[int] | None
     remedy: tuple[str, str]
     steps: Callable[[], int] | None = None

@@ -25,7 +25,7 @@ from megatron_noloco.attach.checks import (
 from megatron_noloco.attach.held import copies_in
 from megatron_noloco.attach.hf_model import model_of
 from megatron_noloco.attach.inner import InnerState, check_modes, check_no_weights
-from megatron_noloco.attach.torch_module import ReplicatedWeights, torch_adapter
+from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
@@ -324,8 +324,7 @@ def attach(
         copies = copies_in([one.held or [] for one in starts], rank)
         apart = membership.replica(adapter.weights, seed, None if held is None else (held, copies))
         outer = OuterOptimizer(adapter.weights, membership.transport, membership.place, settings, seed, apart)
-        same_on_all = isinstance(adapter.weights, ReplicatedWeights)
-        job_state = JobState(outer, apart.movement, own_inner if same_on_all else None, adapter.modules)
+        job_state = JobState(outer, apart.movement, own_inner, adapter)
         membership.keeper = job_state
         membership.say = partial(warnings.warn, stacklevel=5)
         done = 0 if state is None else int(state["local_steps_done"])
@@ -369,7 +368,7 @@ def inner_state(inner: Stateful | Sequence[Stateful]) -> InnerState:
     return InnerState([_state_of(part) for part in (inner if isinstance(inner, Sequence) else [inner])])
 
 
-def _state_of(part: Stateful) -> Stateful:
+def _state_of(part: Stateful) -> Stateful | InnerState:
     """DeepSpeed's ZeRO cannot load what its `state_dict` returns, and that of Megatron-core lacks the moments."""
     if isinstance(part, nn.Module):
         raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")

@@ -1,20 +1,23 @@
 """Rounds for a DeepSpeed engine that a loop trains; `engine.zero` knows where its fp32 weights lie."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stateful
+from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stateful, Stepped
 from megatron_noloco.attach.inner import InnerState, check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
 from megatron_noloco.engine.zero import (
-    divides_state,
+    as_owned,
     local_part,
     local_place,
     owned_pieces,
     owned_weights,
+    stepped_by,
+    steps_another,
     whole_weights,
     with_weights,
 )
@@ -31,9 +34,10 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
     check_muon(engine)
     check_modes(engine.optimizer)
     _check_experts(engine)
-    weights, pieces = _weights_of(engine)
+    weights, pieces, stepped = _weights_of(engine)
     return EngineAdapter(
         weights,
+        stepped,
         dist.get_process_group_ranks(engine.data_parallel_group),
         ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
         lambda: int(engine.global_steps),
@@ -72,25 +76,31 @@ def _check_experts(engine: Any) -> None:
                 )
 
 
-def state_of_optimizer(optimizer: Any) -> Stateful:
+def state_of_optimizer(optimizer: Any) -> Stateful | InnerState:
     """Return what has this rank's state of DeepSpeed's optimizer, without the loss scale; others as they are."""
-    if divides_state(optimizer):
+    if steps_another(optimizer):
         return InnerState([optimizer.optimizer], partial(with_weights, optimizer))
     schedule_or_of_torch: Stateful = optimizer
     return schedule_or_of_torch
 
 
-def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None]:
-    """Return weights and pieces; no pieces where ranks have experts of their own, under the same names."""
+def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None, Callable[[], Stepped]]:
+    """Return weights, pieces, and what is stepped.
+
+    There are no pieces where ranks have experts of their own, under the same names.
+    """
     expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
     own_experts = any(dist.get_world_size(group) > 1 for group in expert_groups)
     owned = owned_weights(engine.optimizer)
     if owned is not None:
-        pieces = None if own_experts else [Piece(*one) for one in owned_pieces(engine.optimizer)]
-        return owned, pieces
+        optimizer = engine.optimizer
+        pieces = None if own_experts else [Piece(*one) for one in owned_pieces(optimizer)]
+        return owned, pieces, lambda: Stepped(stepped_by(optimizer), partial(as_owned, optimizer))
     if own_experts:
         raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
     exact, rounded, parameters = whole_weights(engine)
     group = engine.data_parallel_group if engine.dp_world_size > 1 else None
     weights = ReplicatedWeights(exact, group, rounded)
-    return weights, weights.pieces(parameters)
+    in_each = [[one] for one in parameters] if len(exact) == len(parameters) else engine.optimizer.fp16_groups
+    stepped = Stepped(list(zip(exact, in_each, strict=True)), partial(ReplicatedWeights, group=group))
+    return weights, weights.pieces(parameters), lambda: stepped

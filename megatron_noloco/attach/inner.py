@@ -1,18 +1,29 @@
 """The state of inner optimizer and schedule, as jobs give it to each other; optimizers that keep weights."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_noloco.attach.adapter import Stateful
+from megatron_noloco.attach.adapter import Stateful, Stepped
 
 _NEAR = 0.1  # of the norm of the weights: no moment is as near to them
+PREFIX = "inner."  # of the names of vectors
+
+Names = Mapping[int, str]
+"""The names of parameters in the canonical vector, by their id."""
+Entry = dict[str, Any]
+"""The state of a tensor: numbers by name, and None for what is a vector."""
 
 
 class InnerState:
     """Joins the states of several objects: of optimizer and schedule, or of the optimizers inside another one.
+
+    The ranks of another job may have other parts of the weights. So what torch's optimizers keep for each weight
+    is given as vectors with the layout of the weights, and all else must be the same on all ranks.
 
     Args:
         parts: the same in all jobs.
@@ -21,34 +32,206 @@ class InnerState:
 
     def __init__(
         self,
-        parts: Sequence[Stateful],
+        parts: "Sequence[Stateful | InnerState]",
         with_parameters: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._parts = parts
         self._with_parameters = with_parameters
 
-    def state_dict(self) -> dict[str, Any]:
-        with self._with_parameters():
-            return {"parts": [part.state_dict() for part in self._parts]}
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the torch optimizers among the parts, in them, or in other optimizers there."""
+        return [part for part in self._leaves() if isinstance(part, torch.optim.Optimizer)]
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        states = state_dict["parts"]
-        if len(states) != len(self._parts):
+    def vectors(self, stepped: Stepped) -> dict[str, Tensor]:
+        """Return what the optimizers keep for each weight, by name, as copies in host memory.
+
+        A weight for which nothing is kept under a name has zeros. Raises ValueError, which says what an optimizer
+        does, where it keeps something that is neither like a weight nor a number.
+        """
+        states = self._states(stepped)
+        entries = [_entry(tensor, state) for (tensor, _), state in zip(stepped.tensors, states, strict=True)]
+        names = sorted({name for entry in entries for name, value in entry.items() if value is None})
+        return {PREFIX + name: _view(stepped, [state.get(name) for state in states]).read() for name in names}
+
+    def rest(self, stepped: Stepped, names: Names) -> dict[str, Any]:
+        """Return what is not in `vectors`, for `torch.save`; the same on all ranks."""
+        with self._entered():
+            optimizers = [_rest_of(optimizer, stepped, names) for optimizer in self.optimizers()]
+        others = [one.state_dict() for one in self._leaves() if not isinstance(one, torch.optim.Optimizer)]
+        return {"optimizers": optimizers, "others": others}
+
+    def load(
+        self, stepped: Stepped, names: Names, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]
+    ) -> None:
+        """Continue from `vectors` and `rest` of another job. A collective of the replica.
+
+        Raises ValueError where they are of other optimizers; nothing is changed then.
+        """
+        optimizers = self.optimizers()
+        others = [one for one in self._leaves() if not isinstance(one, torch.optim.Optimizer)]
+        own = [type(one).__name__ for one in optimizers], len(others)
+        theirs = [one["kind"] for one in rest["optimizers"]], len(rest["others"])
+        if own != theirs:
             raise ValueError(
-                f"attach: inner has {len(self._parts)} parts here, and {len(states)} where the state comes from; "
-                "give all jobs the same"
+                f"inner is {_in_words(*own)} here, and {_in_words(*theirs)} where the state comes from; give all "
+                "jobs the same"
             )
-        with self._with_parameters():
-            for part, state in zip(self._parts, states, strict=True):
-                part.load_state_dict(state)
+        with self._entered():
+            entries = _entries(optimizers, stepped, names, rest["optimizers"])
+            states = _filled(stepped, entries, vectors)
+            for optimizer, state in zip(optimizers, rest["optimizers"], strict=True):
+                _load(optimizer, states, state["groups"])
+        for part, state in zip(others, rest["others"], strict=True):
+            part.load_state_dict(state)
 
-    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield the torch optimizers among the parts and in them."""
+    def _leaves(self) -> Iterator[Stateful]:
         for part in self._parts:
             if isinstance(part, InnerState):
-                yield from part.optimizers()
-            elif isinstance(part, torch.optim.Optimizer):
+                yield from part._leaves()
+            else:
+                while isinstance(below := getattr(part, "optimizer", None), torch.optim.Optimizer) and (
+                    isinstance(part, torch.optim.Optimizer)
+                ):
+                    part = below
                 yield part
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._with_parameters())
+            for part in self._parts:
+                if isinstance(part, InnerState):
+                    stack.enter_context(part._entered())
+            yield
+
+    def _states(self, stepped: Stepped) -> list[dict[str, Any]]:
+        """Return what the optimizers keep for each tensor."""
+        optimizers = self.optimizers()
+        return [
+            next((one.state[tensor] for one in optimizers if tensor in one.state), {})
+            for tensor, _ in stepped.tensors
+        ]
+
+
+def _entry(tensor: Tensor, state: Mapping[str, Any]) -> Entry:
+    """Return the entry of a tensor. Raises ValueError for a state that is neither like the tensor nor a number."""
+    found: Entry = {}
+    for name, value in state.items():
+        if torch.is_tensor(value) and value.dim():
+            if value.shape != tensor.shape or not value.is_floating_point():
+                raise ValueError(
+                    f'keeps "{name}", of shape {list(value.shape)} and {value.dtype}, for a weight of shape '
+                    f"{list(tensor.shape)}"
+                )
+            found[name] = None
+        elif torch.is_tensor(value):
+            found[name] = torch.tensor(value.item(), dtype=value.dtype)
+        elif isinstance(value, int | float):
+            found[name] = value
+        elif value is not None:
+            raise ValueError(f'keeps "{name}", a {type(value).__name__}, for each weight')
+    return found
+
+
+def _rest_of(optimizer: torch.optim.Optimizer, stepped: Stepped, names: Names) -> dict[str, Any]:
+    """Return the kind of an optimizer, the settings of its groups, and its entries.
+
+    "common" is the entry that most tensors have, "named" has those of other parameters.
+    """
+    own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    entries = [
+        (_entry(tensor, optimizer.state.get(tensor, {})), parameters)
+        for tensor, parameters in stepped.tensors
+        if id(tensor) in own
+    ]
+    counted = Counter(repr(entry) for entry, _ in entries)
+    common = next((one for one, _ in entries if repr(one) == counted.most_common(1)[0][0]), {})
+    return {
+        "kind": type(optimizer).__name__,
+        "groups": [_settings(group) for group in optimizer.param_groups],
+        "common": common,
+        "named": {
+            names[id(parameter)]: entry
+            for entry, parameters in entries
+            if repr(entry) != repr(common)
+            for parameter in parameters
+        },
+    }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _entries(
+    optimizers: Sequence[torch.optim.Optimizer],
+    stepped: Stepped,
+    names: Names,
+    rest: Sequence[Mapping[str, Any]],
+) -> list[Entry]:
+    """Return the entry of each tensor; {} for one that no optimizer has."""
+    theirs = {
+        id(tensor): one
+        for optimizer, one in zip(optimizers, rest, strict=True)
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+    }
+    found = []
+    for tensor, parameters in stepped.tensors:
+        one = theirs.get(id(tensor), {"common": {}, "named": {}})
+        name = names.get(id(parameters[0]), "") if parameters else ""
+        found.append(one["named"].get(name, one["common"]))
+    return found
+
+
+def _filled(
+    stepped: Stepped, entries: Sequence[Entry], vectors: Mapping[str, Tensor]
+) -> dict[int, dict[str, Any]]:
+    """Return the state of each tensor, by its id."""
+    states: dict[int, dict[str, Any]] = {id(tensor): {} for tensor, _ in stepped.tensors}
+    for full_name, vector in vectors.items():
+        name = full_name.removeprefix(PREFIX)
+        values = [torch.zeros_like(tensor) for tensor, _ in stepped.tensors]
+        with stepped.view(values).writing() as write:
+            write(0, vector)
+        for (tensor, _), entry, value in zip(stepped.tensors, entries, values, strict=True):
+            if name in entry:
+                states[id(tensor)][name] = value
+    for (tensor, _), entry in zip(stepped.tensors, entries, strict=True):
+        numbers = {name: value for name, value in entry.items() if value is not None}
+        states[id(tensor)] |= {
+            name: value.clone() if torch.is_tensor(value) else value for name, value in numbers.items()
+        }
+    return states
+
+
+def _load(
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[int, dict[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+) -> None:
+    """Load the states of tensors, and the settings of groups where there are as many as here."""
+    groups = optimizer.state_dict()["param_groups"]
+    numbered = {
+        number: states[id(tensor)]
+        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for tensor, number in zip(group["params"], saved["params"], strict=True)
+        if states.get(id(tensor))
+    }
+    if len(groups) == len(settings):
+        groups = [{**own, **theirs} for own, theirs in zip(groups, settings, strict=True)]
+    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _view(stepped: Stepped, values: Sequence[Tensor | None]) -> Any:
+    tensors = zip(stepped.tensors, values, strict=True)
+    return stepped.view(
+        [torch.zeros_like(tensor) if value is None else value for (tensor, _), value in tensors]
+    )
+
+
+def _in_words(kinds: Sequence[str], others: int) -> str:
+    return " and ".join([*kinds, f"{others} other objects"] if others else kinds)
 
 
 def check_modes(optimizer: object) -> None:

@@ -2,13 +2,15 @@
 
 import io
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_noloco.attach.adapter import Stateful
+from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.held import trained_in
+from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
 from megatron_noloco.federation.handover import Part, State
 from megatron_noloco.federation.movement import Movement
@@ -26,8 +28,7 @@ class JobState:
 
     Args:
         movement: of the weights.
-        inner: whose state is the same on all ranks; None: it begins anew.
-        modules: that have the buffers.
+        inner: None: it begins anew.
 
     Attributes:
         taken: what was taken last, for `OuterOptimizer.restore`, with "local_steps_done".
@@ -35,19 +36,22 @@ class JobState:
     """
 
     def __init__(
-        self, outer: OuterOptimizer, movement: Movement, inner: Stateful | None, modules: Sequence[nn.Module]
+        self, outer: OuterOptimizer, movement: Movement, inner: InnerState | None, adapter: EngineAdapter
     ) -> None:
         self.taken: dict[str, Tensor] = {}
         self.took_inner = False
         self._outer, self._movement = outer, movement
-        self._inner, self._modules = inner, modules
+        self._inner, self._modules, self._stepped = inner, adapter.modules, adapter.stepped
+        self._names = {id(one): name for name, one in trained_in(adapter).items()}
 
     def copy(self, done: int) -> State:
         state = {_WEIGHTS: self._outer.weights.read()} | self._outer.state(wait=False)
         vectors = {name: state.pop(name) for name in sorted(state.keys() & _VECTORS)}
+        inner, rest_of_inner, problem = self._copy_inner()
         rest = {
             "outer": state,
-            "inner": None if self._inner is None else self._inner.state_dict(),
+            "inner": rest_of_inner,
+            "problem": problem,
             "buffers": buffers_of(self._modules),
         }
         file = io.BytesIO()
@@ -56,28 +60,44 @@ class JobState:
             name: Part(vector if name == _WEIGHTS else vector.to("cpu", copy=True), self._movement)
             for name, vector in vectors.items()
         }
+        parts |= {name: Part(vector, self._movement) for name, vector in inner.items()}
         return State(done, {}, parts, file.getvalue())
 
+    def _copy_inner(self) -> tuple[dict[str, Tensor], dict[str, Any] | None, str]:
+        """Return vectors and rest of the inner optimizer; or no rest, and why there is none."""
+        if self._inner is None:
+            return {}, None, "it was not given to attach there"
+        stepped = self._stepped()
+        try:
+            return self._inner.vectors(stepped), self._inner.rest(stepped, self._names), ""
+        except ValueError as error:
+            return {}, None, str(error)
+
     def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
-        if not _NEEDED <= {*names} <= _VECTORS:
+        if not {*names} >= _NEEDED or any(
+            name not in _VECTORS and not name.startswith(PREFIX) for name in names
+        ):
             raise ValueError(f"its vectors {', '.join(names)} are not those of a state")
         return {name: Part(torch.zeros(self._outer.weights.length), self._movement) for name in names}
 
     def use(self, state: State) -> None:
         try:
             rest = torch.load(io.BytesIO(state.rest), map_location="cpu", weights_only=True)
-            outer, inner, buffers = rest["outer"], rest["inner"], rest["buffers"]
+            outer, buffers, problem = rest["outer"], rest["buffers"], str(rest["problem"])
             check_buffers(self._modules, buffers)
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
-        self.took_inner = self._inner is not None and inner is not None
-        if self._inner is not None and inner is not None:
-            self._inner.load_state_dict(inner)  # before the weights, which some load as well
-        elif self._inner is not None:
-            warnings.warn(
-                "a state without that of an inner optimizer was taken; it begins anew", stacklevel=4
-            )
         vectors = {name: part.vector for name, part in state.parts.items()}
+        inner = {name: vectors.pop(name) for name in list(vectors) if name.startswith(PREFIX)}
+        if self._inner is not None:
+            try:
+                if rest["inner"] is not None:
+                    self._inner.load(self._stepped(), self._names, inner, rest["inner"])
+            except ValueError as error:
+                problem = str(error)
+            if problem:
+                warnings.warn(f"the inner optimizer begins anew: {problem}", stacklevel=4)
+        self.took_inner = self._inner is not None and not problem
         with self._outer.weights.writing() as write:
             write(0, vectors.pop(_WEIGHTS))
         write_buffers(self._modules, buffers)

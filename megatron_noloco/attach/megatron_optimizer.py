@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.outer import Weights
+from megatron_noloco.attach.adapter import EngineAdapter, Stepped
+from megatron_noloco.outer import TorchWeights, Weights
 
 
 def megatron_adapter(optimizer: Any) -> EngineAdapter:
@@ -45,7 +45,8 @@ def megatron_adapter(optimizer: Any) -> EngineAdapter:
                 "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
             )
     weights = DividedWeights(optimizers)
-    return EngineAdapter(weights, None, ("", ""), modules=weights.chunks)
+    stepped = Stepped([(weight, ()) for weight in weights.owned], TorchWeights)
+    return EngineAdapter(weights, lambda: stepped, None, ("", ""), modules=weights.chunks)
 
 
 class DividedWeights(Weights):
@@ -55,16 +56,17 @@ class DividedWeights(Weights):
         optimizers: `DistributedOptimizer`s and `LayerWiseDistributedOptimizer`s with disjoint parameters.
 
     Attributes:
+        owned: these weights.
         chunks: the parts of the model on this rank.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
-        self._owned = [weight for optimizer in optimizers for weight in _owned(optimizer)]
+        self.owned = [weight for optimizer in optimizers for weight in _owned(optimizer)]
         self.chunks = list(dict.fromkeys(chunk for one in optimizers for chunk in one.model_chunks))
 
     def parts(self) -> list[Tensor]:
-        return [weight.detach().view(-1) for weight in self._owned]
+        return [weight.detach().view(-1) for weight in self.owned]
 
     def copied(self) -> list[tuple[int, int]]:
         first = self._optimizers[0]
@@ -77,7 +79,7 @@ class DividedWeights(Weights):
         return self.ranges_of(
             (tp > 1 and not getattr(weight, "tensor_model_parallel", False))
             or (pp > 1 and getattr(weight, "shared", False))
-            for weight in self._owned
+            for weight in self.owned
         )
 
     def refresh(self) -> None:

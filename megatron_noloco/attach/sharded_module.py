@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import all_of
-from megatron_noloco.outer import Weights
+from megatron_noloco.outer import TorchWeights, Weights
 from megatron_noloco.outer.weights import check_sound
 from megatron_noloco.plans.canonical import Block, Matrix, box
 
@@ -39,6 +39,11 @@ def places_of(parameter: Any, matrix: Matrix) -> list[Block]:
             found.append(Block(own, matrix, *place))
             own += found[-1].size
     return found
+
+
+def locally(tensors: Iterable[Tensor]) -> Weights:
+    """Show this rank's pieces of DTensors."""
+    return TorchWeights(local_part(tensor).detach() for tensor in tensors)
 
 
 def reshard(module: nn.Module) -> None:

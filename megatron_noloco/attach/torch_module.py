@@ -10,9 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach.adapter import EngineAdapter, Piece, in_turn, this_rank
-from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, local_part, places_of, reshard
-from megatron_noloco.outer import TorchWeights
+from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stepped, in_turn, this_rank
+from megatron_noloco.attach.sharded_module import (
+    ShardedWeights,
+    is_divided,
+    local_part,
+    locally,
+    places_of,
+    reshard,
+)
+from megatron_noloco.outer import TorchWeights, Weights
 from megatron_noloco.outer.weights import check_sound, overlaps
 
 _REMEDIES = (
@@ -38,10 +45,12 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
     reshard(module)
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     weights: ReplicatedWeights | ShardedWeights
+    view: Callable[[Sequence[Tensor]], Weights]
     if any(is_divided(parameter) for parameter in trained.values()):
         weights = ShardedWeights(module, trained)
         ranks, remedies = weights.ranks, _SHARDED_REMEDIES
         pieces = in_turn((one, local_part(one).numel()) for one in trained.values())
+        view = locally
     else:
         group = module.process_group if isinstance(module, DistributedDataParallel) else None
         for name, parameter in trained.items():
@@ -49,9 +58,10 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
         weights = ReplicatedWeights(list(trained.values()), group)
         ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
         remedies = _REMEDIES
-        pieces = weights.pieces(trained.values())
+        pieces, view = weights.pieces(trained.values()), partial(ReplicatedWeights, group=group)
     return EngineAdapter(
         weights,
+        lambda: Stepped([(one, [one]) for one in trained.values()], view),
         ranks,
         remedies,
         check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),

@@ -7,7 +7,7 @@ took 129 ms where these partitions are read in 1.4 ms (two CPU ranks, 200 tensor
 first returns copies of weights that are offloaded, and the second leaves the weights in 16 bits as they are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -107,9 +107,25 @@ def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]
     return exact, rounded, parameters
 
 
-def divides_state(optimizer: Any) -> bool:
-    """Return whether this is ZeRO's optimizer, which divides the state of `optimizer.optimizer` among ranks."""
-    return hasattr(optimizer, "fp32_partitioned_groups_flat") or hasattr(optimizer, "refresh_fp32_params")
+def stepped_by(optimizer: Any) -> list[tuple[Tensor, list[Any]]]:
+    """Return what the optimizer inside ZeRO steps on this rank: flat tensors, each with the parameters in it."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return list(zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True))
+    flat = next(getattr(optimizer, name) for name in _PARTITIONS if hasattr(optimizer, name))
+    return list(zip(flat, bit16_groups(optimizer), strict=True))
+
+
+def as_owned(optimizer: Any, tensors: Sequence[Tensor]) -> Weights:
+    """Show tensors like those of `stepped_by` as a vector with the layout of `owned_weights`."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return TorchWeights(_without_padding(tensors, optimizer.fp16_groups))
+    return TorchWeights(tensors)
+
+
+def steps_another(optimizer: Any) -> bool:
+    """Return whether this is an optimizer of DeepSpeed's around another one, which steps its fp32 weights."""
+    names = "fp32_partitioned_groups_flat", "refresh_fp32_params", "fp32_groups_flat", "fp32_groups"
+    return any(hasattr(optimizer, name) for name in names)
 
 
 @contextmanager
@@ -140,23 +156,21 @@ def _own_length(parameter: Any, length: int) -> int:
     return max(0, min(length, left))
 
 
+def _without_padding(flats: Iterable[Tensor], groups: Iterable[list[Any]]) -> Iterator[Tensor]:
+    for flat, parameters in zip(flats, groups, strict=True):
+        start = 0
+        for parameter in parameters:
+            length = parameter.ds_tensor.numel()
+            yield flat[start : start + _own_length(parameter, length)]
+            start += length
+
+
 class Zero3Weights(TorchWeights):
     """Shows the part of each parameter that this rank owns, without the padding of the last ranks."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        super().__init__(self._without_padding())
-
-    def _without_padding(self) -> Iterator[Tensor]:
-        flat_and_parameters = zip(
-            self._optimizer.fp32_partitioned_groups_flat, self._optimizer.fp16_groups, strict=True
-        )
-        for flat, parameters in flat_and_parameters:
-            start = 0
-            for parameter in parameters:
-                length = parameter.ds_tensor.numel()
-                yield flat[start : start + _own_length(parameter, length)]
-                start += length
+        super().__init__(_without_padding(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups))
 
     def refresh(self) -> None:
         """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank."""

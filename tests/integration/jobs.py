@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.attach.adapter import Stateful
+from megatron_noloco.attach.adapter import EngineAdapter, Stateful
 from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.job_state import JobState
-from megatron_noloco.federation.movement import alone
-from megatron_noloco.outer import Weights
+from megatron_noloco.federation.movement import movement_of
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
@@ -115,7 +114,7 @@ def wait_for(path: Path) -> None:
 
 
 def by_way_of_a_handover(
-    weights: Weights, optimizer: Stateful, step: Callable[[int], Tensor]
+    adapter: EngineAdapter, optimizer: Stateful, step: Callable[[int], Tensor]
 ) -> list[Tensor]:
     """Return the weights after the fourth step, after it is taken again from the state that was given after the
     third, and again with the weights of that state only.
@@ -123,21 +122,18 @@ def by_way_of_a_handover(
     Args:
         step: takes the local step of this number, and returns the weights.
     """
+    weights = adapter.weights
     outer: Any = SimpleNamespace(weights=weights, state=lambda wait: {"slow_weights": weights.read()})
-    movement = alone(weights.length)
+    movement = movement_of(weights, 1)
     for number in range(3):
         step(number)
-    keepers = [JobState(outer, movement, given, ()) for given in (inner_state([optimizer]), None)]
-    states = [keeper.copy(3) for keeper in keepers]
+    inner = inner_state([optimizer])
+    states = [JobState(outer, movement, given, adapter).copy(3) for given in (inner, None)]
     found = [step(3)]
     for state in states:
         step(4)
-        taker = JobState(outer, movement, inner_state([optimizer]), ())
-        parts = taker.room(state.facts, state.parts)
-        for name, part in state.parts.items():
-            parts[name].vector.copy_(part.vector)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the inner state begins anew
-            taker.use(state._replace(parts=parts))
+            warnings.simplefilter("ignore")  # that the inner optimizer begins anew
+            JobState(outer, movement, inner, adapter).use(state)
         found.append(step(3))
     return found

@@ -263,7 +263,7 @@ def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
             microbatch(engine, draw.manual_seed(100 * number + 10 * part + rank))
         return whole(engine)
 
-    return by_way_of_a_handover(deepspeed_adapter(engine).weights, engine.optimizer, step)
+    return by_way_of_a_handover(deepspeed_adapter(engine), engine.optimizer, step)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def taken_over(rank: int, world_size: int) -> list[Tensor]:
         loop.train_step(number)
         return loop.whole()
 
-    return by_way_of_a_handover(torch_adapter(loop.model).weights, loop.optimizer, step)
+    return by_way_of_a_handover(torch_adapter(loop.model), loop.optimizer, step)
 
 
 def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has() -> None:

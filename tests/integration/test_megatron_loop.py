@@ -152,13 +152,13 @@ def sorted_values(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def taken_over(rank: int, world_size: int, kind: str) -> list[Tensor]:
     with megatron_on_cpu.prepare():
         model, optimizer = BUILD[kind](1)
-        weights = megatron_adapter(optimizer).weights
+        adapter = megatron_adapter(optimizer)
 
         def step(number: int) -> Tensor:
             LOOP.train_step(model, optimizer, LOOP.microbatch(number, rank))
-            return weights.read()
+            return adapter.weights.read()
 
-        return by_way_of_a_handover(weights, optimizer, step)
+        return by_way_of_a_handover(adapter, optimizer, step)
 
 
 @pytest.mark.parametrize("kind", ["distributed, bf16", "layer-wise", pytest.param("Muon", marks=needs_muon)])
