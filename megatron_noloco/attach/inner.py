@@ -48,10 +48,16 @@ class InnerState:
         A weight for which nothing is kept under a name has zeros. Raises ValueError, which says what an optimizer
         does, where it keeps something that is neither like a weight nor a number.
         """
-        states = self._states(stepped)
-        entries = [_entry(tensor, state) for (tensor, _), state in zip(stepped.tensors, states, strict=True)]
-        names = sorted({name for entry in entries for name, value in entry.items() if value is None})
-        return {PREFIX + name: _view(stepped, [state.get(name) for state in states]).read() for name in names}
+        optimizers, states, names = self.optimizers(), list[Mapping[str, Any]](), set[str]()
+        for tensor, _ in stepped.tensors:
+            owner = next((one for one in optimizers if tensor in one.state), None)
+            states.append({} if owner is None else owner.state[tensor])
+            entry = {} if owner is None else _entry(owner, tensor)
+            names |= {name for name, value in entry.items() if value is None}
+        return {
+            PREFIX + name: _view(stepped, [state.get(name) for state in states]).read()
+            for name in sorted(names)
+        }
 
     def rest(self, stepped: Stepped, names: Names) -> dict[str, Any]:
         """Return what is not in `vectors`, for `torch.save`; the same on all ranks."""
@@ -104,23 +110,16 @@ class InnerState:
                     stack.enter_context(part._entered())
             yield
 
-    def _states(self, stepped: Stepped) -> list[dict[str, Any]]:
-        """Return what the optimizers keep for each tensor."""
-        optimizers = self.optimizers()
-        return [
-            next((one.state[tensor] for one in optimizers if tensor in one.state), {})
-            for tensor, _ in stepped.tensors
-        ]
 
-
-def _entry(tensor: Tensor, state: Mapping[str, Any]) -> Entry:
+def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
     """Return the entry of a tensor. Raises ValueError for a state that is neither like the tensor nor a number."""
     found: Entry = {}
-    for name, value in state.items():
+    keeps = f"{type(optimizer).__name__} keeps"
+    for name, value in optimizer.state.get(tensor, {}).items():
         if torch.is_tensor(value) and value.dim():
             if value.shape != tensor.shape or not value.is_floating_point():
                 raise ValueError(
-                    f'keeps "{name}", of shape {list(value.shape)} and {value.dtype}, for a weight of shape '
+                    f'{keeps} "{name}", of shape {list(value.shape)} and {value.dtype}, for a weight of shape '
                     f"{list(tensor.shape)}"
                 )
             found[name] = None
@@ -129,7 +128,7 @@ def _entry(tensor: Tensor, state: Mapping[str, Any]) -> Entry:
         elif isinstance(value, int | float):
             found[name] = value
         elif value is not None:
-            raise ValueError(f'keeps "{name}", a {type(value).__name__}, for each weight')
+            raise ValueError(f'{keeps} "{name}", a {type(value).__name__}, for each weight')
     return found
 
 
@@ -140,9 +139,7 @@ def _rest_of(optimizer: torch.optim.Optimizer, stepped: Stepped, names: Names) -
     """
     own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     entries = [
-        (_entry(tensor, optimizer.state.get(tensor, {})), parameters)
-        for tensor, parameters in stepped.tensors
-        if id(tensor) in own
+        (_entry(optimizer, tensor), parameters) for tensor, parameters in stepped.tensors if id(tensor) in own
     ]
     counted = Counter(repr(entry) for entry, _ in entries)
     common = next((one for one, _ in entries if repr(one) == counted.most_common(1)[0][0]), {})

@@ -1,6 +1,8 @@
 """Whatever divides a model among ranks, they have one canonical vector, and the same digest of it."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.checks import StartReport, digests_of, start_report
 from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
-from megatron_noloco.attach.held import copies_in
+from megatron_noloco.attach.held import copies_in, held_by, shapes_of, trained_in
 from megatron_noloco.attach.sharded_module import reshard
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks
 from tests.integration import test_attach, test_fully_shard
-from tests.integration.jobs import by_the_equations, federation, paper, run_jobs
+from tests.integration.jobs import by_the_equations, federation, paper, run_jobs, wait_for
 from tests.integration.test_fully_shard import SEED
 
 Rank = tuple[StartReport, Tensor]  # and its weights
@@ -110,6 +113,55 @@ def test_ranks_of_every_mesh_have_the_same_vector_once() -> None:
         assert_is(model, [one[number] for one in found])
 
 
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+def assert_takes_vectors(adapter: EngineAdapter, optimizer: Any) -> None:
+    """Numbers that are loaded into an optimizer without a state are given by it again, at their places."""
+    inner, stepped, trained = inner_state(optimizer), adapter.stepped(), trained_in(adapter)
+    names, held = {id(one): name for name, one in trained.items()}, held_by(adapter) or []
+    common = {"step": torch.tensor(7.0), **dict.fromkeys(STATE)}
+    state = {"kind": "AdamW", "groups": [{"lr": 0.5}], "common": common, "named": {}}
+    vectors = {f"inner.{name}": torch.zeros(adapter.weights.length) for name in STATE}
+    length = sum(math.prod(shape) for shape in shapes_of(trained).values())
+    for number, vector in enumerate(vectors.values()):
+        for block in held:
+            place = numbered(length, number).as_strided(
+                (block.rows, block.width), (block.matrix.columns, 1), block.first
+            )
+            vector[block.own : block.own + block.size] = place.flatten()
+    inner.load(stepped, names, vectors, {"optimizers": [state], "others": []})
+    found, (rest,) = inner.vectors(stepped), inner.rest(stepped, names)["optimizers"]
+    assert (rest["kind"], rest["groups"][0]["lr"]) == ("AdamW", 0.5)
+    assert (rest["common"], rest["named"]) == (common, {})
+    assert found.keys() == vectors.keys()
+    for block in held:
+        place = slice(block.own, block.own + block.size)
+        assert all(torch.equal(found[name][place], vector[place]) for name, vector in vectors.items())
+
+
+def numbered(length: int, seed: int) -> Tensor:
+    return torch.rand(length, generator=torch.Generator().manual_seed(seed))
+
+
+def take_vectors(rank: int, world_size: int) -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert_takes_vectors(torch_adapter(DistributedDataParallel(model)), optimizer)
+    named = dict(model.named_parameters())
+    whole = torch.cat([optimizer.state[named[name]]["exp_avg"].flatten() for name in sorted(named)])
+    assert torch.equal(whole, numbered(len(whole), 0)), "each rank has all of it"
+    for settings in (one for name, one in ENGINES.items() if "bf16" not in name):
+        engine = test_attach.engine_of(mpu=None, **settings)
+        assert_takes_vectors(deepspeed_adapter(engine), engine.optimizer)
+    loop = test_fully_shard.Loop(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), 0)
+    assert_takes_vectors(torch_adapter(loop.model), loop.optimizer)
+
+
+def test_the_state_of_an_optimizer_goes_from_one_layout_to_another() -> None:
+    run_ranks(2, take_vectors)
+
+
 def trained(slot: int, rank: int, folder: Path) -> dict[str, Any]:
     """Of a job alone, in DistributedDataParallel or divided by fully_shard: the weights around each round."""
     torch.manual_seed(SEED)
@@ -124,8 +176,7 @@ def trained(slot: int, rank: int, folder: Path) -> dict[str, Any]:
 
     def weights() -> Tensor:
         reshard(module)
-        whole = (getattr(one, "full_tensor", one.detach)() for one in module.parameters())
-        return torch.cat([one.detach().flatten() for one in whole])
+        return flat(module.parameters())
 
     first, before, after = weights(), [], []
     while noloco.done < 7:
@@ -151,6 +202,54 @@ def test_jobs_of_three_layouts_train_together_and_end_with_one_model(tmp_path: P
         for one in job:
             torch.testing.assert_close(one["after"], expected[:, slot], rtol=0, atol=1e-6)
             assert torch.equal(one["last"], jobs[0][0]["last"])
+
+
+def gives_or_takes(slot: int, rank: int, folder: Path) -> dict[int, tuple[Tensor, Tensor]]:
+    """Weights and moments by the local steps: of a job of one rank, or at the start of one that is divided."""
+    torch.manual_seed(SEED)
+    module = test_fully_shard.Model()
+    if slot == 1:
+        wait_for(folder / "trained")
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    there = federation(folder, slot, 2, start_with=1, rounds_behind=3)
+    noloco = attach(module, paper(local_steps=2), inner=optimizer, **there)
+
+    def now() -> tuple[Tensor, Tensor]:
+        reshard(module)
+        moments = (optimizer.state[one]["exp_avg"] for one in module.parameters())
+        return flat(module.parameters()), flat(moments)
+
+    if slot == 1:
+        assert noloco.done == noloco.taken > 10
+        found = {noloco.done: now()}
+        noloco.close()
+        (folder / "took").touch()
+        return found
+    found = {}
+    while not (folder / "took").exists():
+        points = torch.randn(4, 5, generator=torch.Generator().manual_seed(noloco.done))
+        optimizer.zero_grad()
+        module(points).square().mean().backward()
+        optimizer.step()
+        noloco.step()
+        found[noloco.done] = now()
+        time.sleep(0.005)
+        if noloco.done > 10:
+            (folder / "trained").touch()
+    noloco.close()
+    return found
+
+
+def flat(tensors: Iterable[Any]) -> Tensor:
+    wholes = (getattr(one, "full_tensor", one.detach)() for one in tensors)
+    return torch.cat([one.detach().flatten() for one in wholes])
+
+
+def test_a_late_job_takes_over_the_state_of_a_job_of_another_layout(tmp_path: Path) -> None:
+    ((gave,), took) = run_jobs(tmp_path, 2, (1, 2), gives_or_takes, tmp_path)
+    for ((done, found),) in (one.items() for one in took):
+        assert all(map(torch.equal, found, gave[done]))
 
 
 def in_part(value: float, frozen: float) -> list[StartReport]:

@@ -1,15 +1,21 @@
-"""Optimizers whose state holds weights, which rounds would not move."""
+"""The state of inner optimizers: one that holds weights, which rounds would not move, and what jobs give of it."""
 
+import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
+from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.attached import inner_state
+from megatron_noloco.attach.held import trained_in
 from megatron_noloco.attach.inner import check_no_weights
+from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation import membership
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
@@ -65,3 +71,77 @@ def test_an_optimizer_with_weights_is_refused_before_the_first_round(
         noloco.step()
     noloco.close()
     noloco.close()  # does nothing
+
+
+class Factored(torch.optim.SGD):
+    """Keeps what is neither like a weight nor a number."""
+
+    kept: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["kept"] = self.kept
+        return super().step(closure)
+
+
+def given(model: nn.Module, *inner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    adapter = torch_adapter(model)
+    state, stepped = inner_state(inner), adapter.stepped()
+    return state.vectors(stepped), state.rest(stepped, names_of(adapter))
+
+
+def names_of(adapter: EngineAdapter) -> dict[int, str]:
+    return {id(one): name for name, one in trained_in(adapter).items()}
+
+
+@pytest.mark.parametrize(
+    ("kept", "what"),
+    [
+        (torch.zeros(3), 'keeps "kept", of shape [3] and torch.float32, for a weight of shape [2, 3]'),
+        (torch.zeros(2, 3, dtype=torch.uint8), 'keeps "kept", of shape [2, 3] and torch.uint8, for a weight'),
+        ([1.0], 'keeps "kept", a list, for each weight'),
+    ],
+)
+def test_a_state_that_is_neither_like_a_weight_nor_a_number_is_named(kept: Any, what: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Factored(model.parameters(), lr=0.1)
+    Factored.kept = kept
+    trained(optimizer, model)
+    with pytest.raises(ValueError, match="^" + re.escape(f"Factored {what}")):
+        given(model, optimizer)
+
+
+def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() -> None:
+    """To the last bit; the weights of one of the optimizers have taken fewer steps than others."""
+    models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)) for _ in range(2)]
+    parts = []
+    for model in models:
+        adam = torch.optim.AdamW(model[0].parameters(), lr=0.1)
+        sgd = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+        parts.append((adam, sgd, torch.optim.lr_scheduler.CosineAnnealingLR(adam, 9)))
+
+    def step(index: int, frozen: bool = False) -> list[Tensor]:
+        models[index][0].bias.requires_grad_(not frozen)
+        for optimizer in parts[index][:2]:
+            trained(optimizer, models[index])
+        parts[index][2].step()
+        return [one.detach().clone() for one in models[index].parameters()]
+
+    for number in range(4):
+        step(0, frozen=number < 2)
+    vectors, rest = given(models[0], *parts[0])
+    assert vectors.keys() == {"inner.exp_avg", "inner.exp_avg_sq", "inner.momentum_buffer"}
+    assert rest["optimizers"][0]["named"].keys() == {"0.bias"}
+    file = io.BytesIO()
+    torch.save(rest, file)
+    rest = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    models[1].load_state_dict(models[0].state_dict())
+    adapter, state = torch_adapter(models[1]), inner_state(parts[1])
+    state.load(adapter.stepped(), names_of(adapter), vectors, rest)
+    for _ in range(3):
+        assert all(map(torch.equal, step(0), step(1)))
+    fewer = inner_state(parts[1][0])
+    with pytest.raises(
+        ValueError, match="inner is AdamW here, and AdamW and SGD and 1 other objects where the state comes"
+    ):
+        fewer.load(adapter.stepped(), names_of(adapter), vectors, rest)
