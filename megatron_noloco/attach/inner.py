@@ -71,23 +71,26 @@ class InnerState:
     ) -> None:
         """Continue from `vectors` and `rest` of another job. A collective of the replica.
 
+        Args:
+            rest: "others" may be None: they stay as they are.
+
         Raises ValueError where they are of other optimizers; nothing is changed then.
         """
         optimizers = self.optimizers()
         others = [one for one in self._leaves() if not isinstance(one, torch.optim.Optimizer)]
-        own = [type(one).__name__ for one in optimizers], len(others)
-        theirs = [one["kind"] for one in rest["optimizers"]], len(rest["others"])
-        if own != theirs:
+        own = _in_words([type(one).__name__ for one in optimizers], others)
+        of_others = others if rest["others"] is None else rest["others"]
+        theirs = _in_words([one["kind"] for one in rest["optimizers"]], of_others)
+        if own.lower() != theirs.lower():
             raise ValueError(
-                f"inner is {_in_words(*own)} here, and {_in_words(*theirs)} where the state comes from; give all "
-                "jobs the same"
+                f"inner is {own} here, and {theirs} where the state comes from; give all jobs the same"
             )
         with self._entered():
             entries = _entries(optimizers, stepped, names, rest["optimizers"])
             states = _filled(stepped, entries, vectors)
             for optimizer, state in zip(optimizers, rest["optimizers"], strict=True):
                 _load(optimizer, states, state["groups"])
-        for part, state in zip(others, rest["others"], strict=True):
+        for part, state in zip(others, rest["others"] or (), strict=rest["others"] is not None):
             part.load_state_dict(state)
 
     def _leaves(self) -> Iterator[Stateful]:
@@ -227,8 +230,8 @@ def _view(stepped: Stepped, values: Sequence[Tensor | None]) -> Any:
     )
 
 
-def _in_words(kinds: Sequence[str], others: int) -> str:
-    return " and ".join([*kinds, f"{others} other objects"] if others else kinds)
+def _in_words(kinds: Sequence[str], others: Sequence[Any]) -> str:
+    return " and ".join([*kinds, f"{len(others)} other objects"] if others else kinds)
 
 
 def check_modes(optimizer: object) -> None:

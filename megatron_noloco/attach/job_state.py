@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.facts import facts_for_trainer, rest_of_trainer, rounds_in
 from megatron_noloco.attach.held import trained_in
 from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
@@ -16,7 +17,7 @@ from megatron_noloco.federation.handover import Part, State
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.outer import OuterOptimizer
 
-_WEIGHTS = "weights"
+_WEIGHTS = "fast_weights"
 _NEEDED = {_WEIGHTS, "slow_weights"}
 _VECTORS = {*_NEEDED, "outer_momentum", "rounding", "correction"}
 
@@ -45,23 +46,15 @@ class JobState:
         self._names = {id(one): name for name, one in trained_in(adapter).items()}
 
     def copy(self, done: int) -> State:
-        state = {_WEIGHTS: self._outer.weights.read()} | self._outer.state(wait=False)
-        vectors = {name: state.pop(name) for name in sorted(state.keys() & _VECTORS)}
+        outer = self._outer.state(wait=False)
+        vectors = {_WEIGHTS: self._outer.weights.read()}
+        vectors |= {name: vector.to("cpu", copy=True) for name, vector in outer.items() if name in _VECTORS}
         inner, rest_of_inner, problem = self._copy_inner()
-        rest = {
-            "outer": state,
-            "inner": rest_of_inner,
-            "problem": problem,
-            "buffers": buffers_of(self._modules),
-        }
+        rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._modules)}
         file = io.BytesIO()
         torch.save(rest, file)
-        parts = {
-            name: Part(vector if name == _WEIGHTS else vector.to("cpu", copy=True), self._movement)
-            for name, vector in vectors.items()
-        }
-        parts |= {name: Part(vector, self._movement) for name, vector in inner.items()}
-        return State(done, {}, parts, file.getvalue())
+        parts = {name: Part(vector, self._movement) for name, vector in sorted((vectors | inner).items())}
+        return State(done, facts_for_trainer(done, outer, inner, rest_of_inner), parts, file.getvalue())
 
     def _copy_inner(self) -> tuple[dict[str, Tensor], dict[str, Any] | None, str]:
         """Return vectors and rest of the inner optimizer; or no rest, and why there is none."""
@@ -82,23 +75,34 @@ class JobState:
 
     def use(self, state: State) -> None:
         try:
-            rest = torch.load(io.BytesIO(state.rest), map_location="cpu", weights_only=True)
-            outer, buffers, problem = rest["outer"], rest["buffers"], str(rest["problem"])
-            check_buffers(self._modules, buffers)
+            rounds = rounds_in(state.facts)
+            rest = _read(state.rest) if state.rest else rest_of_trainer(state.facts)
+            if rest["buffers"] is not None:
+                check_buffers(self._modules, rest["buffers"])
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
         vectors = {name: part.vector for name, part in state.parts.items()}
         inner = {name: vectors.pop(name) for name in list(vectors) if name.startswith(PREFIX)}
-        if self._inner is not None:
-            try:
-                if rest["inner"] is not None:
-                    self._inner.load(self._stepped(), self._names, inner, rest["inner"])
-            except ValueError as error:
-                problem = str(error)
-            if problem:
-                warnings.warn(f"the inner optimizer begins anew: {problem}", stacklevel=4)
-        self.took_inner = self._inner is not None and not problem
+        self.took_inner = self._inner is not None and self._use_inner(self._inner, inner, rest)
         with self._outer.weights.writing() as write:
             write(0, vectors.pop(_WEIGHTS))
-        write_buffers(self._modules, buffers)
-        self.taken = vectors | outer | {"local_steps_done": torch.tensor(state.step)}
+        if rest["buffers"] is not None:
+            write_buffers(self._modules, rest["buffers"])
+        self.taken = vectors | rounds | {"local_steps_done": torch.tensor(state.step)}
+
+    def _use_inner(self, own: InnerState, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
+        """Continue from the state of another inner optimizer; return whether all of it was there."""
+        problem = str(rest["problem"])
+        if not problem:
+            try:
+                own.load(self._stepped(), self._names, vectors, rest["inner"])
+            except ValueError as error:
+                problem = str(error)
+        if problem:
+            warnings.warn(f"the inner optimizer begins anew: {problem}", stacklevel=5)
+        return not problem and rest["inner"]["others"] is not None
+
+
+def _read(rest: bytes) -> dict[str, Any]:
+    found = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True)
+    return {name: found[name] for name in ("inner", "problem", "buffers")}

@@ -1,5 +1,8 @@
 """A job of the trainer and a job that is attached to a loop of transformers, as partners."""
 
+import re
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megatron_noloco.attach import attach
 from megatron_noloco.config import RunConfig
@@ -20,7 +24,9 @@ from megatron_noloco.training.prepare import _alike, first_weights
 from tests.harness import run_ranks
 from tests.integration.chaos import command
 from tests.integration.federation import Federation
+from tests.integration.jobs import SECONDS
 from tests.integration.tiny import FAMILY_MODELS, MIXTURES, TINY, VOCABULARY, tiny, write_text
+from tools.disturbed_replica import pause
 
 STEPS = 9  # the last one is after the last round
 
@@ -54,28 +60,109 @@ def test_they_train_together_and_end_with_one_model(
         config = RunConfig.from_dict(federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
         federation.start(0, ranks)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        noloco = attach(model, config.noloco, federation=config.federation, slot=1, seed=config.training.seed)
-        groups, draw = [], torch.Generator().manual_seed(1)
-        while noloco.done < STEPS:
-            tokens = torch.randint(VOCABULARY, (2, 16), generator=draw)
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            groups += [report.exchange.group for report in noloco.step()]
-        assert groups == [(0, 1)] * (STEPS // config.noloco.local_steps)
-        (report,) = noloco.average()
+        loop = Loop(config, tmp_path / "first")
+        while loop.noloco.done < STEPS:
+            loop.step()
+        assert loop.groups == [(0, 1)] * (STEPS // config.noloco.local_steps)
+        (report,) = loop.noloco.average()
         assert report.group == (0, 1)
         assert report.standard_deviation > 0
-        noloco.close()
+        loop.noloco.close()
         federation.wait()
-    arguments = ["export", str(tmp_path), "--output", str(tmp_path / "last"), "--dtype", "float32"]
-    (outcome,) = run_ranks(1, command, arguments)
+    last = exported(tmp_path, tmp_path / "last")
+    for name, parameter in loop.model.named_parameters():
+        assert torch.equal(last[name], parameter), name
+
+
+class Loop:
+    """A loop of transformers, of a job of one rank in slot 1."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.noloco = attach(
+            self.model,
+            config.noloco,
+            federation=config.federation,
+            slot=1,
+            seed=config.training.seed,
+            inner=self.optimizer,
+        )
+        self.groups: list[tuple[int, ...]] = []
+        self._draw = torch.Generator().manual_seed(1)
+
+    def step(self) -> None:
+        tokens = torch.randint(VOCABULARY, (2, 16), generator=self._draw)
+        self.model(input_ids=tokens, labels=tokens).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.groups += [report.exchange.group for report in self.noloco.step()]
+
+
+def exported(path: Path, output: Path) -> dict[str, Tensor]:
+    (outcome,) = run_ranks(1, command, ["export", str(path), "--output", str(output), "--dtype", "float32"])
     assert outcome.code == 0, outcome
-    exported = load_file(tmp_path / "last" / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(exported[name], parameter), name
+    found: dict[str, Tensor] = load_file(output / "model.safetensors")
+    return found
+
+
+def endless(folder: Path) -> dict[str, Any]:
+    federation = {"start_with": 1, "rounds_behind": 2}
+    saves = {"save_interval": 1, "keep_last": 1000}
+    text = {"text": write_text(folder)}
+    return changes(
+        folder, data=text, federation=federation, training={"train_iters": 100_000}, checkpoint=saves
+    )
+
+
+def test_an_attached_job_takes_over_the_state_of_the_trainer(tmp_path: Path) -> None:
+    with Federation(tmp_path, endless(tmp_path)) as federation:
+        config = RunConfig.from_dict(federation.raw)
+        of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
+        federation.start(0, disturb=partial(pause, 0.05))
+        federation.until(0, 12)
+        loop = Loop(config, tmp_path / "first")
+        done, slow = loop.noloco.done, loop.noloco.outer.slow_weights.clone()
+        assert done >= 11
+        assert {float(state["step"]) for state in loop.optimizer.state.values()} == {float(done)}
+        assert all(state["exp_avg"].any() for state in loop.optimizer.state.values())
+        deadline = time.monotonic() + SECONDS
+        while (0, 1) not in loop.groups:
+            assert time.monotonic() < deadline, federation.log(0)
+            loop.step()
+        loop.noloco.close()
+        federation.stop()
+    step = tmp_path / "replica_00" / "checkpoints" / f"step_{done:08d}"
+    expected = exported(step, tmp_path / "taken")
+    names = [name for name, _ in loop.model.named_parameters()]
+    assert torch.equal(slow, torch.cat([expected[name].flatten() for name in names]))
+
+
+def test_the_trainer_takes_over_the_state_of_an_attached_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Federation(tmp_path, endless(tmp_path)) as federation:
+        config = RunConfig.from_dict(federation.raw)
+        of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
+        with monkeypatch.context() as alone:
+            alone.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
+            loop = Loop(config, tmp_path / "first")
+        while loop.noloco.done < 11:
+            loop.step()
+        federation.start(0, 2, {"parallel": {"pipeline_model_parallel_size": 2}})
+        deadline = time.monotonic() + SECONDS
+        while (0, 1) not in loop.groups:
+            assert time.monotonic() < deadline, federation.log(0)
+            loop.step()
+            time.sleep(0.05)
+        loop.noloco.close()
+        federation.stop()
+    (done,) = re.findall(r"taken over from replica 1: its state after local step (\d+)", federation.log(0))
+    assert "anew" not in federation.log(0)
+    first = federation.rows(0, "checkpoint")[0]["step"]
+    assert first == int(done) + 1
+    counts = {float(one) for name, one in federation.state(0, first).items() if "inner.step" in name}
+    assert counts == {first}
 
 
 class Reached(Exception):
