@@ -259,7 +259,8 @@ def attach(
             trained already, the weights and the outer state of the replica that is furthest are taken over.
         inner: the inner optimizer, with DeepSpeed `engine.optimizer`; or several objects with `state_dict` and
             `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
-            of the federation that begin later, and taken over with the weights.
+            of the federation that begin later, and taken over with the weights; that of a torch optimizer whatever
+            the layout of the ranks, others must be the same on all ranks.
         stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
             `threading.Event` that a handler of SIGTERM sets. Called often, also from other threads. Once it
             returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
@@ -269,9 +270,10 @@ def attach(
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with
     which the replicas drift apart, for a state of other weights, and for an optimizer in `inner` that keeps
     weights of its own (some of these are noticed by `step`, before the first round). Jobs of a federation refuse
-    each other where settings, sizes, names and shapes of weights, first weights, frozen weights or first buffers
-    differ: a line on the stderr of both says which. In a shared folder they do not see each other; a job that is
-    alone for ten seconds says on stderr in what the newest job there differs.
+    each other where settings, seed, names and shapes of weights, first weights, frozen weights, first buffers or
+    the configs of a transformers model differ, but not where their ranks do: a line on the stderr of both says
+    which. In a shared folder they may not see each other; a job that is alone for ten seconds says on stderr in
+    what the newest job there differs.
     """
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, seed, transport)

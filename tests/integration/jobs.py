@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.attach import attach
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful
 from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.federation.movement import movement_of
+from megatron_noloco.federation.network import Network
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
@@ -104,6 +107,23 @@ def refusal(call: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     return "taken"
+
+
+class Reached(Exception):
+    """The network that a job would use."""
+
+
+def network_of_attach(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> Network:
+    """Return the network that `attach` would use with these arguments; nothing is opened."""
+
+    def reached(place: object, network: Network, *_: object, **__: object) -> NoReturn:
+        raise Reached(network)
+
+    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
+    with pytest.raises(Reached) as caught:
+        attach(*arguments, **options)
+    network: Network = caught.value.args[0]
+    return network
 
 
 def wait_for(path: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.attach import attach
+from megatron_noloco.attach import attach, attached
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.checks import StartReport, digests_of, start_report
@@ -23,10 +24,12 @@ from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
 from megatron_noloco.attach.held import copies_in, held_by, shapes_of, trained_in
 from megatron_noloco.attach.sharded_module import reshard
 from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.federation.likeness import differences, pack
+from megatron_noloco.federation.network import Network
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks
 from tests.integration import test_attach, test_fully_shard
-from tests.integration.jobs import by_the_equations, federation, paper, run_jobs, wait_for
+from tests.integration.jobs import by_the_equations, federation, network_of_attach, paper, run_jobs, wait_for
 from tests.integration.test_fully_shard import SEED
 
 Rank = tuple[StartReport, Tensor]  # and its weights
@@ -250,6 +253,20 @@ def test_a_late_job_takes_over_the_state_of_a_job_of_another_layout(tmp_path: Pa
     ((gave,), took) = run_jobs(tmp_path, 2, (1, 2), gives_or_takes, tmp_path)
     for ((done, found),) in (one.items() for one in took):
         assert all(map(torch.equal, found, gave[done]))
+
+
+def test_engines_whose_ranks_must_be_the_same_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two jobs do whose engine has no place for its weights in the canonical vector."""
+
+    def compared(sizes: Sequence[int]) -> Network:
+        model = nn.ParameterList(torch.ones(size) for size in sizes)
+        monkeypatch.setattr(attached, "_adapter_of", lambda one: replace(torch_adapter(one), pieces=None))
+        return network_of_attach(monkeypatch, model, paper(), **federation(tmp_path, 0, 2))
+
+    assert differences(compared([4, 6]).digests, pack(compared([4, 6]).digests)) == ""
+    assert differences(compared([4, 6]).digests, pack(compared([10]).digests)) == (
+        "names and shapes, ranks and parallel sizes. This engine needs the same in all jobs"
+    )
 
 
 def in_part(value: float, frozen: float) -> list[StartReport]:

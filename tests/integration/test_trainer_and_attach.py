@@ -4,7 +4,7 @@ import re
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from megatron_noloco.training.prepare import _alike, first_weights
 from tests.harness import run_ranks
 from tests.integration.chaos import command
 from tests.integration.federation import Federation
-from tests.integration.jobs import SECONDS
+from tests.integration.jobs import SECONDS, network_of_attach
 from tests.integration.tiny import FAMILY_MODELS, MIXTURES, TINY, VOCABULARY, tiny, write_text
 from tools.disturbed_replica import pause
 
@@ -165,19 +165,9 @@ def test_the_trainer_takes_over_the_state_of_an_attached_job(
     assert counts == {first}
 
 
-class Reached(Exception):
-    """The network that a job would use."""
-
-
 def compared_by_attach(model: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Network:
-    def reached(place: object, network: Network, *_: object) -> NoReturn:
-        raise Reached(network)
-
-    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
-    with pytest.raises(Reached) as caught:
-        attach(model, config.noloco, federation=config.federation, slot=1, seed=config.training.seed)
-    network: Network = caught.value.args[0]
-    return network
+    there = {"federation": config.federation, "slot": 1, "seed": config.training.seed}
+    return network_of_attach(monkeypatch, model, config.noloco, **there)
 
 
 def compared_by_trainer(config: RunConfig) -> Network:
