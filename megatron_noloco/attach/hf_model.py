@@ -13,7 +13,7 @@ def model_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
 
     Of a model without a config, or of another family, only a family is returned, which the trainer does not have.
     """
-    config: Any = getattr(modules[0], "config", None)
+    config: Any = next((getattr(module, "config", None) for module in modules), None)
     if not hasattr(config, "to_dict"):
         return {"family": None}
     theirs = config.to_dict()
