@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -98,9 +99,8 @@ def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None, Callable[[], 
         return owned, pieces, lambda: Stepped(stepped_by(optimizer), partial(as_owned, optimizer))
     if own_experts:
         raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
-    exact, rounded, parameters = whole_weights(engine)
+    exact, rounded, in_each = whole_weights(engine)
     group = engine.data_parallel_group if engine.dp_world_size > 1 else None
     weights = ReplicatedWeights(exact, group, rounded)
-    in_each = [[one] for one in parameters] if len(exact) == len(parameters) else engine.optimizer.fp16_groups
     stepped = Stepped(list(zip(exact, in_each, strict=True)), partial(ReplicatedWeights, group=group))
-    return weights, weights.pieces(parameters), lambda: stepped
+    return weights, weights.pieces(chain.from_iterable(in_each)), lambda: stepped

@@ -81,30 +81,31 @@ def local_place(parameter: Any) -> tuple[int, int]:
     return first, first + _own_length(parameter, length)
 
 
-def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:
-    """Return the fp32 weights of an engine without ZeRO, pairs of them and their copies in 16 bits, and the
-    parameters in the order of these weights.
+def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[list[Any]]]:
+    """Return the fp32 weights of an engine without ZeRO, pairs of them and their copies in 16 bits, and for each
+    weight the parameters in it.
 
     Raises ValueError for an optimizer that keeps no weights in fp32.
     """
-    optimizer, rounded, parameters = engine.optimizer, [], []
+    optimizer, rounded = engine.optimizer, []
     if hasattr(optimizer, "fp32_groups_flat"):
         # Around FusedAdam, parameters are views of the flat 16-bit groups.
         rounded = list(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True))
         exact = [weight for weight, _ in rounded]
-        parameters = [one for group in optimizer.fp16_groups for one in group]
+        in_each = list(optimizer.fp16_groups)
     elif hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16
         groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         rounded = [pair for exact, half in groups for pair in zip(exact, half, strict=True)]
         exact = [weight for weight, _ in rounded]
-        parameters = [half for _, half in rounded]
+        in_each = [[half] for _, half in rounded]
     else:
-        exact = parameters = [one for one in engine.module.parameters() if one.requires_grad]
+        exact = [one for one in engine.module.parameters() if one.requires_grad]
+        in_each = [[one] for one in exact]
     if any(weight.dtype != torch.float32 for weight in exact):
         raise ValueError(
             f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
         )
-    return exact, rounded, parameters
+    return exact, rounded, in_each
 
 
 def stepped_by(optimizer: Any) -> list[tuple[Tensor, list[Any]]]:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
+from megatron_noloco.attach.adapter import EngineAdapter, Stepped
 from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.movement import alone
@@ -48,7 +50,8 @@ def job(value: float) -> tuple[Any, Inner]:
 
 
 def keeper(outer: Any, inner: Inner | None = None, modules: Sequence[nn.Module] = ()) -> JobState:
-    return JobState(outer, alone(ELEMENTS), inner, modules)
+    adapter = EngineAdapter(outer.weights, lambda: Stepped([], TorchWeights), None, ("", ""), modules=modules)
+    return JobState(outer, alone(ELEMENTS), None if inner is None else inner_state(inner), adapter)
 
 
 def take(own: JobState, given: State) -> None:
@@ -117,13 +120,22 @@ def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch:
     assert "federation" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_states_of_other_parts_are_refused_in_one_line() -> None:
+def test_a_state_of_other_parts_begins_anew_in_one_line() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    given = inner_state([optimizer, schedule]).state_dict()
-    inner_state((optimizer, schedule)).load_state_dict(given)
-    with pytest.raises(ValueError, match="attach: inner has 1 parts here, and 2 where the state comes from"):
-        inner_state(optimizer).load_state_dict(given)
+    adapter, outer = torch_adapter(model), job(0.0)[0]
+    outer.weights, outer.state = adapter.weights, lambda wait: {"slow_weights": adapter.weights.read()}
+    both, fewer = (
+        JobState(outer, alone(6), inner_state(one), adapter) for one in ((optimizer, schedule), optimizer)
+    )
+    take(both, both.copy(3))
+    assert both.took_inner
+    with pytest.warns(
+        UserWarning,
+        match="the inner optimizer begins anew: inner is SGD here, and SGD and 1 other objects where the state",
+    ):
+        take(fewer, both.copy(3))
+    assert not fewer.took_inner
     with pytest.raises(ValueError, match="attach: inner is a Linear; give its optimizer"):
         inner_state(model)
