@@ -9,7 +9,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +21,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation.likeness import differences, pack
-from megatron_noloco.federation.network import Network, Patience
+from megatron_noloco.federation.network import Network
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.harness import run_ranks
-from tests.integration.jobs import SECONDS, by_the_equations, federation, paper, refusal, run_jobs, wait_for
+from tests.integration.jobs import (
+    SECONDS,
+    by_the_equations,
+    federation,
+    network_of_attach,
+    paper,
+    refusal,
+    run_jobs,
+    wait_for,
+)
 from tests.unit.federated import until
 
 SEED, K, STEPS = 5, 2, 12
@@ -325,24 +333,15 @@ def test_at_the_end_of_one_job_there_is_one_model() -> None:
         torch.testing.assert_close(after, mean, rtol=0, atol=1e-6)
 
 
-class Reached(Exception):
-    """The federation that a job would join, by its number."""
-
-
 def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reached(place: Place, network: Network, patience: Patience, **_: object) -> NoReturn:
-        raise Reached(network.run)
-
     def federation_of(
         loop: Loop, settings: NolocoSettings = SETTINGS, slot: int = 0, slots: int = 2, **options: Any
     ) -> object:
-        with pytest.raises(Reached) as caught:
-            attach(loop.model, settings, **federation(tmp_path, slot, slots), **options)
-        return caught.value.args[0]
+        there = federation(tmp_path, slot, slots)
+        return network_of_attach(monkeypatch, loop.model, settings, **there, **options).run
 
-    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
     wider = of_job(0, 0)
     wider.model = nn.Linear(4, 1)
     found = [
@@ -381,19 +380,14 @@ def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
 ) -> None:
     """As attach compares it; wrappers make no difference."""
 
-    def reached(place: Place, network: Network, patience: Patience, **_: object) -> NoReturn:
-        raise Reached(network)
-
     def network_of(model: nn.Module) -> Network:
-        with pytest.raises(Reached) as caught:
-            attach(model, SETTINGS, **federation(tmp_path, 0, 2))
-        network: Network = caught.value.args[0]
-        return network
+        return network_of_attach(monkeypatch, model, SETTINGS, **federation(tmp_path, 0, 2))
 
-    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
     first, second = network_of(Partly()), network_of(other)
     assert differences(first.digests, pack(second.digests)) == named
-    assert first.run == network_of(torch.compile(Partly())).run != second.run  # type: ignore[arg-type]
+    wrapped: Any = torch.compile(Partly())
+    run, of_same, of_other = ((one.run, one.kind_number) for one in (first, network_of(wrapped), second))
+    assert run == of_same != of_other
 
 
 def test_a_job_that_slept_takes_over_a_state_before_it_exchanges(tmp_path: Path) -> None:
