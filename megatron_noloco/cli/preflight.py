@@ -183,6 +183,11 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
     step = plan.step_seconds
     if step is not None:
         say("", f"a local step computes for {step:.3g} s")
+    if plan.gathered_bytes:
+        say(
+            f"rank 0 of a replica exchanges for all of its ranks: in a round they send it "
+            f"{megabytes(plan.gathered_bytes)} MB, and get back as much"
+        )
     if network is not None and network.ranks_per_node > 1:
         say(f"{network.ranks_per_node} ranks share a node's link (--gpus-per-node)")
     if plan.routed_bytes:
@@ -193,7 +198,7 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
         if network is not None:
             say("", "nothing is exchanged: there is one replica")
         return
-    head = ["", "every", "MB per rank", "seconds"]
+    head = ["", "every", f"MB per {'replica' if plan.topology.slots else 'rank'}", "seconds"]
     head += [] if step is None else ["time lost", "< 1 % from k ="]
     rows = []
     for scheme in plan.schemes:

@@ -107,7 +107,9 @@ class Console:
             continues = f"; {facts.how_to_continue} continues from there" if unsaved is None else ""
             self.say(f"stopped after iteration {done} ({stopped_by}){continues}")
         elif self.last_steps is None and done > self.start_step:
-            self.say(f"no local step was left: the state of another replica after iteration {done} was taken over")
+            self.say(
+                f"no local step was left: the state of another replica after iteration {done} was taken over"
+            )
         elif self.last_steps is None:
             self.say(
                 f"nothing to do: iteration {self.start_step} of {self.total_steps} is already reached; "

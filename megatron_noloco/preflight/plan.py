@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import training_flops
+from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import (
@@ -23,6 +23,7 @@ _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
 _HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
 _FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RFC 6928)
+_GATHERED_PER_SECOND = 2.5e9  # bytes between two ranks of a host, over gloo, as measured on two cores
 _LEAST_TIME_OUT = 0.2  # seconds, of Linux; after a pause of so long and a round trip TCP halves its window
 
 
@@ -80,8 +81,8 @@ class Scheme:
 
     Attributes:
         name: what it is.
-        bytes_per_exchange: bytes sent by the rank with most weights.
-        seconds_per_exchange: time on the network.
+        bytes_per_exchange: bytes sent by the rank with most weights; in a federation, by the speaker of a replica.
+        seconds_per_exchange: time on the network; in a federation at least that of gathering inside the replica.
         local_steps: number of local steps from one exchange to the next.
         hidden_steps: number of local steps that go on during an exchange.
         chooses_overlap: whether these are as many as an exchange takes, at most `local_steps`.
@@ -123,6 +124,8 @@ class Plan:
         schemes: the config's own scheme, then others in its place; empty where the network is not known.
         routed_bytes: bytes that a replica sends to others in a local step, for routing.
         routed_seconds: seconds of these messages if no computation hides them; None without routing or network.
+        gathered_bytes: bytes that the other ranks of a replica send to its speaker in a round of a federation, and
+            that come back.
     """
 
     topology: Topology
@@ -133,6 +136,7 @@ class Plan:
     schemes: list[Scheme]
     routed_bytes: float
     routed_seconds: float | None
+    gathered_bytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan for scripts."""
@@ -143,6 +147,7 @@ class Plan:
             "weights_of_rank": asdict(self.held),
             "memory_bytes": {"device": self.memory.device, "host": self.memory.host},
             "step_seconds": self.step_seconds,
+            "gathered_bytes_per_round": self.gathered_bytes,
             "routed_bytes_per_step": self.routed_bytes,
             "routed_seconds_per_step": self.routed_seconds,
             "ways": [asdict(scheme) | self._lost(scheme) for scheme in self.schemes],
@@ -175,14 +180,25 @@ def plan_of(
     """
     stage, held, memory = fullest_stage(config, architecture, topology)
     largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
+    gathered = 0
+    if topology.slots:  # one rank of a replica exchanges for all
+        whole = sum(math.prod(shape) for shape in table_of(architecture).exported_shapes.values())
+        gathered = _FP32 * (whole - largest.owned) if topology.replica_size > 1 else 0
+        largest = replace(largest, owned=whole, copied=0)
+        if network is not None:
+            replicas_of_node = max(1, network.ranks_per_node // topology.replica_size)
+            network = replace(network, ranks_per_node=replicas_of_node)
     found = [] if network is None else schemes(config, topology, largest, network, step_seconds)
+    if gathered:
+        least = 2 * gathered / _GATHERED_PER_SECOND  # beside the exchange, and not after it
+        found = [replace(one, seconds_per_exchange=max(one.seconds_per_exchange, least)) for one in found]
     sent, seconds = routed_bytes(config, topology), None
     if network is not None and sent:
         trips = 2 * (
             topology.pp * topology.vpp - 1
         )  # of the first microbatch forward, of the last one backward
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
-    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds)
+    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds, max(0, gathered))
 
 
 def computing_seconds(

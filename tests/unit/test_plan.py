@@ -124,6 +124,24 @@ def test_exchanges_are_those_of_the_rank_with_most_weights() -> None:
     assert first < second
 
 
+def test_in_a_federation_one_rank_sends_all_weights_of_its_replica() -> None:
+    """Its link is shared with the speakers of other replicas on the node, not with the ranks of its own."""
+    plans = []
+    for stages in (1, 2):
+        run = config(
+            parallel={"pipeline_model_parallel_size": stages},
+            federation={"slots": 2, "rendezvous": "file:///x", "encryption": "none"},
+            noloco__routing="off",
+        )
+        topology = run.topology(run.replica_size)
+        architecture = run.architecture(257)
+        plans.append(plan_of(run, architecture, topology, Network(1e6, 0.0, 2)))
+    alone, staged = plans
+    assert alone.schemes[0].bytes_per_exchange == staged.schemes[0].bytes_per_exchange
+    assert alone.schemes[0].seconds_per_exchange > 1.9 * staged.schemes[0].seconds_per_exchange
+    assert (alone.gathered_bytes > 0, staged.gathered_bytes > 0) == (False, True)
+
+
 @pytest.mark.parametrize(("replicas", "members"), [(8, 0), (16, 8), (32, 16)])
 def test_larger_groups_where_there_are_more_than_8_replicas(
     replicas: int, members: int, capsys: pytest.CaptureFixture[str]
