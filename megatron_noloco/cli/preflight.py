@@ -70,6 +70,8 @@ def add_commands(commands: Commands) -> None:
     add = doctor.add_argument
     add("--hostfile", type=Path, help="of mpirun: measure exchanges between its first two hosts")
     add("--seconds", type=at_least_zero, default=10.0, help="to measure exchanges; 0: do not (default: 10)")
+    add("--bandwidth", type=bandwidth, metavar="RATE", help="of the link to a partner: compare TCP's buffers")
+    add("--latency", type=latency, default=0.0, metavar="TIME", help="with --bandwidth: its delay, one way")
     add("--json", action="store_true", help=_JSON)
     doctor.set_defaults(run=_doctor)
 
@@ -235,6 +237,12 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.hostfile is not None and not args.seconds:
         raise ValueError("--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out")
     findings = _findings(args.hostfile, args.seconds)
+    if args.bandwidth is not None:
+        from megatron_noloco.preflight.machine import check_buffers
+
+        findings += check_buffers(args.bandwidth, args.latency)
+    elif args.latency:
+        raise ValueError("--latency: give --bandwidth as well")
     problems = [finding for finding in findings if finding.state == "problem"]
     if args.json:
         say(json.dumps({"ready": not problems, "findings": [asdict(finding) for finding in findings]}))

@@ -1,5 +1,6 @@
 """Is this machine ready: GPUs, network interfaces and shared memory. `mpi` tests MPI."""
 
+import math
 import platform
 import shutil
 import socket
@@ -13,6 +14,7 @@ import psutil
 import torch
 
 _SHARED_MEMORY = Path("/dev/shm")
+_BUFFERS = {f"net.ipv4.{name}": Path("/proc/sys/net/ipv4") / name for name in ("tcp_wmem", "tcp_rmem")}
 _GB = 1e9
 
 
@@ -105,6 +107,39 @@ def check_network() -> Iterator[Finding]:
             "them, NCCL InfiniBand or the first",
             f"NIC={next(iter(outside))} before the launch scripts chooses one for all",
         )
+
+
+def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
+    """Report whether the kernel lets a TCP connection fill a link.
+
+    What is under way in a round trip waits in a buffer on both sides until it is acknowledged.
+
+    Args:
+        latency: seconds, one way.
+    """
+    under_way = bytes_per_second * 2 * latency
+    limits = {name: int(path.read_text().split()[2]) for name, path in _BUFFERS.items() if path.exists()}
+    if not limits:
+        return
+    # The kernel keeps about half of a receiver's buffer for its own accounting (tcp_adv_win_scale 1).
+    name, usable = min(
+        ((name, limit / 2 if "rmem" in name else limit) for name, limit in limits.items()),
+        key=lambda one: one[1],
+    )
+    what = (
+        f"TCP: {under_way / 1e6:.1f} MB are under way on this link; {name} lets one connection have "
+        f"{usable / 1e6:.1f}"
+    )
+    if usable >= under_way:
+        yield Finding("network", "ok", what)
+        return
+    streams = math.ceil(under_way / usable)
+    yield Finding(
+        "network",
+        "note",
+        what,
+        f"set federation.streams to {streams} on both sides, or raise the last number of {', '.join(limits)}",
+    )
 
 
 def check_shared_memory() -> Iterator[Finding]:

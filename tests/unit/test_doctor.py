@@ -8,12 +8,28 @@ from typing import Any
 import pytest
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.preflight import mpi_check
+from megatron_noloco.preflight import machine, mpi_check
 from megatron_noloco.preflight.machine import Finding
 
 
 def lines(findings: Iterable[Finding], state: str = "problem") -> list[str]:
     return [finding.what for finding in findings if finding.state == state]
+
+
+def test_buffers_of_the_kernel_are_compared_with_the_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """200 Mbit/s and 100 ms: 5 MB are under way in a round trip."""
+    buffers = {name: tmp_path / name for name in ("wmem", "rmem")}
+    monkeypatch.setattr(machine, "_BUFFERS", buffers)
+    for limits, expected in (((4e6, 6e6), "2"), ((1e6, 6e6), "5"), ((16e6, 9e6), "2"), ((16e6, 10e6), "")):
+        for path, limit in zip(buffers.values(), limits, strict=True):
+            path.write_text(f"4096\t16384\t{limit:.0f}\n")
+        (finding,) = machine.check_buffers(200e6 / 8, 0.1)
+        assert finding.state == ("note" if expected else "ok")
+        assert finding.advice.startswith(
+            f"set federation.streams to {expected} on both sides" * bool(expected)
+        )
 
 
 def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
