@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.counterpart import Standing, WithdrawnError
-from megatron_noloco.federation.movement import DEPTH, MovedExchange, Movement
+from megatron_noloco.federation.moved_exchange import MovedExchange
+from megatron_noloco.federation.movement import DEPTH, Movement
 from megatron_noloco.federation.network import FederationPartners
 from megatron_noloco.federation.pairing import Others, choose
 from megatron_noloco.job.agreement import of_rank_0

@@ -5,14 +5,12 @@ replica. Each rank sends it what it has of a slab, and gets back the mean. So re
 same slabs. A rank holds its own part of a vector, and the speaker a few slabs besides.
 """
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,14 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.job.agreement import of_all_ranks
-from megatron_noloco.outer.exchange import Exchange
-from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.messages import PartnerLostError, tag_of
-from megatron_noloco.outer.vectors import Buffers, Ranges
+from megatron_noloco.outer.messages import PartnerLostError
+from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.canonical import Block, Holding, Matrix
-from megatron_noloco.plans.grouping import Group
-from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Message, Transport
+from megatron_noloco.transport.interface import Flight, Message, Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 Held = tuple[Sequence[Block], Sequence[Block]]
@@ -175,7 +170,7 @@ class Following(Moving):
             flight = self.movement.post(sends, [Message(0, packed)], self.tag)
             self._returning.append(_Returning(blocks, packed, flight))
             moved = True
-        while self._returning and _over(self._returning[0].flight):
+        while self._returning and is_over(self._returning[0].flight):
             blocks, packed, _ = self._returning.popleft()
             if self.gets is not None:
                 _unpack(packed, blocks, self.gets)
@@ -229,7 +224,7 @@ class Speaking(Moving):
         while self.waiting and len(self._gathering) + len(self._dealing) < DEPTH:
             self._gathering.append(self._gather(self.waiting.popleft()))
             moved = True
-        while self._gathering and _over(self._gathering[0].flight):
+        while self._gathering and is_over(self._gathering[0].flight):
             self._deal(self._gathering.popleft())
             moved = True
         for slab in self._dealing:
@@ -238,10 +233,10 @@ class Speaking(Moving):
                     moved |= slab.dealing.poll()
                 except FAILURES as failure:
                     self.fail(failure)
-        while self._dealing and _is_over(self._dealing[0]):
+        while self._dealing and _is_dealt_with(self._dealing[0]):
             self._hand_out(self._dealing.popleft())
             moved = True
-        while self._returning and _over(self._returning[0]):
+        while self._returning and is_over(self._returning[0]):
             self._returning.popleft()
             moved = True
         return moved
@@ -300,7 +295,7 @@ class Speaking(Moving):
         self._returning.append(self.movement.post(sends, [], self.tag))
 
 
-def _is_over(slab: _Slab) -> bool:
+def _is_dealt_with(slab: _Slab) -> bool:
     return slab.dealing is None or slab.dealing.done
 
 
@@ -325,233 +320,7 @@ def whole(
     return Following(*arguments) if work is None else Speaking(*arguments, work)
 
 
-class Sends:
-    """Sends slabs to the speakers of other replicas; the `Work` of a pass.
-
-    Attributes:
-        slots: that are sent to. A slot that is lost is taken out, and the others go on.
-        bytes: sent to each of them.
-    """
-
-    def __init__(self, transport: Transport, slots: Mapping[int, int]) -> None:
-        self.slots, self.bytes = dict(slots), 0
-        self._transport = transport
-
-    def __call__(self, place: range, content: Tensor, result: Tensor) -> "_Sent":
-        self.bytes += content.nbytes
-        return _Sent(self, {slot: self.post(slot, content) for slot in self.slots})
-
-    def post(self, slot: int, content: Tensor) -> Flight:
-        """Send to one slot, under its tag."""
-        return self._transport.post([Message(slot, content)], [], self.slots[slot])
-
-
-class _Sent:
-    def __init__(self, sends: Sends, flights: dict[int, Flight]) -> None:
-        self._sends, self._flights = sends, flights
-
-    @property
-    def done(self) -> bool:
-        return not self._flights
-
-    def poll(self) -> bool:
-        before = len(self._flights)
-        for slot, flight in list(self._flights.items()):
-            try:
-                over = slot not in self._sends.slots or _over(flight)
-            except ConnectionError:
-                self._sends.slots.pop(slot, None)
-                over = True
-            if over:
-                del self._flights[slot]
-        return len(self._flights) < before
-
-
-class Receives:
-    """Receives slabs from the speaker of another replica; the `Work` of a pass.
-
-    Raises ExchangeTimeoutError where nothing has come for `seconds`, or what `look` raises.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        slot: int,
-        tag: int,
-        seconds: float,
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._transport, self._slot, self._tag, self._seconds = transport, slot, tag, seconds
-        self._look = look
-        self._came = time.monotonic()
-
-    def __call__(self, place: range, content: Tensor, result: Tensor) -> "_Received":
-        return _Received(self, self._transport.post([], [Message(self._slot, result)], self._tag))
-
-    def came(self, anything: bool) -> None:
-        """Note whether something has just come."""
-        now = time.monotonic()
-        if anything:
-            self._came = now
-        elif now - self._came > self._seconds:
-            raise ExchangeTimeoutError(self._slot, self._tag, self._seconds)
-        self._look()
-
-
-class _Received:
-    def __init__(self, receives: Receives, flight: Flight) -> None:
-        self._receives, self._flight = receives, flight
-
-    @property
-    def done(self) -> bool:
-        return self._flight.done()
-
-    def poll(self) -> bool:
-        arrived = bool(self._flight.arrived())
-        self._receives.came(arrived)
-        return arrived
-
-
-class MovedExchange:
-    """An exchange of a pair whose vectors are moved in slabs; has the interface of `Exchange`, on all ranks.
-
-    Yields the mean in one piece, at the end. The other ranks of the replica learn from their speaker whether it is
-    one (`commit`): where the exchange has failed they get back their own vector.
-
-    Args:
-        make: makes the speaker's exchanges, one for each slab that may be under way, each on a channel of its own.
-        tag: see `Moving`.
-        background: whether a thread moves the vector between `begin` and `finish`; else `progress` does.
-
-    Attributes:
-        squared_norm: of the vector, on the speaker.
-    """
-
-    rounding = None  # of pairs nothing is kept
-
-    def __init__(
-        self, movement: Movement, make: Callable[[], Sequence[Exchange]], tag: int, background: bool = True
-    ) -> None:
-        self.movement = movement
-        self._make = make
-        self.exchanges = [] if movement.rank else make()
-        self.squared_norm = 0.0
-        self._holdings = [movement.own.ascending(interval.start) for interval in movement.intervals]
-        self.deadline_seconds = 600.0
-        self.report = ExchangeReport(())
-        self._tag = tag
-        self._background = background
-        self._buffers = Buffers()
-        self._moving: Speaking | Following
-        self._begun: tuple[Group, int, str] = (), 0, ""
-        self._mean = torch.empty(0)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._awaited_since: float | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._moving.done
-
-    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
-        """Begin as `Exchange.begin` does; `group` is a pair. All ranks of the replica call it."""
-        fragment = number % len(self.movement.intervals)
-        interval, holding = self.movement.intervals[fragment], self._holdings[fragment]
-        self._mean = self._buffers.get("mean", torch.float32, len(vector))
-        moves = self.movement.own.before(interval.stop) - self.movement.own.before(interval.start)
-        self._mean[moves:] = vector[moves:]  # padding
-        self._begun, self._error, self._awaited_since = (group, number, what), None, None
-        self.report, self.squared_norm = ExchangeReport(group), 0.0
-        arguments = self.movement, interval, holding, self._tag, vector, self._mean
-        if self.movement.rank:
-            self._moving = Following(*arguments)
-        else:
-            exchanges = cycle(self.exchanges)  # of the slabs in their order, on both sides alike
-            self._moving = Speaking(*arguments, partial(self._exchange, exchanges))
-        if self._background:
-            self._thread = threading.Thread(target=self._run, name="noloco-moving", daemon=True)
-            self._thread.start()
-
-    def progress(self) -> Iterator[MeanPiece]:
-        """Move what can be moved. Yields nothing; raises PartnerLostError as `finish` does."""
-        if self._thread is None:
-            self._moving.poll()
-        self._check()
-        yield from ()
-
-    def finish(self) -> Iterator[MeanPiece]:
-        """Wait for the mean, and yield it. Raises PartnerLostError where there is none."""
-        self._awaited_since = started = time.monotonic()
-        if self._thread is None:
-            self._run()
-        else:
-            self._thread.join()
-            self._thread = None
-        self.report.wait_seconds += time.monotonic() - started
-        self._check()
-        yield MeanPiece(0, len(self._mean), self._mean)
-
-    def _exchange(
-        self, exchanges: Iterator[Exchange], place: range, content: Tensor, result: Tensor
-    ) -> "_Exchanged":
-        """Begin the exchange of a slab."""
-        self.squared_norm += float(torch.dot(content, content))
-        exact = [(max(first, place.start), min(last, place.stop)) for first, last in self.movement.exact]
-        inside = [(first - place.start, last - place.start) for first, last in exact if first < last]
-        exchange = next(exchanges)
-        exchange.begin(content, *self._begun, inside)
-        return _Exchanged(exchange, result, self.report)
-
-    def _run(self) -> None:
-        try:
-            run(self._moving, self._check_deadline)
-        except BaseException as error:  # raised where the exchange is awaited
-            self._error = error
-        self.report.seconds = time.perf_counter() - self.report.started
-
-    def _check_deadline(self) -> None:
-        """Fail where the partner has not answered for so long."""
-        since, moving = self._awaited_since, self._moving
-        if since is None or not isinstance(moving, Speaking) or moving.failure is not None:
-            return
-        seconds = time.monotonic() - since
-        if seconds > self.deadline_seconds and moving.deals:
-            (group, number, what), place = self._begun, self.exchanges[0].place
-            (partner,) = set(group) - {place.replica}
-            failure = PartnerLostError(f"replica {place.replica}: no answer from partner {partner} in {what}")
-            tag = tag_of(number, self.exchanges[0].channel)
-            failure.__cause__ = ExchangeTimeoutError(place.rank_of(partner), tag, seconds)
-            moving.fail(failure)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._moving.done and isinstance(self._moving, Speaking) and self._moving.failure is not None:
-            self.exchanges = self._make()  # late messages may still come to the others
-            raise self._moving.failure
-
-
-class _Exchanged:
-    """A slab that is exchanged; its report is added to `report`."""
-
-    def __init__(self, exchange: Exchange, result: Tensor, report: ExchangeReport) -> None:
-        self._exchange, self._result, self._report = exchange, result, report
-        self.done = False
-
-    def poll(self) -> bool:
-        moved = False
-        for piece in self._exchange.progress():
-            self._result[piece.start : piece.stop] = piece.mean
-            moved = True
-        if self._exchange.done and not self.done:
-            for _ in self._exchange.finish():  # nothing: it is done
-                pass
-            self._report.add(self._exchange.report)
-            self.done = moved = True
-        return moved
-
-
-def _over(flight: Flight | None) -> bool:
+def is_over(flight: Flight | None) -> bool:
     """Return whether all messages have come and gone; moves them."""
     if flight is None:
         return True

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.commit import Guard, PoisonedError, Replica
-from megatron_noloco.federation.movement import FAILURES, Receives, Sends, run, whole
+from megatron_noloco.federation.movement import FAILURES, is_over, run, whole
 from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.speakers import Receives, Sends
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
@@ -251,10 +252,10 @@ class _Link:
             try:
                 if may_come:
                     self._post(ours, receives)
-                if self._came is not None and _over(self._came):
+                if self._came is not None and is_over(self._came):
                     self._came = None
                     return False, self._list.nonzero().flatten().tolist()
-                if self._sent is not None and _over(self._sent):
+                if self._sent is not None and is_over(self._sent):
                     self._sent = None
                     return True, []
             except FAILURES:
@@ -295,8 +296,3 @@ class _Link:
         if receives and self._came is None:
             self._list = torch.zeros(MOST_SLOTS, dtype=torch.uint8)  # a late one goes where the last one was
             self._came = post([], [Message(self._slot, self._list)], self._tag)
-
-
-def _over(flight: Flight) -> bool:
-    flight.arrived()
-    return flight.done()

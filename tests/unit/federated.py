@@ -11,7 +11,8 @@ import torch
 
 from megatron_noloco.federation.commit import Choose, CommittedExchange, Guard, Replica
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.movement import DEPTH, MovedExchange, alone
+from megatron_noloco.federation.moved_exchange import MovedExchange
+from megatron_noloco.federation.movement import DEPTH, alone
 from megatron_noloco.federation.network import FederationTransport, Network, Patience
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.outer import Channel, Exchange

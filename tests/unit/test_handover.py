@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation import handover as module
+from megatron_noloco.federation.asks import furthest
 from megatron_noloco.federation.counterpart import Standing
-from megatron_noloco.federation.handover import Handover, Part, State, Taken, furthest
+from megatron_noloco.federation.handover import Handover, Part, State, Taken
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import FederationTransport
