@@ -23,6 +23,9 @@ another partner. `tag` of a HELLO is the latest exchange with its receiver that 
 that misses a token of that exchange is then in doubt, as the sender did not skip it. The numbers of exchanges are
 sent plus 1 where they can be -1.
 
+`to_epoch` of a HELLO has no epoch, but the number of what only jobs of the sender's kind know, see `likeness`. A
+HELLO of a job of the same kind with another number counts as that of another run.
+
 `length` of a HELLO is the number of connections that its sender has used to its receiver, one after the other.
 With each new connection all that was under way is void on both sides. `offset` of a WANT is the sum of this number
 and of the receiver's; a WANT with an earlier sum is dropped.
