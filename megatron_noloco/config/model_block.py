@@ -114,6 +114,12 @@ class ModelConfig(Block):
     )
 
     @property
+    def of_training(self) -> dict[str, Any]:
+        """Return all fields but those that say how a machine computes, in which jobs may differ."""
+        how = {name for name in type(self).model_fields if name.startswith("recompute_")}
+        return self.model_dump(exclude=how | {"transformer_impl", "make_vocab_size_divisible_by"})
+
+    @property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
 

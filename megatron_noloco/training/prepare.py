@@ -129,7 +129,8 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
         "names and shapes": [digest_of_shapes(table_of(architecture).exported_shapes)],
         "model": model,
     }
-    others = config.model.model_dump() | asdict(architecture)
+    others = config.model.of_training | asdict(architecture)
+    del others["padded_vocab_size"]
     own = {
         "training.train_iters": config.training.train_iters,
         "model": {name: value for name, value in others.items() if name not in model},

@@ -231,6 +231,15 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         check_ranks(rank(**{changed: "b"}))
 
 
+HOW_A_MACHINE_COMPUTES = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "transformer_impl": "local",
+    "make_vocab_size_divisible_by": 5,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -238,12 +247,16 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         ({"training": {"train_iters": 5, "seed": 3}}, "seed"),
         ({"data": {"text": "other"}}, ""),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, ""),
+        ({"model": {"hidden_dropout": 0.1}}, "model.hidden_dropout"),
+        ({"model": HOW_A_MACHINE_COMPUTES}, ""),
+        ({"parallel": {"pipeline_model_parallel_size": 2}}, ""),
     ],
 )
 def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str, Any], named: str) -> None:
-    """Not how they come there: rates and data may differ."""
+    """Not how they come there: rates, data and layouts may differ, and how a machine computes the model."""
 
     def alike(changes: dict[str, Any]) -> dict[str, str]:
+        changes = changes | {"model": CONFIG["model"] | changes.get("model", {})}
         config = RunConfig.from_dict(CONFIG | {"training": {"train_iters": 5}} | changes)
         return _alike(config, ByteTokenizer(), config.architecture(257)).digests
 
