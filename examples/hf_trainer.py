@@ -90,7 +90,7 @@ def main() -> None:
         slots=options.slots,
         rendezvous=options.rendezvous or f"file://{options.folder}/rendezvous",
         listen=options.listen,
-        encryption="curve" if options.key_file else "none",
+        encryption="tls" if options.key_file else "none",
         key_file=options.key_file,
         skip_local_steps=False,  # a slow job lets its partners wait; True: it leaves out steps
         start_with=options.slots,  # wait for all at the beginning, two minutes at most

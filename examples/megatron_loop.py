@@ -107,7 +107,7 @@ def main() -> None:
         federation=FederationSettings(
             slots=options.slots,
             rendezvous=f"file://{options.folder}/rendezvous",
-            encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
+            encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
             skip_local_steps=False,  # a slow job lets its partners wait
             start_with=options.slots,
         ),

@@ -53,7 +53,7 @@ def main() -> None:
         federation=FederationSettings(
             slots=SLOTS,
             rendezvous=f"file://{options.folder}/rendezvous",
-            encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
+            encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
             skip_local_steps=False,  # a slow job lets its partners wait
             start_with=SLOTS,  # waits for a minute at most, see deadline_seconds
         ),

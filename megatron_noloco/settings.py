@@ -30,7 +30,7 @@ from megatron_noloco.plans.stability import (
     spread_factor,
 )
 
-MOST_SLOTS = 4096
+MOST_SLOTS, MOST_STREAMS = 4096, 64
 PAPER: Mapping[str, Any] = {
     "local_steps": 50,
     "outer_momentum": 0.5,
@@ -209,20 +209,25 @@ class FederationSettings:
     )
     listen: StrictStr | None = field(
         None,
-        'Where the first rank of a replica listens, "tcp://HOST:PORT", the others at the ports that follow; '
-        'HOST "*": every interface, port 0: any. "off": nowhere; this job opens all its connections itself, as '
+        'Where the replica listens, "tcp://HOST:PORT", an IPv6 address in []; HOST "*": every interface, for both '
+        'kinds of addresses, port 0: any. "off": nowhere; this job opens all its connections itself, as '
         'behind a router or a firewall it must. Two jobs with "off" never exchange. null: "tcp://*:0" with a '
         "folder, with addresses the port that all have.",
     )
     advertise: StrictStr | None = field(
         None,
-        'Where others reach the first rank of a replica, "tcp://HOST:PORT", and its others at the ports that '
-        "follow, if that is not where it listens: behind a router that forwards these ports.",
+        'Where others reach the replica, "tcp://HOST:PORT", if that is not where it listens: behind a router that '
+        "forwards this port.",
     )
-    encryption: Literal["curve", "none"] = field(
-        "curve",
-        '"curve": ZeroMQ\'s CURVE, with the key in key_file; "none": unencrypted, for a trusted network or a '
-        "tunnel.",
+    streams: Annotated[StrictInt, Field(ge=1, le=MOST_STREAMS)] = field(
+        1,
+        "Connections to each other replica over which bulk data go. Several may fill a fast and long link that a "
+        "single one does not. Of two jobs the larger number counts.",
+    )
+    encryption: Literal["tls", "none"] = field(
+        "tls",
+        '"tls": TLS 1.3, in which both sides show that they have key_file; "none": unencrypted, for a trusted '
+        "network or a tunnel.",
     )
     key_file: FilePath | None = field(None, "The key of all members, made by `megatron-noloco keys FILE`.")
     shortest_deadline_seconds: AboveZero = field(
@@ -295,7 +300,7 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
         return
     if federation.rendezvous is None:
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"
-    if federation.encryption == "curve" and federation.key_file is None:
+    if federation.encryption == "tls" and federation.key_file is None:
         yield (
             "federation.key_file is missing: `megatron-noloco keys FILE` makes one; in a trusted network "
             'federation.encryption "none" does without'

@@ -46,7 +46,7 @@ MEASURES = {
     ),
     "federation": Measure(
         (*_ONE, "tools.bench_federation", "--megabytes", "32"),
-        {"open": ("ways", "federation", "seconds"), "encrypted": ("ways", "federation, CURVE", "seconds")},
+        {"open": ("ways", "federation", "seconds"), "encrypted": ("ways", "federation, TLS", "seconds")},
     ),
     "step": Measure(
         (*_ONE, "tools.bench_throughput", "--peers", "core"), {"step": ("ours", "tokens_per_second")}

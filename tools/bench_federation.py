@@ -1,22 +1,27 @@
 """The speed at which two jobs swap a vector: over the federation's transport with and without keys, over a socket.
 
     python -m tools.bench_federation --megabytes 64
+    python -m tools.bench_federation --links          # also over slow and long links, which are emulated
 
 Starts a second process on this machine; both swap 64 MB each way on the loopback interface. Each repeat runs all
-variants in turn, so that noise of the machine affects them alike; it hardly changes processor seconds. Prints one
-JSON object.
+variants in turn, so that noise of the machine affects them alike; it hardly changes processor seconds. Over an
+emulated link (`tools.netlab`), rank 0 sends to rank 1, and asks it meanwhile: the delay is that of the slowest
+answer. Prints one JSON object.
 """
 
+import argparse
 import json
 import multiprocessing
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,22 +29,36 @@ import psutil
 import torch
 
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.network import CHUNK_BYTES, FederationTransport, Network
+from megatron_noloco.federation.partners import Patience
+from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.interface import Message
 from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
+from tools.netlab.lab import lab
+from tools.netlab.network import Link
+from tools.netlab.relay import address_of
 from tools.options import command_line
+
+_LINKS = (  # with the connections for bulk data, and megabytes
+    (Link(rate=1e7, delay=0.025), 1, 64),
+    (Link(rate=2e8, delay=0.05), 1, 256),
+    (Link(rate=2e8, delay=0.05), 4, 256),
+)
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
     parser.add_argument(
-        "--chunk-kib", type=int, default=DEFAULT_CHUNK_BYTES // 1024, help="longest chunk of the transport"
+        "--chunk-kib", type=int, default=CHUNK_BYTES // 1024, help="longest chunk of the transport"
     )
+    parser.add_argument("--links", action="store_true", help="also over emulated links; needs root")
+    parser.add_argument("--on-host", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=11, help="timed repeats, after two to warm up")
     options = parser.parse_args()
+    if options.on_host is not None:
+        return _on_host(*options.on_host)
     elements = int(options.megabytes * 1e6) // 4
     arguments = (elements, options.chunk_kib * 1024, options.repeats)
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
@@ -57,7 +76,16 @@ def main() -> None:
         "chunk_bytes": options.chunk_kib * 1024,
         "repeats": options.repeats,
         "ways": {way: _figures(length, taken) for way, taken in times.items()},
+        "speed over that of a plain socket": {
+            way: round(
+                statistics.median(p.seconds / one.seconds for p, one in zip(plain, taken, strict=True)), 2
+            )
+            for plain in [times["plain socket"]]
+            for way, taken in times.items()
+        },
     }
+    if options.links:
+        report["links"] = [_over(*case) for case in _LINKS]
     print(json.dumps(report), flush=True)
 
 
@@ -97,7 +125,7 @@ def run(
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     transports = []
     ways: dict[str, Callable[[], None]] = {"plain socket": lambda: _swap_plainly(plain, outgoing, incoming)}
-    for way, keys in (("federation", None), ("federation, CURVE", Keys.read(folder / "key"))):
+    for way, keys in (("federation", None), ("federation, TLS", Keys.read(folder / "key"))):
         transport = open_transport(Place(rank, 2), folder / way, keys=keys, chunk_bytes=chunk_bytes)
         wait_for_all(transport, replicas=2)
         transports.append(transport)
@@ -117,6 +145,57 @@ def run(
     for transport in transports:
         transport.close()
     return taken
+
+
+def _over(link: Link, streams: int, megabytes: int) -> dict[str, float]:
+    """Return the figures of a link with so many connections for bulk data."""
+    with lab([link] * 2) as there, tempfile.TemporaryDirectory() as folder:
+        Keys.make(Path(folder) / "key")
+
+        def command(rank: int) -> list[str]:
+            module = [sys.executable, "-m", "tools.bench_federation", "--on-host"]
+            return there.on(there.names[rank], *module, str(rank), folder, str(streams), str(megabytes))
+
+        with subprocess.Popen(command(1), stdout=subprocess.DEVNULL):
+            told = json.loads(subprocess.check_output(command(0), timeout=DEADLINE_SECONDS))
+    share = 8e6 * megabytes / told["seconds"] / link.rate
+    fields = {"megabit_per_second": link.rate / 1e6, "round_trip_seconds": 2 * link.delay, "streams": streams}
+    return fields | {"share_of_link": round(share, 3), "delay_seconds": round(told["delay"], 3)}
+
+
+def _on_host(rank: str, folder: str, streams: str, megabytes: str) -> None:
+    """Send the vector twice to rank 1, and print what the second time took on rank 0."""
+    own, vector = int(rank), torch.zeros(int(megabytes) * 250_000)
+    network = Network(
+        SharedFolder(Path(folder), 1),
+        1,
+        keys=Keys.read(Path(folder) / "key"),
+        host=lambda: address_of(own),
+        streams=int(streams),
+    )
+    with closing(
+        FederationTransport(Place(own, 2), network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS))
+    ) as transport:
+        wait_for_all(transport, replicas=2)
+        question, seconds, delay = 0, 0.0, 0.0
+        for tag in (1, 2):
+            started = asked = time.monotonic()
+            message, delay = [Message(1 - own, vector)], 0.0
+            flight = transport.post(message, [], tag) if own == 0 else transport.post([], message, tag)
+            while own == 0 and not flight.done():
+                if (transport.offered(1) or (0, b""))[0] == question:
+                    delay, asked, question = (
+                        max(delay, time.monotonic() - asked),
+                        time.monotonic(),
+                        question + 1,
+                    )
+                    transport.ask(1, question)
+                time.sleep(0.01)
+            seconds = time.monotonic() - started
+            delay = max(delay, time.monotonic() - asked)
+            flight.finish(DEADLINE_SECONDS)
+    if own == 0:
+        print(json.dumps({"seconds": seconds, "delay": delay}), flush=True)
 
 
 def _of_threads() -> Counter[int]:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.network import FederationTransport, Network, Patience
+from megatron_noloco.federation.network import CHUNK_BYTES, FederationTransport, Network
+from megatron_noloco.federation.partners import Patience
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 
 DEADLINE_SECONDS = 300.0
 _LOOPBACK = "tcp://127.0.0.1:0"
@@ -19,7 +19,7 @@ def open_transport(
     folder: Path,
     listen: str = _LOOPBACK,
     keys: Keys | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> FederationTransport:
     """Open the transport of a replica; all replicas give the same folder. See `wait_for_all`."""
     network = Network(SharedFolder(folder, _RUN), _RUN, listen, keys, chunk_bytes=chunk_bytes)

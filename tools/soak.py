@@ -35,8 +35,8 @@ from statistics import linear_regression
 import torch
 
 from megatron_noloco.federation.commit import committing
-from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.movement import alone
+from megatron_noloco.federation.partners import Standing
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
@@ -164,7 +164,7 @@ class Replica:
         """Until it has heard from all others which of them come to this round."""
         coming = {replica.transport.rank for replica in here}
         deadline = time.monotonic() + DEADLINE_SECONDS
-        for rank in self.transport.service.protocol.counterparts:
+        for rank in self.transport.service.peers.others:
             while (self.transport.partners.standing(number, rank)[0] >= Standing.FREE) != (rank in coming):
                 if time.monotonic() > deadline:
                     raise SystemExit(f"rank {self.transport.rank} has not heard from rank {rank}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.held import parameters_of, plain, shapes_of, trained_in
-from megatron_noloco.federation.frames import checksum_of
+from megatron_noloco.federation.session import checksum_of
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.canonical import Block, Matrix, matrices
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint

@@ -10,7 +10,8 @@ from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_erro
 
 # Names of the modules that each extra installs. `pip install .` alone installs torch, numpy and pydantic.
 _EXTRAS = {
-    "trainer": "deepspeed megatron psutil rich safetensors tensorboard tokenizers zmq",
+    "trainer": "deepspeed megatron psutil rich safetensors tensorboard tokenizers",
+    "federation": "cryptography",
     "mpi": "mpi4py",
     "huggingface": "transformers",
     "report": "plotly",

@@ -70,11 +70,16 @@ def _local_steps(local_steps: Any) -> dict[str, Any] | None:
     return {"skip_local_steps": local_steps == "auto"} if local_steps in ("auto", "all") else None
 
 
+def _encryption(encryption: Any) -> dict[str, Any] | None:
+    return {"encryption": "tls"} if encryption == "curve" else None
+
+
 _TRANSLATIONS: tuple[tuple[str, str, Callable[[Any], dict[str, Any] | None]], ...] = (
     ("noloco", "overlap", _overlap),
     ("noloco", "routing", _routing),
     ("noloco", "grouping", _only("replica")),
     ("checkpoint", "fewer_replicas", _only("drop")),
+    ("federation", "encryption", _encryption),
     ("federation", "local_steps", _local_steps),
     ("federation", "relay", _only(False)),
 )

@@ -76,7 +76,7 @@ def _layout(config: RunConfig, topology: Topology) -> str:
 
 
 def _federation(federation: FederationSettings, topology: Topology) -> str:
-    secure = "encrypted and authenticated" if federation.encryption == "curve" else "in the open"
+    secure = "encrypted and authenticated" if federation.encryption == "tls" else "in the open"
     return f"this job is replica {topology.slot} of at most {topology.slots}; exchanges {secure}"
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_noloco.federation.frames import HANDOVER_TAG
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.service import ServiceFailedError
+from megatron_noloco.federation.session import HANDOVER_TAG
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.transport.interface import ExchangeTimeoutError, RankLostError
 

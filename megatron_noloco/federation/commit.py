@@ -35,11 +35,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.counterpart import Standing, WithdrawnError
+from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.moved_exchange import MovedExchange
 from megatron_noloco.federation.movement import DEPTH, Movement
-from megatron_noloco.federation.network import FederationPartners
 from megatron_noloco.federation.pairing import Others, choose
+from megatron_noloco.federation.partners import FederationPartners, Standing
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.counterpart import AT_ITS_END, FINAL, LEFT, Seen, is_at_end, is_far_behind
+from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.partners import AT_ITS_END, FINAL, LEFT, is_at_end, is_far_behind
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 from megatron_noloco.plans.grouping import Group

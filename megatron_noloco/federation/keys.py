@@ -1,71 +1,87 @@
-"""The key of a federation, which all its members have.
+"""The key of a federation, which all its members have: a file with a private key and its self-signed certificate.
 
-One pair of Curve25519 keys serves all jobs of a run. ZeroMQ's CURVE (http://curvezmq.org) then authenticates both
-ends of each connection and encrypts what passes, with new keys for each connection.
+Both sides of each connection show that they have the key, and accept nothing but this certificate (TLS 1.3).
 """
 
-import json
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import zmq
-from zmq.utils import z85
-
-_DOMAIN = "megatron_noloco"
+_NAME = "megatron_noloco federation"
+_OLD = '{"'  # up to version 0.2 the file was JSON, with keys for ZeroMQ
 
 
 @dataclass(frozen=True)
 class Keys:
-    """A pair of keys, in Z85, 40 characters each."""
+    """What encrypts the connections that this process opens, and those of others."""
 
-    public: bytes
-    secret: bytes
+    dials: ssl.SSLContext
+    listens: ssl.SSLContext
 
     @classmethod
     def make(cls, path: Path) -> "Keys":
-        """Draw new keys and write them to a file that only its owner can read.
+        """Draw a new key and write it to a file that only its owner can read.
 
         Raises FileExistsError where there is a file: a key in use is not overwritten.
         """
-        public, secret = zmq.curve_keypair()
+        content = _drawn()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps({"public": public.decode(), "secret": secret.decode()}) + "\n")
-        return cls(public, secret)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        return cls.read(path)
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Read keys; raises ValueError, with one clear line, for a file that is missing or holds no key."""
+        """Read a key; raises ValueError, with one clear line, for a file that is missing or holds no key."""
+        why = "holds no key"
         try:
-            raw = json.loads(path.read_text())
-            keys = cls(raw["public"].encode(), raw["secret"].encode())
-            if zmq.curve_public(keys.secret) == keys.public:
-                return keys
+            if path.read_text(errors="replace").startswith(_OLD):
+                why = "is a key of an earlier version"
+            return cls(*(_context(path, role) for role in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)))
+        except ssl.SSLError:
+            pass
         except OSError as error:
             raise ValueError(f"federation.key_file: {path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, zmq.ZMQError):
-            pass
         raise ValueError(
-            f"federation.key_file: {path} holds no key; `megatron-noloco keys FILE` makes one, for all replicas"
+            f"federation.key_file: {path} {why}; `megatron-noloco keys FILE` makes a new one, for all replicas"
         )
 
-    def listening(self, socket: "zmq.Socket[Any]") -> None:
-        """Restrict a socket, before it is bound, to members; `answer` decides who is one."""
-        socket.curve_server = True
-        socket.zap_domain = _DOMAIN.encode()
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
-    def connecting(self, socket: "zmq.Socket[Any]") -> None:
-        """Restrict a socket, before it connects, to members."""
-        socket.curve_serverkey = socket.curve_publickey = self.public
-        socket.curve_secretkey = self.secret
+def _context(path: Path, role: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(role)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(path, password="")  # never asks at the terminal
+    context.load_verify_locations(path)
+    if role == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # nothing is sent that nobody waits for
+    return context
 
-    def answer(self, request: list[bytes]) -> list[bytes]:
-        """Answer ZeroMQ's question whether a key is admitted (ZAP, RFC 27)."""
-        version, identifier, domain, _, _, mechanism, *credentials = request
-        own = z85.decode(self.public)
-        is_member = (domain, mechanism, credentials) == (_DOMAIN.encode(), b"CURVE", [own])
-        status = (b"200", b"OK") if is_member else (b"400", b"not a member")
-        return [version, identifier, *status, b"", b""]
+
+def _drawn() -> bytes:
+    """Return a new key and its certificate, as PEM. It is valid for ever: clocks of members may be wrong."""
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return private + certificate.public_bytes(serialization.Encoding.PEM)

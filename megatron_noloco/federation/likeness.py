@@ -1,8 +1,8 @@
 """What all jobs of a federation must have alike, and how two jobs that differ learn in what they do.
 
-A job compares the number of its run with that of each frame. Jobs of different runs exchange nothing but the names
-of what they compare, with a short digest of each value. So do two jobs of one kind, such as two of the trainer,
-that differ in what only jobs of this kind know.
+A job compares the number of its run with that of each job it meets. Jobs of different runs exchange nothing but
+the names of what they compare, with a short digest of each value. So do two jobs of one kind, such as two of the
+trainer, that differ in what only jobs of this kind know.
 """
 
 import hashlib
@@ -57,20 +57,11 @@ def digests_of(alike: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def pack(digests: Mapping[str, str]) -> bytes:
-    """Return digests as bytes, for another job."""
-    return _json(digests)
+def differences(own: Mapping[str, str], theirs: Mapping[str, Any]) -> str:
+    """Return the names of what differs between this job and one with these digests; "" where nothing does.
 
-
-def differences(own: Mapping[str, str], packed: bytes) -> str:
-    """Return the names of what differs between this job and one that has sent its digests; "" where nothing does.
-
-    A name that one of them lacks is of another kind of job, and no difference. Raises ValueError for anything but
-    digests.
+    A name that one of them lacks is of another kind of job, and no difference.
     """
-    theirs = json.loads(packed)
-    if not isinstance(theirs, dict):
-        raise ValueError("no digests")
     names = [name for name in sorted(own.keys() & theirs.keys()) if own[name] != theirs[name]]
     names = [name for name in names if _NAME.fullmatch(name)]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""

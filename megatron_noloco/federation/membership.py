@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron_noloco.federation.commit import Replica, committing
-from megatron_noloco.federation.counterpart import FINAL
 from megatron_noloco.federation.handover import Handover, Keeper, Taken
 from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, Health, KeepingUp, UntrainedError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import Alike, run_number
 from megatron_noloco.federation.movement import Held, movement_of
-from megatron_noloco.federation.network import FederationTransport, Network, Patience
+from megatron_noloco.federation.network import FederationTransport, Network
+from megatron_noloco.federation.partners import FINAL, Patience
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.tree_mean import Tree, TreeMean
@@ -279,7 +279,7 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Al
     run, digests = run_number(alike.shared), alike.digests
     rendezvous = rendezvous_of(federation.rendezvous, run, digests)
     keys = None
-    if federation.encryption == "curve":
+    if federation.encryption == "tls":
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
     listen = None if federation.listen == "off" else federation.listen or rendezvous.listen
@@ -292,4 +292,5 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Al
         federation.advertise,
         digests=digests,
         kind_number=alike.kind_number,
+        streams=federation.streams,
     )

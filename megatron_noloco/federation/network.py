@@ -1,58 +1,64 @@
-"""Messages between ranks of separate jobs; which of them can be a partner, and how long to wait for it."""
+"""Messages between replicas that are separate jobs."""
 
 import atexit
+import errno
+import os
 import socket
-import statistics
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, groupby
+from weakref import WeakSet
 
-from megatron_noloco.federation.counterpart import Seen, Standing, is_far_behind
-from megatron_noloco.federation.frames import DTYPE_CODES, LARGEST, Member, Receive, Send
+from megatron_noloco.federation.control import LARGEST, LONGEST_DESCRIPTION
+from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.protocol import TAKES_OVER
+from megatron_noloco.federation.partners import FederationPartners, Patience
 from megatron_noloco.federation.rendezvous import (
     ADVERTISE,
     PLACES,
     SELDOM,
-    Address,
+    Member,
     Rendezvous,
     can_listen,
+    endpoint_of,
     host_of,
     is_endpoint,
-    listen_at,
+    look_up,
     reachable,
+    split,
 )
 from megatron_noloco.federation.service import Service, ServiceFailedError
+from megatron_noloco.federation.session import DTYPES, Receive, Send
 from megatron_noloco.job.activity import now
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, ReportedTransfers, check_messages, cut
+from megatron_noloco.transport.chunks import ReportedTransfers, check_messages, cut
 from megatron_noloco.transport.interface import Arrival, Flight, Message, RankLostError
 
-_REMEMBERED = 32  # exchanges
-_FEWEST = 4  # of them, to have a median
-_DEVIATIONS = 8  # median absolute deviations beyond the median; a normal distribution's 5 sigma
+CHUNK_BYTES = 2**21
 _LOOK_SECONDS = 1.0  # between two looks for addresses
 _WAIT_SECONDS = 0.05
+_PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
+_NO_ADDRESS = "; it must be an address of this host, or * for all"
+_REMEDIES: dict[int | None, str] = {errno.EADDRINUSE: "; port 0 takes any that is free"}
+_BACKLOG = 1024
+_LISTENERS = WeakSet[socket.socket]()  # of this process
 
 
 @dataclass(frozen=True)
 class Network:
-    """How a rank reaches the others, and how they reach it.
+    """How a replica reaches the others, and how they reach it.
 
     Attributes:
-        run, digests, kind_number: see `Member`.
-        listen: where the first rank of a replica listens, its other ranks at the ports that follow; port 0: any.
-            None: no other job can connect to this one.
+        run, digests, kind_number, streams: see `Member`.
+        listen: port 0: any. None: no other job can connect to this one.
         keys: None: nothing is authenticated or encrypted.
-        host: returns the address of this host; needed where ranks listen on all interfaces.
-        advertise: where the others reach the first rank of a replica, its other ranks at the ports that follow;
-            None: where it listens.
-        chunk_bytes: the same on all ranks.
+        host: returns the address of this host; needed where a replica listens on all interfaces.
+        advertise: where the others reach this replica; None: where it listens.
+        chunk_bytes: the same for all replicas.
 
     Raises ValueError for an address to listen at or to advertise that is not one, or leads to no known port.
     """
@@ -63,154 +69,38 @@ class Network:
     keys: Keys | None = None
     host: Callable[[], str] = socket.gethostname
     advertise: str | None = None
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     digests: Mapping[str, str] = field(default_factory=dict)
     kind_number: int = 0
+    streams: int = 1
 
     def __post_init__(self) -> None:
         if self.listen is not None and not can_listen(self.listen):
             raise ValueError(
                 f'federation.listen: "{self.listen}" is not "tcp://HOST:PORT", with a HOST that is a name, an '
-                "IPv4 address (IPv6 is not supported), or * for all, and a PORT up to 65535, or 0 for any, such "
-                'as "tcp://*:0"'
+                "IPv4 address, an IPv6 address in [], or * for all, and a PORT up to 65535, or 0 for any, such as "
+                '"tcp://*:0"'
             )
         if self.advertise is None or self.listen is None:
             return
         if not is_endpoint(self.advertise):
             raise ValueError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT", {PLACES}')
-        if not self.listen.rpartition(":")[2].strip("0"):
+        if not split(self.listen)[1]:
             raise ValueError(
                 f"federation.advertise {self.advertise} must lead to a known port, but this replica listens at "
                 'any; set federation.listen, such as "tcp://*:29600"'
             )
 
-    def check_ports(self, ranks: int) -> None:
-        """Raise ValueError where the ports of the ranks of a replica go beyond the last port."""
-        for name, endpoint in (("listen", self.listen), ("advertise", self.advertise)):
-            if endpoint is not None and not can_listen(listen_at(endpoint, ranks - 1)):
-                raise ValueError(
-                    f"federation.{name}: from {endpoint} on there are no {ranks} ports, one for each rank of a "
-                    f"replica; {2**16 - ranks} is the largest port for the first rank"
-                )
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How late a partner may be.
-
-    Attributes:
-        shortest_seconds, longest_seconds: bounds of the deadline; the longest counts where they contradict.
-        behind: a counterpart that was more exchanges than this behind the last one is not waited for.
-    """
-
-    shortest_seconds: float
-    longest_seconds: float
-    behind: int = 3
-
-    def deadline_seconds(self, waits: Sequence[float]) -> float:
-        """Return the median of past waits plus 8 median absolute deviations; with fewer than 4, the longest."""
-        if len(waits) < _FEWEST:
-            return self.longest_seconds
-        median = statistics.median(waits)
-        deviation = statistics.median(abs(wait - median) for wait in waits)
-        return min(self.longest_seconds, max(self.shortest_seconds, median + _DEVIATIONS * deviation))
-
-
-class FederationPartners:
-    """The counterparts in other jobs, which come and go: which can be the partner, and how long to wait for it.
-
-    An exchange has a number, the same for its members; the tags of its messages start at number * EXCHANGE_TAGS. A
-    rank begins and ends its exchanges in ascending order.
-
-    A counterpart cannot be a partner when it is not connected, takes over this rank's state, is avoided, has ended
-    the exchange or has another partner in it, or is too many exchanges behind.
-    """
-
-    def __init__(self, service: Service, patience: Patience) -> None:
-        self._service = service
-        self._protocol = service.protocol
-        self._patience = patience
-        self._waits: deque[float] = deque(maxlen=_REMEMBERED)
-        self._avoided: dict[int, tuple[int, int, str]] = {}  # epoch of its process, until which exchange, why
-
-    @property
-    def deadline_seconds(self) -> float:
-        """Seconds to wait for the partner in the next exchange."""
-        return self._patience.deadline_seconds(self._waits)
-
-    def record(self, seconds: float) -> None:
-        """Record how many seconds a successful exchange waited for its partner."""
-        self._waits.append(seconds)
-
-    def stopped(self) -> bool:
-        """Return whether this job was asked to stop, as far as this rank knows: it then waits for nobody."""
-        return self._protocol.stopped()
-
-    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
-        """Return how available a counterpart is for an exchange, and why if it is not."""
-        self._service.check()
-        seen = self._protocol.counterparts[rank].seen
-        reason = self._why_away(rank, seen, number)
-        if reason:
-            return Standing.AWAY, reason
-        if seen.open_from > number:
-            return Standing.BUSY, "is ahead" if seen.begun > number else "is not free"
-        waits = seen.begun >= number and seen.open_from == number
-        return (Standing.WAITING if waits else Standing.FREE), ""
-
-    def reachable(self, rank: int) -> bool:
-        """Whether others can connect to a rank, which may be this one; True if nothing is known of it."""
-        address = self._protocol.directory.addresses.get(rank)
-        return address is None or bool(address.endpoint)
-
-    def _why_away(self, rank: int, seen: Seen, number: int) -> str:
-        if not seen.present:
-            return "is not there"
-        if seen.takes_over:
-            return TAKES_OVER
-        epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
-        if epoch == seen.epoch and seen.begun < until:
-            return why
-        # Compare with the exchange before: a replica near it does not skip ahead. A replica that has begun none
-        # may be about to take over a state.
-        before = number - 1 if seen.begun >= 0 else number
-        return "is behind" if is_far_behind(seen.begun, before, self._patience.behind) else ""
-
-    def avoid(self, rank: int, exchanges: int, why: str) -> None:
-        """Treat a counterpart as away until it has begun so many more exchanges, or has restarted."""
-        seen = self._protocol.counterparts[rank].seen
-        self._avoided[rank] = seen.epoch, seen.begun + exchanges, why
-
-    def begin(self, number: int, rank: int | None) -> None:
-        """Announce that this rank begins an exchange with `rank`; None: that it skips it.
-
-        Messages that other counterparts have under way for this exchange fail with a WithdrawnError.
-        """
-        self._service.do(self._protocol.begin, number, rank)
-
-    def end(self, number: int, counts: bool = False) -> None:
-        """Announce that the exchange is over; its messages still under way become void on both sides.
-
-        Args:
-            counts: whether this rank uses the mean. The partner's messages then do not fail with a WithdrawnError.
-        """
-        self._service.do(self._protocol.end, number, counts)
-
-    def leave_out(self, number: int) -> None:
-        """Tell the others that this rank skips the exchanges up to this one; those under way go on."""
-        self._service.do(self._protocol.leave_out, number)
-
 
 class FederationTransport:
-    """Sends messages between a rank and its counterparts in other jobs.
+    """Sends messages between this replica and others, which are separate jobs. The rank of a replica is its slot.
 
-    The number of a rank in the federation is slot * ranks of a replica + its rank in its job. A rank exchanges
-    only with the ranks at the same place in other slots. Messages to or from a counterpart that is lost, or not
-    there, fail with a RankLostError; others go on. A send ends when the receiver has confirmed all of it.
+    Messages to or from a replica that is lost, or not there, fail with a RankLostError; others go on. A send ends
+    when the receiver has confirmed all of it.
 
     Args:
-        place: of this rank; its replica is the slot.
-        stopped: returns whether this job was asked to stop, as far as this rank knows; from several threads.
+        place: its replica is the slot.
+        stopped: returns whether this job was asked to stop; from several threads.
 
     Attributes:
         address: where the others reach it.
@@ -230,28 +120,25 @@ class FederationTransport:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.place = place
-        self.rank = place.rank
-        self.world_size = place.replicas * place.ranks_per_replica
-        self._network = network
+        self.rank = place.replica
+        self.world_size = place.replicas
         self.chunk_bytes = network.chunk_bytes
-        self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
-        member = Member(
-            self.rank,
-            network.run,
-            time.time_ns(),
-            self.world_size,
-            network.digests,
-            network.kind_number,
-        )
-        network.check_ports(place.ranks_per_replica)
-        at = self.rank % place.ranks_per_replica
-        listen = None if network.listen is None else listen_at(network.listen, at)
-        self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
-        self._protocol = self.service.protocol
+        self._network = network
+        who = self.rank, self.world_size, network.run, time.time_ns()
+        member = Member(*who, network.digests, network.kind_number, network.streams)
+        listener = None if network.listen is None else _listening(network.listen, self.rank)
+        self.service = Service(member, listener, _announced(network, listener), network.keys)
+        self._peers = self.service.peers
+        self._peers.stopped = stopped
         self.partners = FederationPartners(self.service, patience)
-        self._protocol.stopped = stopped
+        self.address = self._peers.directory.own
+        if host_of(self.address.endpoint) == (name := socket.gethostname()) and network.advertise is None:
+            self._peers.warn(
+                f"no address of this host is known, as it has no default route, so others look for {name}: where "
+                f"they do not know that name, {ADVERTISE}"
+            )
         try:
-            self.address = self._announce(network, at, member.epoch)
+            network.rendezvous.publish(self.rank, self.address)
         except BaseException:
             self.service.close()
             raise
@@ -260,77 +147,41 @@ class FederationTransport:
         self._looking.start()
         atexit.register(self.close)
 
-    def _announce(self, network: Network, at: int, epoch: int) -> Address:
-        """Publish the address of this rank, number `at` of its replica; raises OSError."""
-        endpoint = reachable(self.service.endpoint, network.host)
-        if network.advertise is not None:
-            endpoint = listen_at(network.advertise, at)
-        elif host_of(endpoint) == (name := socket.gethostname()):
-            self._protocol.warn(
-                f"no address of this host is known, as it has no default route, so others look for {name}: where "
-                f"they do not know that name, {ADVERTISE}"
-            )
-        address = Address(endpoint, epoch)
-        self.service.do(self._protocol.directory.announce, address)
-        network.rendezvous.publish(self.rank, address)
-        return address
-
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         for message in (*sends, *receives):
-            if message.rank not in self._others:
-                raise ValueError(f"rank {self.rank} is no counterpart of rank {message.rank}")
-            if message.buffer.dtype not in DTYPE_CODES:
-                raise ValueError(f"{message.buffer.dtype} cannot be sent; the types are {list(DTYPE_CODES)}")
+            if message.buffer.dtype not in DTYPES:
+                raise ValueError(f"{message.buffer.dtype} cannot be sent; the types are {DTYPES}")
         pieces, whole = cut(receives, self.chunk_bytes), cut(sends, LARGEST)
         received, sent = ReportedTransfers(pieces, tag), ReportedTransfers(whole, tag)
-        for index, message in enumerate(receives):
-            chunks = [chunk for chunk in pieces if chunk.arrival.message == index]
-            self.service.do(self._protocol.receive, Receive(tag, message, chunks, received))
-        for message, (arrival, *_) in zip(sends, whole, strict=True):
-            send = Send.of(tag, message, self.chunk_bytes, partial(_report_send, sent, arrival))
-            self.service.do(self._protocol.send, message.rank, send)
+        of_each = groupby(pieces, lambda chunk: chunk.arrival.message)
+        awaited = [
+            Receive(tag, message, list(chunks), received)
+            for message, (_, chunks) in zip(receives, of_each, strict=True)
+        ]
+        waiting = [
+            Send(tag, message, self.chunk_bytes, partial(_report_send, sent, chunk.arrival))
+            for message, chunk in zip(sends, whole, strict=True)
+        ]
+        self.service.do(self._peers.exchanges.post, waiting, awaited)
         return Flight(received, sent)
 
-    # Handovers, see `state`
-
-    def ask(self, slot: int, tag: int, chosen: bool = False) -> None:
-        """Ask a connected counterpart which state it can give, or, if it is chosen, to give it."""
-        self.service.do(self._protocol.ask, slot, tag, chosen)
-
-    def offer(self, slot: int, tag: int, description: bytes) -> None:
-        """Answer what a counterpart has asked under a tag; b"": there is nothing to give."""
-        self.service.do(self._protocol.offer, slot, tag, description, [])
-
-    def offered(self, slot: int) -> tuple[int, bytes] | None:
-        """Return tag and description of the last answer of a counterpart."""
-        return self._protocol.counterparts[slot].offer
-
-    @property
-    def when_asked(self) -> Callable[[int, int, bool], None]:
-        """Called with slot, tag and `chosen` of each question, by another thread; answers with `offer`."""
-        return self._protocol.when_asked
-
-    @when_asked.setter
-    def when_asked(self, answer: Callable[[int, int, bool], None]) -> None:
-        self._protocol.when_asked = answer
-
     def present(self) -> list[int]:
-        """Return the counterparts that are connected, in ascending order."""
+        """Return the other replicas that are connected, in ascending order."""
         self.service.check()
-        return [rank for rank, at in self._protocol.counterparts.items() if at.seen.present]
+        return [slot for slot, peer in self._peers.others.items() if peer.seen.present]
 
     def seen(self) -> dict[int, Seen]:
-        """Return what is known of the counterparts that were ever heard of, by rank."""
+        """Return what is known of the replicas that were ever heard of, by slot."""
         self.service.check()
-        return {rank: at.seen for rank, at in self._protocol.counterparts.items() if at.seen.epoch}
+        return {slot: peer.seen for slot, peer in self._peers.others.items() if peer.seen.epoch}
 
     def begun(self) -> dict[int, int]:
-        """Return the exchange that each connected counterpart began last, by rank."""
-        return {rank: seen.begun for rank, seen in self.seen().items() if seen.present}
+        """Return the exchange that each connected replica began last, by slot."""
+        return {slot: seen.begun for slot, seen in self.seen().items() if seen.present}
 
     def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
-        """Wait until this many counterparts are there, or this job is to stop; returns False when time is up.
+        """Wait until this many replicas are there, or this job is to stop; returns False when time is up.
 
         Those count that are connected, and those that announced themselves but cannot connect to this one, as
         both only connect to others.
@@ -350,7 +201,33 @@ class FederationTransport:
 
     def _there(self) -> int:
         present, hidden = self.present(), not self.partners.reachable(self.rank)
-        return sum(rank in present or (hidden and not self.partners.reachable(rank)) for rank in self._others)
+        others = self._peers.others
+        return sum(slot in present or (hidden and not self.partners.reachable(slot)) for slot in others)
+
+    # States that are handed over. Their parts are messages with tags from HANDOVER_TAG on, which no exchange makes
+    # void, but the next question of the same replica, and the next exchange that it begins.
+
+    def ask(self, slot: int, tag: int, chosen: bool = False) -> None:
+        """Ask a replica which state it can give, or, if it is chosen, to give it; see `offered`."""
+        self.service.do(self._peers.exchanges.ask, slot, tag, chosen)
+
+    def offer(self, slot: int, tag: int, description: bytes) -> None:
+        """Answer what a replica has asked under a tag; b"": there is nothing to give."""
+        assert len(description) <= LONGEST_DESCRIPTION
+        self.service.do(self._peers.exchanges.offer, slot, tag, description)
+
+    def offered(self, slot: int) -> tuple[int, bytes] | None:
+        """Return the last answer of a replica, with its tag; None: there is none."""
+        return self._peers.others[slot].offer
+
+    @property
+    def when_asked(self) -> Callable[[int, int, bool], None]:
+        """Called with slot, tag and `chosen` of each question of another replica, by a thread of the transport."""
+        return self._peers.exchanges.when_asked
+
+    @when_asked.setter
+    def when_asked(self, answer: Callable[[int, int, bool], None]) -> None:
+        self._peers.exchanges.when_asked = answer
 
     def close(self) -> None:
         """Leave the federation; what was posted before is still sent, for two seconds at most."""
@@ -363,25 +240,76 @@ class FederationTransport:
         looks = count()
         while not self._closing.is_set():
             look, rendezvous = next(looks) % SELDOM, self._network.rendezvous
-            self.service.look_up(again=look == 0)
+            self._look_up_names(again=look == 0)
             try:
                 if (alone := not self.present()) or look == 0:
                     found = rendezvous.look()
-                    self.service.learn(found.addresses)
+                    self.service.do(self._peers.directory.merge, found.addresses)
                     for endpoint in found.endpoints:
-                        self.service.ask(endpoint)
+                        self.service.do(self._peers.ask_for_addresses, endpoint)
                     if found.missing:
                         raise OSError(found.missing)
                 if alone and look == SELDOM - 1:
                     if line := rendezvous.other_runs():
-                        self._protocol.warn(f"federation.rendezvous: {line}")
-                    self.service.do(self._protocol.name_namesakes)
+                        self._peers.warn(f"federation.rendezvous: {line}")
+                    self.service.do(self._peers.name_namesakes)
             except OSError as error:  # known addresses stay in use
-                self._protocol.warn(f"federation.rendezvous: {error}")
+                self._peers.warn(f"federation.rendezvous: {error}")
             except ServiceFailedError:  # the main thread learns of it, too
                 return
             self._closing.wait(_LOOK_SECONDS)
 
+    def _look_up_names(self, again: bool) -> None:
+        """Look up hosts to connect to, with `again` also those looked up before."""
+        found = self._peers.found
+        names = [name for name in self._peers.names if again or name not in found]
+        for name, places in look_up(names, lambda why: self._peers.warn(f"no connection to {why}")):
+            found[name] = places
+
 
 def _report_send(sent: ReportedTransfers, arrival: Arrival, failure: RankLostError | None) -> None:
     sent.report(failure or arrival)
+
+
+def _announced(network: Network, listener: socket.socket | None) -> str:
+    """Return where the others reach this replica; "" where they do not."""
+    if listener is None:
+        return ""
+    return network.advertise or reachable(endpoint_of(*listener.getsockname()[:2]), network.host)
+
+
+def _listening(endpoint: str, slot: int) -> socket.socket:
+    """Listen at an endpoint; waits for a port that a job holds which was killed. Raises ValueError."""
+    host, port = split(endpoint)
+    deadline, told = time.monotonic() + _PORT_SECONDS, False
+    while True:
+        try:
+            return _bound(host, port)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            problem = f"federation.listen: cannot listen at {endpoint}: {why}"
+            if error.errno == errno.EADDRINUSE and any(_port_of(one) == port for one in _LISTENERS):
+                problem += ", by this process: close() what attach returned before"
+                raise ValueError(problem) from None
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise ValueError(problem + _REMEDIES.get(error.errno, _NO_ADDRESS)) from None
+            if not told:
+                sys.stderr.write(f"replica {slot}: {problem}; trying for {_PORT_SECONDS} s\n")
+                told = True
+            time.sleep(0.2)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    both = host == "*" and socket.has_dualstack_ipv6()
+    family, place = socket.AF_INET6 if both else socket.AF_INET, ("", port)
+    if host != "*":
+        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        place = (str(found[0]), port)
+    made = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    made.setblocking(False)
+    _LISTENERS.add(made)
+    return made
+
+
+def _port_of(listener: socket.socket) -> int:
+    return listener.getsockname()[1] if listener.fileno() >= 0 else -1

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -198,18 +199,25 @@ def reachable_address(seeds: Sequence[str] = ()) -> str:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
     except OSError:
         found = []
-    found.append(_address_towards("10.255.255.255") or name)  # without a default route
+    ways = map(_address_towards, ("10.255.255.255", "2001:db8::1"))
+    found.append(next(filter(None, ways), name))  # without a default route
     return next((address for address in found if not _is_loopback(address)), name)
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this host's address on the way to another one; None where it has no address, or there is no way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing, but selects the interface
-        except (OSError, UnicodeError):
-            return None
-        return str(probe.getsockname()[0])
+    """Return this host's address on the way to another one; None where it has no address, or there is no way.
+
+    An IPv6 address where there is no way by IPv4.
+    """
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, _, _, place in sorted(found, key=lambda way: way[0] != socket.AF_INET):
+        with socket.socket(family, kind) as probe, suppress(OSError):
+            probe.connect(place)  # sends nothing, but selects the interface
+            return str(probe.getsockname()[0])
+    return None
 
 
 def _is_loopback(host: str) -> bool:

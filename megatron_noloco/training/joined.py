@@ -17,7 +17,7 @@ from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.old_forms import of_saved_run
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.federation.likeness import differences, digests_of, pack
+from megatron_noloco.federation.likeness import differences, digests_of
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
@@ -118,7 +118,7 @@ def check_ranks(prepared: Prepared) -> None:
     }
     told = of_all_ranks(digests_of(compared) | prepared.alike.digests)
     for rank, digests in enumerate(told):
-        if names := differences(told[0], pack(digests)):
+        if names := differences(told[0], digests):
             raise ValueError(
                 f"rank {rank} differs from rank 0 in {names}: all ranks of a job need the same config and files"
             )

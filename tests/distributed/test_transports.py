@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.network import FederationTransport, Network, Patience
+from megatron_noloco.federation.network import FederationTransport, Network
+from megatron_noloco.federation.partners import Patience
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Message, RankLostError

@@ -168,12 +168,12 @@ def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, tex
         federation.stop()
 
 
-@pytest.mark.parametrize("encryption", [pytest.param("none", marks=pytest.mark.slow), "curve"])
+@pytest.mark.parametrize("encryption", [pytest.param("none", marks=pytest.mark.slow), "tls"])
 def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_end(
     tmp_path: Path, text: str, encryption: str
 ) -> None:
     """What it takes over is the state of the other at a step, to the last bit; its data is its own."""
-    if encryption == "curve":
+    if encryption == "tls":
         Keys.make(tmp_path / "key")
     more = {
         "federation": {

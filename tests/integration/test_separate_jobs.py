@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
-from megatron_noloco.federation.likeness import differences, pack
+from megatron_noloco.federation.likeness import differences
 from megatron_noloco.federation.network import Network
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport
@@ -384,7 +384,7 @@ def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
         return network_of_attach(monkeypatch, model, SETTINGS, **federation(tmp_path, 0, 2))
 
     first, second = network_of(Partly()), network_of(other)
-    assert differences(first.digests, pack(second.digests)) == named
+    assert differences(first.digests, second.digests) == named
     wrapped: Any = torch.compile(Partly())
     run, of_same, of_other = ((one.run, one.kind_number) for one in (first, network_of(wrapped), second))
     assert run == of_same != of_other

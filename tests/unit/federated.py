@@ -3,17 +3,20 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from megatron_noloco.federation.commit import Choose, CommittedExchange, Guard, Replica
+from megatron_noloco.federation.control import Address
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.moved_exchange import MovedExchange
 from megatron_noloco.federation.movement import DEPTH, alone
-from megatron_noloco.federation.network import FederationTransport, Network, Patience
+from megatron_noloco.federation.network import FederationTransport, Network
+from megatron_noloco.federation.partners import Patience
+from megatron_noloco.federation.peers import CONNECTION_LOST
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
@@ -60,7 +63,19 @@ def members(folder: Path, listens: str) -> Iterator[list[FederationTransport]]:
 
 
 def ask_to_stop(rank: FederationTransport) -> None:
-    rank.service.protocol.stopped = lambda: True
+    rank.service.peers.stopped = lambda: True
+
+
+def learn(rank: FederationTransport, addresses: Mapping[int, Address]) -> None:
+    """Add addresses to the directory of a replica."""
+    rank.service.do(rank.service.peers.directory.merge, addresses)
+
+
+def lose(rank: FederationTransport, other: int) -> None:
+    """Have a replica lose its connection to another one."""
+    until(lambda: rank.service.peers.others[other].session is not None)
+    session = rank.service.peers.others[other].session
+    rank.service.do(rank.service.peers._end, session, CONNECTION_LOST)
 
 
 class Wire:
@@ -108,9 +123,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def swap(one: FederationTransport, other: FederationTransport, tag: int) -> None:
-    """Exchange vectors between two ranks, once both know of the same connections: else messages are void."""
-    there, here = one.service.protocol.counterparts[other.rank], other.service.protocol.counterparts[one.rank]
-    until(lambda: there.connections == here.its_connections and here.connections == there.its_connections)
+    """Exchange vectors between two replicas."""
     mine, theirs = torch.zeros(1000), torch.zeros(1000)
     flights = [
         one.post([Message(other.rank, torch.full((1000,), 1.0))], [Message(other.rank, mine)], tag),

@@ -280,6 +280,7 @@ OLD_FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("checkpoint.fewer_replicas", "drop", {}, "leave it out"),
     ("federation.local_steps", "all", {"skip_local_steps": False}, 'write "skip_local_steps": false'),
     ("federation.relay", False, {}, "leave it out"),
+    ("federation.encryption", "curve", {"encryption": "tls"}, 'write "encryption": "tls"'),
 ]
 
 
@@ -288,7 +289,7 @@ def test_the_old_form_of_a_setting_is_read_with_a_line_that_says_the_new_one(
     name: str, old: Any, new: dict[str, Any], said: str
 ) -> None:
     block = name.split(".")[0]
-    base: dict[str, Any] = FEDERATION if block == "federation" else {}
+    base: dict[str, Any] = FEDERATION | {"federation.key_file": "key"} if block == "federation" else {}
     now = RunConfig.from_dict(edited(base | {f"{block}.{setting}": value for setting, value in new.items()}))
     found = RunConfig.from_dict(edited(base | {name: old}))
     assert found == now

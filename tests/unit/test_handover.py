@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron_noloco.federation import handover as module
 from megatron_noloco.federation.asks import furthest
-from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.handover import Handover, Part, State, Taken
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import FederationTransport
-from tests.unit.federated import SECONDS, ask_to_stop, committed_with, connected, swap, until
+from megatron_noloco.federation.partners import Standing
+from tests.unit.federated import SECONDS, ask_to_stop, committed_with, connected, lose, swap, until
 from tests.unit.fleet import noise
 
 LENGTHS = {"many": 300_000, "few": 7}  # elements: more than some chunks, and less than one
@@ -246,13 +246,13 @@ def test_one_whose_connection_is_lost_meanwhile_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connected(tmp_path) as (giver, taker), training(giver, Kept()):
-        protocol, tries = taker.service.protocol, list[int]()
+        tries = list[int]()
 
         class Loses(Kept):
             def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
                 tries.append(1)
                 if len(tries) == 1:
-                    taker.service.do(protocol.lost, protocol.counterparts[0], "has gone")
+                    lose(taker, 0)
                     until(lambda: not taker.present())
                 return super().room(facts, names)
 

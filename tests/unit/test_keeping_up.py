@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation import keeping_up as module
-from megatron_noloco.federation.counterpart import Seen, Standing
+from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keeping_up import (
     AT_ITS_END,
     Health,
@@ -18,7 +18,7 @@ from megatron_noloco.federation.keeping_up import (
     NotFiniteError,
     UntrainedError,
 )
-from megatron_noloco.federation.network import FederationPartners, Patience
+from megatron_noloco.federation.partners import FederationPartners, Patience, Standing
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.topology import Place
@@ -118,7 +118,7 @@ def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragment
     def is_waited_for(ahead: int, behind: int) -> bool:
         seen = Seen(1, last_exchange(behind), heard=float("inf"), connected=True)
         service: Any = SimpleNamespace(
-            check=lambda: None, protocol=SimpleNamespace(counterparts={1: SimpleNamespace(seen=seen)})
+            check=lambda: None, peers=SimpleNamespace(others={1: SimpleNamespace(seen=seen)})
         )
         partners = FederationPartners(service, Patience(1.0, 1.0, federation.rounds_behind * fragments))
         return partners.standing(last_exchange(ahead), 1)[0] != Standing.AWAY

@@ -1,4 +1,4 @@
-"""Vectors of more than 2^32 elements: places, blocks, bytes, frames and files, without the memory for one.
+"""Vectors of more than 2^32 elements: places, blocks, chunks and files, without the memory for one.
 
 Where only places count, a vector is on torch's device "meta", which has shapes and no memory. Where elements
 count, it is a sparse file that is mapped into memory: only the pages that a test touches take space.
@@ -20,16 +20,8 @@ from megatron_noloco.checkpoint.reader import read_into
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.samples import ShuffledDataset
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.federation.frames import (
-    DTYPE_CODES,
-    HANDOVER_TAG,
-    Frame,
-    Kind,
-    Member,
-    Receive,
-    Send,
-    read,
-)
+from megatron_noloco.federation.control import LARGEST
+from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.messages import CHANNELS, PHASES, tag_of
 from megatron_noloco.outer.payload import BLOCK, message_bytes, pieces
@@ -111,36 +103,17 @@ def test_fragments_gather_and_scatter_beyond_2_to_the_31(sparse: Tensor) -> None
     assert (sparse[2**31 + 1].item(), sparse[-1].item()) == (2, 4)
 
 
-# Frames of a federation
+# Chunks of a federation
 
 
-MEMBER = Member(rank=3, run=1, epoch=4, ranks=8)
-
-
-def test_offsets_in_frames_are_those_of_the_bytes() -> None:
-    """Of 4.3 GB sent in chunks of 64 MiB, all of which are the same memory here."""
-    chunk, count = np.zeros(64 * MIB, np.uint8), 65
-    send = Send(7, count * len(chunk), 0, lambda: (chunk for _ in range(count)), lambda failure: None)
-    want = Frame(Kind.WANT, run=1, sender=2, receiver=3, epoch=5, number=9)
-    sent = [header for header, _ in send.frames(want, MEMBER)]
-    assert [frame.offset for frame in sent] == [index * len(chunk) for index in range(count)]
-    assert sent[-1].offset == 2**32
-    assert [read(frame.pack()) for frame in sent] == sent
-
-
-def test_the_last_chunk_of_a_message_is_taken_to_its_place(sparse: Tensor) -> None:
+def test_chunks_lie_where_they_say_beyond_2_to_the_32_bytes(sparse: Tensor) -> None:
     message = Message(3, sparse)
     chunks = cut([message], 64 * MIB)
-    data = np.full(len(chunks[-1].data), 1, np.uint8)
-    before = sparse.nbytes - len(data)
-    transfers = ReportedTransfers(chunks[-1:], 7)
-    receive = Receive(7, message, chunks, transfers, len(chunks) - 1, before)
-    fields: dict[str, Any] = {"to_epoch": 5, "tag": 7, "number": 9, "dtype": DTYPE_CODES[torch.float32]}
-    assert not receive.take(MEMBER.frame(Kind.DATA, 2, data, offset=before % 2**32, **fields), data)
-    assert receive.take(MEMBER.frame(Kind.DATA, 2, data, offset=before, **fields), data)
-    assert receive.complete
-    assert transfers.completed() == [chunks[-1].arrival]
-    assert sparse[-1:].view(torch.uint8).tolist() == [1] * 4
+    receive = Receive(7, message, chunks, ReportedTransfers(chunks, 7))
+    *_, (offset, data) = Send(7, message, 64 * MIB, lambda failure: None).chunks()
+    assert offset == sparse.nbytes - len(data) > 2**32
+    assert receive.awaited[offset] is chunks[-1]
+    assert _CHUNK.unpack(_CHUNK.pack(9, offset, len(data), 0)) == (9, offset, len(data), 0)
 
 
 def test_tags_of_late_exchanges_are_distinct_and_below_those_of_handovers() -> None:
@@ -154,8 +127,7 @@ def test_tags_of_late_exchanges_are_distinct_and_below_those_of_handovers() -> N
     for first, second in zip(tags[::2], tags[1::2], strict=True):
         together = {tag % 2**31 for tag in first + second}
         assert len(together) == 2 * EXCHANGE_TAGS, "as torch.distributed and MPI shorten them"
-    frame = Frame(Kind.DATA, 1, 2, 3, 4, tag=max(tags[-1]))
-    assert read(frame.pack()) == frame
+    assert max(tags[-1]) <= LARGEST
 
 
 # Files

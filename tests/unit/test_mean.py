@@ -27,7 +27,18 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.interface import Message
 from tests.harness import free_port
-from tests.unit.federated import PATIENCE, RUN, SECONDS, Wire, ask_to_stop, connected, members, until
+from tests.unit.federated import (
+    PATIENCE,
+    RUN,
+    SECONDS,
+    Wire,
+    ask_to_stop,
+    connected,
+    learn,
+    lose,
+    members,
+    until,
+)
 
 ELEMENTS = 1000
 ENDED = AT_ITS_END + 5  # after 10 local steps, with a round every 2
@@ -176,17 +187,6 @@ def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
         assert members.result(SECONDS / 2) == AtEnd((0,), {1: "has left"})
 
 
-def blink(rank: FederationTransport, other: int) -> None:
-    """Lose the connection to another rank, which this one has opened; it opens another one."""
-
-    def stands() -> bool:
-        link = rank.service._dialled.get(other)
-        return link is not None and link.up
-
-    until(stands)
-    rank.service.do(rank.service._hang_up, other)
-
-
 def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path) -> None:
     with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
         ranks[1].partners.leave_out(ENDED)
@@ -195,14 +195,14 @@ def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path)
         until(lambda: ranks[1].begun()[0] == ENDED)
         ranks[1]._closing.set()  # it does not look for the address
         ranks[1]._looking.join()
-        ranks[1].service.protocol.directory.addresses.pop(0)
-        blink(ranks[1], 0)
+        ranks[1].service.peers.directory.addresses.pop(0)
+        lose(ranks[1], 0)
         until(lambda: ranks[0].present() == [2])
         ranks[2].partners.leave_out(ENDED)
         until(lambda: ranks[0].begun() == {2: ENDED})
         with pytest.raises(TimeoutError):
             members.exception(timeout=0.6)
-        ranks[1].service.learn({0: ranks[0].address})
+        learn(ranks[1], {0: ranks[0].address})
         assert members.result(SECONDS) == AtEnd((0, 1, 2), {})
 
 

@@ -159,7 +159,7 @@ def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
         ({}, {}, ""),
         ({"slots": None}, {}, "federation.slots is missing"),
         ({"rendezvous": None}, {}, "federation.rendezvous is missing"),
-        ({"encryption": "curve"}, {}, "federation.key_file is missing"),
+        ({"encryption": "tls"}, {}, "federation.key_file is missing"),
         ({"start_with": 5}, {}, "federation.start_with 5 is more than federation.slots 4"),
         ({}, {"method": "diloco"}, "federation: separate jobs exchange in pairs"),
         ({}, {"group_size": 4}, "federation: separate jobs exchange in pairs"),

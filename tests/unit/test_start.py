@@ -14,7 +14,7 @@ from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.federation.likeness import Alike, differences, pack
+from megatron_noloco.federation.likeness import Alike, differences
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training import joined
@@ -260,4 +260,4 @@ def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str,
         config = RunConfig.from_dict(CONFIG | {"training": {"train_iters": 5}} | changes)
         return _alike(config, ByteTokenizer(), config.architecture(257)).digests
 
-    assert differences(alike({}), pack(alike(changes))) == named
+    assert differences(alike({}), alike(changes)) == named

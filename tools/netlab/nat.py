@@ -29,7 +29,7 @@ def _run(there: Lab, names: dict[int, str], folder: Path) -> dict[str, Any]:
     Keys.make(folder / "key")
     settings = {
         "slots": _REPLICAS, "start_with": _REPLICAS, "skip_local_steps": False, "rounds_behind": 1000,
-        "encryption": "curve", "key_file": str(folder / "key"),
+        "encryption": "tls", "key_file": str(folder / "key"),
     }  # fmt: skip
     base = base_config(_STEPS)
     base["noloco"] |= {"payload": "int8"}

@@ -1,0 +1,186 @@
+"""The small messages of two processes: JSON objects with named fields.
+
+A message is its length in four bytes, and the object:
+
+| kind | sender | meaning |
+|---|---|---|
+| hello | both, first | who the sender is, and which addresses it knows |
+| go | the higher slot | from here on the connection is the session of the two |
+| stream | who has connected; the other side repeats it | this is a connection for bulk data of a session |
+| state | both, twice a second and at each change | which exchanges the sender has begun |
+| want | receiver of bulk data | a receive is posted under `tag` |
+| got | the same | all of it has come |
+| known | both | addresses, see `rendezvous.Directory` |
+| ask | who starts | asks for an offer under `tag`, or, if `chosen`, for the state itself |
+| offer | who was asked | describes its state |
+
+Every field is checked before any other code looks at it, and nothing is evaluated.
+"""
+
+from collections.abc import Generator
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from megatron_noloco.federation.wires import Wire
+
+VERSION = 8  # of the protocol
+LARGEST = 2**63 - 1
+LONGEST_DESCRIPTION = 2**20  # bytes
+_LONGEST = 2 * LONGEST_DESCRIPTION  # bytes of a message; a description is in base64
+
+Number = Annotated[int, Field(ge=0, le=LARGEST)]
+Text = Annotated[str, Field(max_length=255)]
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Address:
+    """Where a replica is reached; a later process of the replica has a larger epoch.
+
+    Attributes:
+        endpoint: "" where no other process can connect to it.
+    """
+
+    endpoint: Text
+    epoch: Annotated[int, Field(gt=0, le=LARGEST)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Hello:
+    """Who a process is.
+
+    Attributes:
+        run: the number of its run, see `likeness`; jobs of another run, or of another model, have another number.
+        slots: of all replicas, as far as its job knows.
+        digests, kind_number: of what jobs have alike, see `likeness`.
+        question: whether it wants to know addresses, and nothing else.
+        streams: connections for bulk data that it would have.
+    """
+
+    run: Number
+    slot: Number
+    slots: Number
+    address: Address
+    others: dict[int, Address]
+    digests: dict[str, Text]
+    kind_number: Number
+    question: bool
+    streams: Annotated[int, Field(ge=1, le=64)]
+    kind: Literal["hello"] = "hello"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Go:
+    """The beginning of a session, with a name of its own."""
+
+    session: Text
+    kind: Literal["go"] = "go"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Stream:
+    """The beginning of a connection for bulk data of a session."""
+
+    session: Text
+    kind: Literal["stream"] = "stream"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class State:
+    """Where a replica is in its exchanges.
+
+    Attributes:
+        begun: the latest exchange that it has begun, plus 1.
+        open_from: the first that it may have with the receiver; what is under way for earlier ones is void.
+        counted: the latest with the receiver that counts for the sender, plus 1. A receiver that misses a token of
+            that exchange is in doubt, as the sender did not skip it.
+    """
+
+    begun: Number
+    open_from: Number
+    counted: Number
+    kind: Literal["state"] = "state"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Want:
+    """The receive of a message that the other side has posted, or will. Its number is never given twice."""
+
+    number: Number
+    tag: Number
+    length: Number
+    dtype: Text
+    kind: Literal["want"] = "want"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Got:
+    """The confirmation of all that was wanted under a number."""
+
+    number: Number
+    kind: Literal["got"] = "got"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Known:
+    """The addresses that a process knows, by slot."""
+
+    others: dict[int, Address]
+    kind: Literal["known"] = "known"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Ask:
+    """A question for a state; if it is chosen, for the state itself."""
+
+    tag: Number
+    chosen: bool
+    kind: Literal["ask"] = "ask"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Offer:
+    """The answer to an `Ask`; an empty description: there is nothing to give."""
+
+    tag: Number
+    description: str  # in base64
+    kind: Literal["offer"] = "offer"
+
+
+Said = Hello | Go | Stream | State | Want | Got | Known | Ask | Offer
+Kind = TypeVar("Kind", bound=Said)
+_SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
+
+
+class RefusedError(ConnectionError):
+    """The other side of a connection says what no member says."""
+
+
+def packed(said: Said) -> bytes:
+    """Return a message as it is sent."""
+    text = _SAID.dump_json(said)
+    return len(text).to_bytes(4, "big") + text
+
+
+def say(wire: Wire, said: Said) -> None:
+    """Send a message."""
+    wire.write(packed(said))
+
+
+def heard(wire: Wire, *kinds: type[Kind]) -> Generator[memoryview, None, Kind]:
+    """Return the next message; a part of a script. Raises RefusedError for one of no kind that is expected."""
+    length = bytearray(4)
+    yield memoryview(length)
+    text = bytearray(min(int.from_bytes(length, "big"), _LONGEST + 1))
+    if len(text) > _LONGEST:
+        raise RefusedError(f"a message has more than {_LONGEST} bytes")
+    yield memoryview(text)
+    try:
+        said = _SAID.validate_json(bytes(text))
+    except ValidationError as error:
+        raise RefusedError(f"a message is none: {error.errors()[0]['msg']}") from None
+    if not isinstance(said, kinds):
+        raise RefusedError(f"{said.kind} is said too early or too late")
+    return said

@@ -1,0 +1,210 @@
+"""What is under way with the other replicas: exchanges, and states that are handed over."""
+
+import time
+from base64 import b64decode, b64encode
+from binascii import Error as NoBase64Error
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_noloco.federation.control import Address, Ask, Got, Offer, RefusedError, Said, State, Want
+from megatron_noloco.federation.session import HANDOVER_TAG, HANDOVERS, Receive, Send, Session
+from megatron_noloco.federation.wires import Wire
+from megatron_noloco.transport.interface import EXCHANGE_TAGS, RankLostError
+
+_SILENCE_SECONDS = 10.0  # after which a replica counts as absent
+TAKES_OVER = "takes over a state"
+
+
+class WithdrawnError(RankLostError):
+    """The other replica takes no part in this exchange, or has skipped it."""
+
+
+class Seen(NamedTuple):
+    """Holds what is known of another replica. A change replaces it, so other threads read one moment of it.
+
+    Attributes:
+        epoch: of its process; 0: it was never heard of.
+        begun: the exchange that it began last; -1: none.
+        open_from: the first exchange that it may have with this replica.
+        heard: the time of its last message, on the monotonic clock; -inf: never.
+        connected: whether our messages can reach it.
+        takes_over: whether it has asked for our state, and has begun no exchange since.
+    """
+
+    epoch: int = 0
+    begun: int = -1
+    open_from: int = 0
+    heard: float = float("-inf")
+    connected: bool = False
+    takes_over: bool = False
+
+    @property
+    def present(self) -> bool:
+        """Whether it is connected, and has said something in the last ten seconds."""
+        return self.connected and time.monotonic() - self.heard <= _SILENCE_SECONDS
+
+
+@dataclass
+class Peer:
+    """Another replica, as this one sees it.
+
+    Attributes:
+        seen: for other threads as well, as `offer` is; the rest is used by one thread only.
+        session: the connections to it; None: there are none.
+        offer: its last answer to an `Ask`, tag and description; None: none yet.
+        dialled: the last connection that this process has opened to it; None: none.
+        attempts: how many it has opened in a row, without a session.
+        again: when the next one may be opened, on the monotonic clock.
+        apart_since: when its address became known or its connection was lost, likewise.
+        told: the version of our directory that it was sent last; -1: none.
+        counted: the latest exchange with it that counts here; -1: none.
+        silent_ticks: for how many ticks it has said nothing.
+        longest_silence: of those that ended, in ticks.
+    """
+
+    slot: int
+    seen: Seen = Seen()
+    session: Session | None = None
+    offer: tuple[int, bytes] | None = None
+    dialled: Wire | None = None
+    attempts: int = 0
+    again: float = float("-inf")
+    address: Address | None = None
+    apart_since: float = float("-inf")
+    told: int = -1
+    counted: int = -1
+    silent_ticks: int = 0
+    longest_silence: int = 0
+
+    def update(self, **changes: Any) -> None:
+        """Replace some of `seen`."""
+        self.seen = self.seen._replace(**changes)
+
+
+class Exchanges:
+    """Begins and ends exchanges, and moves what belongs to them. Used by one thread.
+
+    Args:
+        others: the other replicas, by slot.
+
+    Attributes:
+        when_asked: called with slot, tag and `chosen` of each `Ask`; answers with `offer`, now or later.
+    """
+
+    def __init__(self, others: Mapping[int, Peer]) -> None:
+        self.when_asked: Callable[[int, int, bool], None] = lambda slot, tag, _: self.offer(slot, tag, b"")
+        self._others = others
+        self._begun = -1
+        self._under_way: dict[int, int | None] = {}  # the partner, by exchange
+
+    # Messages that this replica posts
+
+    def post(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """Send messages as soon as the others ask for them, and ask for others."""
+        for receive in receives:
+            slot = receive.message.rank
+            if (session := self._others[slot].session) is not None:
+                session.receive(receive)
+            else:
+                receive.transfers.report(_away(slot))
+        for send in sends:
+            slot = send.message.rank
+            if (session := self._others[slot].session) is None:
+                send.report(_away(slot))
+            elif send.tag >= HANDOVER_TAG and send.tag != session.asked:
+                send.report(RankLostError(slot, "has asked again"))
+            else:
+                session.send(send)
+
+    def ask(self, slot: int, tag: int, chosen: bool) -> None:
+        """Ask a replica which state it can send, or, if it is chosen, to send it."""
+        if (session := self._others[slot].session) is not None:
+            session.say(Ask(tag, chosen))
+
+    def offer(self, slot: int, tag: int, description: bytes) -> None:
+        """Answer an `Ask`."""
+        if (session := self._others[slot].session) is not None:
+            session.say(Offer(tag, b64encode(description).decode()))
+
+    # Exchanges
+
+    def begin(self, number: int, slot: int | None) -> None:
+        """Tell all that this exchange has begun here, with `slot`; the others have no part in it."""
+        self._begun = max(self._begun, number)
+        self._under_way[number] = slot
+        self._cancel_void()
+
+    def leave_out(self, number: int) -> None:
+        """Tell all that the exchanges up to this one, except those under way, never begin here."""
+        self._begun = max(self._begun, number)
+        self._cancel_void()
+
+    def end(self, number: int, counts: bool = False) -> None:
+        """Tell all that this exchange is over here, and its messages void; and whether it counts."""
+        partner = self._under_way.pop(number, None)
+        if counts and partner is not None:
+            self._others[partner].counted = number
+        self._cancel_void()
+
+    def _open_from(self, slot: int) -> int:
+        """Return the first exchange that this replica may have with another: under way, or the next."""
+        with_it = (number for number, partner in self._under_way.items() if partner == slot)
+        return min(with_it, default=self._begun + 1)
+
+    def _cancel_void(self) -> None:
+        """Cancel what is under way for exchanges that are not open any more, and tell the others."""
+        for peer in self._others.values():
+            if peer.session is not None:
+                peer.session.cancel(_before(self._open_from(peer.slot)))
+                peer.session.say_state()
+
+    def state(self, peer: Peer) -> State:
+        """Return what another replica is to know of this one."""
+        return State(self._begun + 1, self._open_from(peer.slot), peer.counted + 1)
+
+    # What others say
+
+    def take(self, peer: Peer, session: Session, said: Said) -> None:
+        """Act on a message; raises RefusedError for one that no member would send."""
+        match said:
+            case State():
+                self._take_state(peer, session, said)
+            case Want() if said.tag not in _before(self._open_from(peer.slot)):  # else it is void
+                session.wanted(said)
+            case Got():
+                session.got(said.number)
+            case Ask():
+                self._take_ask(peer, session, said)
+            case Offer():
+                try:
+                    peer.offer = said.tag, b64decode(said.description, validate=True)
+                except NoBase64Error:
+                    raise RefusedError("a description is not in base64") from None
+
+    def _take_state(self, peer: Peer, session: Session, state: State) -> None:
+        slot, goes_on = peer.slot, state.begun - 1 > peer.seen.begun
+        peer.update(begun=state.begun - 1, open_from=state.open_from)
+        counts = RankLostError(slot, "has used the mean, and this replica missed its token")
+        session.cancel(_before(min(state.counted, state.open_from)), counts)
+        session.cancel(_before(state.open_from), WithdrawnError(slot, "has no part in this exchange"))
+        if goes_on:  # it trains, and takes nothing over any more
+            peer.update(takes_over=False)
+            session.cancel_sends(HANDOVERS, RankLostError(slot, "trains"))
+
+    def _take_ask(self, peer: Peer, session: Session, ask: Ask) -> None:
+        session.asked = ask.tag
+        session.cancel_sends(HANDOVERS, RankLostError(peer.slot, "has asked again"))
+        if ask.chosen:  # it gets the state between two local steps: neither may wait for the other before
+            peer.update(takes_over=True)
+            session.cancel(_before(self._begun + 1), WithdrawnError(peer.slot, TAKES_OVER))
+        self.when_asked(peer.slot, ask.tag, ask.chosen)
+
+
+def _before(number: int) -> range:
+    """Return the tags of all exchanges before this one."""
+    return range(number * EXCHANGE_TAGS)
+
+
+def _away(slot: int) -> RankLostError:
+    return RankLostError(slot, "is not connected")

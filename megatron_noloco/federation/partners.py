@@ -1,0 +1,149 @@
+"""Which other replica can be the partner in an exchange, and how long to wait for it."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from megatron_noloco.federation.exchanges import TAKES_OVER, Seen
+from megatron_noloco.federation.service import Service
+
+FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
+AT_ITS_END = 2**51  # a replica that waits at its end says that it has begun this plus 1 and its last exchange
+LEFT = FINAL + 1  # what a replica that has left says that it has begun
+_REMEMBERED = 32  # exchanges
+_FEWEST = 4  # of them, to have a median
+_DEVIATIONS = 8  # median absolute deviations beyond the median; a normal distribution's 5 sigma
+
+
+class Standing(IntEnum):
+    """How available another replica is for an exchange."""
+
+    AWAY = 0  # not connected, avoided, or too far behind
+    BUSY = 1  # exchanges with another one, or is past this exchange
+    FREE = 2
+    WAITING = 3  # has begun this exchange with this replica
+
+
+def is_at_end(exchange: int) -> bool:
+    """Whether the exchange that a replica began last says that it waits at its end."""
+    return AT_ITS_END <= exchange < FINAL
+
+
+def is_far_behind(exchange: int, number: int, behind: int) -> bool:
+    """Whether a replica is more than `behind` exchanges behind; one at its end is behind no other.
+
+    Args:
+        exchange: the one that it began last.
+        number: that of the others.
+    """
+    return number - exchange > behind and not is_at_end(exchange)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How late a partner may be.
+
+    Attributes:
+        shortest_seconds, longest_seconds: bounds of the deadline; the longest counts where they contradict.
+        behind: a replica that was more exchanges than this behind the last one is not waited for.
+    """
+
+    shortest_seconds: float
+    longest_seconds: float
+    behind: int = 3
+
+    def deadline_seconds(self, waits: Sequence[float]) -> float:
+        """Return the median of past waits plus 8 median absolute deviations; with fewer than 4, the longest."""
+        if len(waits) < _FEWEST:
+            return self.longest_seconds
+        median = statistics.median(waits)
+        deviation = statistics.median(abs(wait - median) for wait in waits)
+        return min(self.longest_seconds, max(self.shortest_seconds, median + _DEVIATIONS * deviation))
+
+
+class FederationPartners:
+    """The replicas in other jobs, which come and go: which can be the partner, and how long to wait for it.
+
+    An exchange has a number, the same for its members; the tags of its messages start at number * EXCHANGE_TAGS. A
+    replica begins and ends its exchanges in ascending order.
+
+    A replica cannot be a partner when it is not connected, takes over this one's state, is avoided, has ended
+    the exchange or has another partner in it, or is too many exchanges behind.
+    """
+
+    def __init__(self, service: Service, patience: Patience) -> None:
+        self._service = service
+        self._peers = service.peers
+        self._patience = patience
+        self._waits: deque[float] = deque(maxlen=_REMEMBERED)
+        self._avoided: dict[int, tuple[int, int, str]] = {}  # epoch of its process, until which exchange, why
+
+    @property
+    def deadline_seconds(self) -> float:
+        """Seconds to wait for the partner in the next exchange."""
+        return self._patience.deadline_seconds(self._waits)
+
+    def record(self, seconds: float) -> None:
+        """Record how many seconds a successful exchange waited for its partner."""
+        self._waits.append(seconds)
+
+    def stopped(self) -> bool:
+        """Return whether this job was asked to stop, as far as is known: it then waits for nobody."""
+        return self._peers.stopped()
+
+    def standing(self, number: int, slot: int) -> tuple[Standing, str]:
+        """Return how available a replica is for an exchange, and why if it is not."""
+        self._service.check()
+        seen = self._peers.others[slot].seen
+        reason = self._why_away(slot, seen, number)
+        if reason:
+            return Standing.AWAY, reason
+        if seen.open_from > number:
+            return Standing.BUSY, "is ahead" if seen.begun > number else "is not free"
+        waits = seen.begun >= number and seen.open_from == number
+        return (Standing.WAITING if waits else Standing.FREE), ""
+
+    def reachable(self, slot: int) -> bool:
+        """Whether others can connect to a replica, which may be this one; True if nothing is known of it."""
+        address = self._peers.directory.addresses.get(slot)
+        return address is None or bool(address.endpoint)
+
+    def _why_away(self, slot: int, seen: Seen, number: int) -> str:
+        if not seen.present:
+            return "is not there"
+        if seen.takes_over:
+            return TAKES_OVER
+        epoch, until, why = self._avoided.get(slot, (-1, 0, ""))
+        if epoch == seen.epoch and seen.begun < until:
+            return why
+        # Compare with the exchange before: a replica near it does not skip ahead. A replica that has begun none
+        # may be about to take over a state.
+        before = number - 1 if seen.begun >= 0 else number
+        return "is behind" if is_far_behind(seen.begun, before, self._patience.behind) else ""
+
+    def avoid(self, slot: int, exchanges: int, why: str) -> None:
+        """Treat a replica as away until it has begun so many more exchanges, or has restarted."""
+        seen = self._peers.others[slot].seen
+        self._avoided[slot] = seen.epoch, seen.begun + exchanges, why
+
+    def begin(self, number: int, slot: int | None) -> None:
+        """Announce that this replica begins an exchange with `slot`; None: that it skips it.
+
+        Messages that other replicas have under way for this exchange fail with a WithdrawnError.
+        """
+        self._service.do(self._peers.exchanges.begin, number, slot)
+
+    def end(self, number: int, counts: bool = False) -> None:
+        """Announce that the exchange is over; its messages still under way become void on both sides.
+
+        Args:
+            counts: whether this replica uses the mean. The partner's messages
+                then do not fail with a WithdrawnError.
+        """
+        self._service.do(self._peers.exchanges.end, number, counts)
+
+    def leave_out(self, number: int) -> None:
+        """Tell the others that this replica skips the exchanges up to this one; those under way go on."""
+        self._service.do(self._peers.exchanges.leave_out, number)

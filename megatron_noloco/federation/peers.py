@@ -1,0 +1,382 @@
+"""The other replicas: who is there, who connects to whom, and what they are told.
+
+Of two replicas that both can be reached the one with the higher slot opens the connection; if it does not come in
+three seconds, the other one does. Whoever connects says who it is, and the other side answers; so each side knows
+why they do not exchange, where they do not. The higher slot then says which connection is their session, so two
+that connect to each other at once have one.
+
+The first five bytes of a connection, both ways, are alike in all versions: `_MAGIC` and the version.
+"""
+
+import secrets
+import ssl
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from megatron_noloco.federation.control import (
+    VERSION,
+    Ask,
+    Go,
+    Got,
+    Hello,
+    Known,
+    Offer,
+    RefusedError,
+    Said,
+    State,
+    Stream,
+    Want,
+    heard,
+    say,
+)
+from megatron_noloco.federation.exchanges import Exchanges, Peer
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.likeness import differences, of_one_kind_and_unlike
+from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, Member, host_of, numeric
+from megatron_noloco.federation.session import ALL_TAGS, Session
+from megatron_noloco.federation.wires import Script, SocketAddress, Wire, Wires
+from megatron_noloco.transport.interface import RankLostError
+
+_MAGIC = b"nlco"
+_OLD = b"\xff\0\0\0\0"  # the first bytes of ZeroMQ, up to version 7
+_BACK_SECONDS = 3.0  # for the side that connects, before the other one tries
+_PAUSE_SECONDS = 1.0  # between two attempts to connect
+_SILENT_TICKS, _LONGEST_SILENCE = 20, 60  # ticks of half a second
+_STOP_TICKS = 2  # a round that is almost over may end before
+_MOST_WARNINGS = 1000  # others may cause them
+_MOST_QUESTIONS = 64  # for addresses, at a time
+_SAME_KEY = "both need the same key file, or encryption none"
+CONNECTION_LOST = "has gone: the connection was lost"
+
+
+class Peers:
+    """Connects this replica to the others, and runs its part of the protocol. Used by one thread.
+
+    Args:
+        endpoint: where the others reach this process; "": nowhere.
+
+    Attributes:
+        wires: opens connections; to be set before the first `tick`.
+        others: by slot; other threads may read `seen` and `offer`.
+        exchanges: what is under way with them.
+        directory: the addresses of all replicas.
+        names: endpoints with the name of a host, of replicas that are not connected.
+        found: addresses of such hosts, by endpoint.
+        stopped: whether this job was asked to stop.
+    """
+
+    def __init__(self, member: Member, endpoint: str, keys: Keys | None = None) -> None:
+        self.wires: Wires
+        self.directory = Directory(member, endpoint)
+        self.others: Mapping[int, Peer] = {
+            slot: Peer(slot) for slot in range(member.slots) if slot != member.slot
+        }
+        self.exchanges = Exchanges(self.others)
+        self.names = set[str]()
+        self.found: dict[str, list[SocketAddress]] = {}
+        self.stopped: Callable[[], bool] = lambda: False
+        self._keys = keys
+        self._stopped_ticks = 0
+        self._questions = list[Wire]()
+        self._warnings = set[str]()
+
+    @property
+    def member(self) -> Member:
+        """This process, as the others know it."""
+        return self.directory.member
+
+    def warn(self, line: str) -> None:
+        """Write a line to stderr, once; no more after many."""
+        if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
+            self._warnings.add(line)
+            sys.stderr.write(f"replica {self.member.slot}: {line}\n")
+
+    def tick(self) -> None:
+        """Do what is due twice a second.
+
+        Silence is counted in these calls, not in seconds: a process that was stopped itself has heard from nobody
+        meanwhile. A message may take long over a slow link, so one that has been silent before, and came back, is
+        waited for twice as long.
+        """
+        self._claim_slot()
+        self.follow_directory()
+        self._stopped_ticks += self.stopped()
+        for slot, peer in self.others.items():
+            if (session := peer.session) is None:
+                continue
+            peer.silent_ticks += 1
+            if peer.silent_ticks > max(_SILENT_TICKS, 2 * peer.longest_silence):
+                peer.longest_silence = min(_LONGEST_SILENCE, peer.silent_ticks)
+                self._end(session, "has fallen silent")
+                continue
+            if self._stopped_ticks >= _STOP_TICKS:
+                why = "is not waited for: this job was asked to stop"
+                session.cancel(ALL_TAGS, RankLostError(slot, why))
+            session.say_state()
+            self._tell_addresses(peer, session)
+
+    # Who connects to whom
+
+    def follow_directory(self) -> None:
+        """Connect to the others where they are now, as far as that is this side's task."""
+        now, own = time.monotonic(), self.directory.own
+        self.names = set()
+        for slot, peer in self.others.items():
+            address = self.directory.addresses.get(slot)
+            if address != peer.address:
+                peer.address, peer.apart_since, peer.attempts, peer.again = address, now, 0, now
+            if address is None:
+                continue
+            if peer.session is not None and address.epoch > peer.seen.epoch:
+                self._end(peer.session, "was started anew")
+            late = now - peer.apart_since > _BACK_SECONDS
+            if (
+                peer.session is None
+                and address.endpoint
+                and (self.member.slot > slot or not own.endpoint or late)
+            ):
+                self._dial(peer, address.endpoint, now)
+
+    def _dial(self, peer: Peer, endpoint: str, now: float) -> None:
+        places = numeric(endpoint)
+        if not places:
+            self.names.add(endpoint)
+            places = self.found.get(endpoint, [])
+        if not places or now < peer.again or (peer.dialled is not None and peer.dialled.error is None):
+            return
+        to = places[peer.attempts % len(places)]
+        peer.again, peer.attempts = now + _PAUSE_SECONDS, peer.attempts + 1
+        peer.dialled = self._connect(endpoint, to, partial(self._visit, peer.slot))
+
+    def ask_for_addresses(self, endpoint: str) -> None:
+        """Send all addresses to the process at an endpoint, which has no name, and ask for those that it knows."""
+        self._questions = [wire for wire in self._questions if wire.error is None]
+        for to in numeric(endpoint) if len(self._questions) < _MOST_QUESTIONS else ():
+            if (wire := self._connect(endpoint, to, partial(self._visit, None))) is not None:
+                self._questions.append(wire)
+
+    def _connect(self, endpoint: str, to: SocketAddress, script: Callable[[Wire], Script]) -> Wire | None:
+        try:
+            return self.wires.dial(endpoint, to, script)
+        except ConnectionError:  # nobody is there
+            return None
+        except OSError as error:
+            self.warn(f"{endpoint} cannot be joined now: {error.strerror}")
+            return None
+
+    def _claim_slot(self) -> None:
+        """Be the latest process of this slot for the others, or say which one is; see `Directory.claim`."""
+        if (rival := self.directory.rival) is None:
+            return
+        runs, counts = self.directory.answers(rival), self.directory.claim()
+        for peer in self.others.values():
+            if counts and peer.session is not None:
+                self._end(peer.session, "took this process for an earlier one")
+        if runs or not counts:
+            which = "this process" if counts else "it"
+            self.warn(
+                f"another process of this replica is at {rival.endpoint or 'no address'}, and the others exchange "
+                f"with {which}: does another job have the same --replica? End one of the two"
+            )
+
+    def name_namesakes(self) -> None:
+        """Name the replicas that announce this host's address, where nobody answers, and were never heard of."""
+        own = self.directory.own
+        for peer in self.others.values():
+            if peer.address and peer.session is None and not peer.seen.epoch:
+                host = host_of(peer.address.endpoint)
+                if host and host == host_of(own.endpoint):
+                    self._name_namesake(peer, "does not answer there")
+
+    def _name_namesake(self, peer: Peer, what: str) -> None:
+        at = f", {peer.address.endpoint}" if peer.address else ""
+        self.warn(
+            f"replica {peer.slot} announces this host's address{at}, and {what}: if it is on another host, "
+            f"{ADVERTISE}"
+        )
+
+    # Connections
+
+    def visited(self, wire: Wire) -> Script:
+        """Run a connection that another process has opened."""
+        try:
+            yield from self._greet(wire)
+            first = yield from heard(wire, Hello, Stream)
+        except OSError as error:
+            self._say_why(wire, error)
+            return
+        if isinstance(first, Hello):
+            own = self._hello()
+            say(wire, own)
+            if self._fits(first) and not first.question:
+                yield from self._meet(wire, own, first)
+        elif isinstance(first, Stream):
+            sessions = (peer.session for peer in self.others.values())
+            for session in [one for one in sessions if one is not None and one.name == first.session]:
+                say(wire, first)
+                yield from self._carry(wire, session)
+
+    def _visit(self, slot: int | None, wire: Wire) -> Script:
+        """Run a connection to a slot, or, where it is not known, to one that is asked for addresses."""
+        try:
+            yield from self._greet(wire)
+            own = self._hello(question=slot is None)
+            say(wire, own)
+            hello = yield from heard(wire, Hello)
+        except OSError as error:
+            self._say_why(wire, error)
+            return
+        if slot is not None and (hello.slot, hello.address.epoch) == (self.member.slot, self.member.epoch):
+            self._name_namesake(self.others[slot], "this replica itself answers there")
+        elif self._fits(hello) and hello.slot == slot:
+            yield from self._meet(wire, own, hello)
+
+    def _greet(self, wire: Wire) -> Script:
+        """Begin a connection; raises OSError where the two sides cannot speak with each other."""
+        own = _MAGIC + bytes([VERSION, self._keys is not None])
+        wire.write(own)
+        theirs = bytearray(len(own))
+        yield memoryview(theirs)
+        version = theirs[4] if theirs.startswith(_MAGIC) else 7 if theirs.startswith(_OLD) else None
+        if version is None:
+            raise RefusedError("the other side is no replica")
+        if version != VERSION:
+            raise RefusedError(
+                f"the other side speaks version {version} of the protocol, this job version {VERSION}: install "
+                "the same megatron_noloco for both"
+            )
+        if theirs != own:
+            raise RefusedError(f"only one of the two sides encrypts; {_SAME_KEY}")
+        if self._keys is not None:
+            yield from wire.encrypt(self._keys.dials if wire.endpoint else self._keys.listens)
+
+    def _say_why(self, wire: Wire, error: OSError) -> None:
+        """Say why a connection has not begun; not where nobody answers."""
+        if isinstance(error, ssl.SSLError):
+            why = _SAME_KEY
+        elif isinstance(error, RefusedError):
+            why = str(error)
+        elif isinstance(error, ConnectionResetError):
+            why = "the other side closed the connection at once: it has ended, or is no replica"
+        else:
+            return
+        at = f"{wire.endpoint} cannot be joined" if wire.endpoint else "a connection to this replica failed"
+        self.warn(f"{at}: {why}")
+
+    def _hello(self, question: bool = False) -> Hello:
+        member, known = self.member, self.directory
+        others = {slot: one for slot, one in known.addresses.items() if slot != member.slot}
+        who = member.run, member.slot, member.slots, known.own
+        return Hello(*who, others, dict(member.digests), member.kind_number, question, member.streams)
+
+    def _fits(self, hello: Hello) -> bool:
+        """Whether a process can exchange with this one; says why not, as the other side does."""
+        member, slot, epoch = self.member, hello.slot, hello.address.epoch
+        if hello.run != member.run or of_one_kind_and_unlike(hello.kind_number, member.kind_number):
+            names = differences(member.digests, hello.digests)
+            self.warn(f"replica {slot} is refused: its job differs from this one in {names or 'its run'}")
+            return False
+        if (slot, epoch) == (member.slot, member.epoch):
+            return False  # all addresses in the config are asked, this one's among them
+        self.directory.merge({**hello.others, slot: hello.address})
+        if slot >= member.slots or member.slot >= hello.slots:
+            fewer = "its job has fewer slots; give it as many"
+            more = "its job has more slots; give this one as many"
+            self.warn(f"replica {slot} is not exchanged with: {more if slot >= member.slots else fewer}")
+            return False
+        return slot != member.slot and epoch >= self.others[slot].seen.epoch
+
+    def _meet(self, wire: Wire, own: Hello, hello: Hello) -> Script:
+        """Make a connection the session with another replica, and run it."""
+        peer, session = self.others[hello.slot], None
+        try:
+            if self.member.slot > peer.slot:
+                if wire.endpoint and peer.session is not None:
+                    return  # the other side has connected as well, and was first
+                name = secrets.token_hex(16)
+                say(wire, Go(name))
+            else:
+                name = (yield from heard(wire, Go)).session
+            if own.address.epoch != self.member.epoch or hello.address.epoch < peer.seen.epoch:
+                return  # meanwhile there is a later process
+            session = self._begin(
+                peer, hello, Session(peer.slot, name, wire, partial(self.exchanges.state, peer))
+            )
+            said: Said = yield from heard(wire, State)  # so the other side knows the session
+            for _ in range(max(own.streams, hello.streams)):
+                if wire.to is not None:
+                    self.wires.dial(wire.endpoint, wire.to, partial(self._carry_to, session))
+            while True:
+                self._take(peer, session, said)
+                said = yield from heard(wire, State, Want, Got, Known, Ask, Offer)
+        except OSError as error:
+            if session is not None:
+                self._break(session, error)
+
+    def _carry_to(self, session: Session, wire: Wire) -> Script:
+        """Open a connection for the bulk data of a session."""
+        try:
+            yield from self._greet(wire)
+            say(wire, Stream(session.name))
+            yield from heard(wire, Stream)
+        except OSError as error:
+            self._break(session, error)
+            return
+        yield from self._carry(wire, session)
+
+    def _carry(self, wire: Wire, session: Session) -> Script:
+        if session.why:
+            return
+        self.wires.welcome(wire)
+        try:
+            yield from session.stream(wire)
+        except OSError as error:
+            self._break(session, error)
+
+    def _begin(self, peer: Peer, hello: Hello, session: Session) -> Session:
+        epoch, before = hello.address.epoch, peer.seen.epoch
+        if peer.session is not None:
+            self._end(peer.session, CONNECTION_LOST if epoch == before else "was started anew")
+        if epoch > before:
+            peer.update(epoch=epoch, begun=-1, open_from=0, takes_over=False)
+        peer.session, peer.attempts, peer.told, peer.silent_ticks = session, 0, -1, 0
+        peer.update(connected=True, heard=time.monotonic())
+        self.wires.welcome(session.control)
+        session.say(self.exchanges.state(peer))
+        self._tell_addresses(peer, session)
+        return session
+
+    def _break(self, session: Session, error: OSError) -> None:
+        if isinstance(error, RefusedError):
+            self.warn(f"the connection to replica {session.slot} was closed: {error}")
+        self._end(session, CONNECTION_LOST)
+
+    def _end(self, session: Session, why: str) -> None:
+        """Void whatever is under way in a session, and close its connections."""
+        session.end(why)
+        peer = self.others[session.slot]
+        if peer.session is session:
+            peer.session, peer.apart_since = None, time.monotonic()
+            peer.update(connected=False)
+
+    def end_all(self, why: str) -> None:
+        """Void whatever is under way."""
+        for peer in self.others.values():
+            if peer.session is not None:
+                self._end(peer.session, why)
+
+    def _take(self, peer: Peer, session: Session, said: Said) -> None:
+        peer.update(heard=time.monotonic())
+        peer.longest_silence = min(_LONGEST_SILENCE, max(peer.longest_silence, peer.silent_ticks))
+        peer.silent_ticks = 0
+        if isinstance(said, Known):
+            self.directory.merge(said.others)
+        else:
+            self.exchanges.take(peer, session, said)
+
+    def _tell_addresses(self, peer: Peer, session: Session) -> None:
+        if peer.told != self.directory.version:
+            peer.told = self.directory.version
+            session.say(Known(dict(self.directory.addresses)))
