@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_noloco.attach import attach
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.federation.likeness import differences, pack
+from megatron_noloco.federation.likeness import differences
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.model.architecture import Architecture
@@ -191,7 +191,7 @@ def test_they_compare_the_same(
     stacked = FAMILY_MODELS[family]["family"] in MIXTURES and "mlp.experts.gate_up_proj" in " ".join(
         name for name, _ in model.named_parameters()
     )
-    assert differences(trainer.digests, pack(attached.digests)) == (
+    assert differences(trainer.digests, attached.digests) == (
         "first weights, names and shapes" if stacked else ""
     )
     assert (trainer.run == attached.run) == (not stacked)
@@ -222,6 +222,6 @@ def test_both_name_what_differs(
     of_transformers(architecture).save_pretrained(tmp_path / "first")
     attached = compared_by_attach(of_transformers(architecture, seed, **keys), config, monkeypatch)
     trainer = compared_by_trainer(config)
-    assert differences(trainer.digests, pack(attached.digests)) == named
-    assert differences(attached.digests, pack(trainer.digests)) == named
+    assert differences(trainer.digests, attached.digests) == named
+    assert differences(attached.digests, trainer.digests) == named
     assert (trainer.run == attached.run) == (not named)
