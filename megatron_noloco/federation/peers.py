@@ -286,21 +286,21 @@ class Peers:
             more = "its job has more slots; give this one as many"
             self.warn(f"replica {slot} is not exchanged with: {more if slot >= member.slots else fewer}")
             return False
-        return slot != member.slot and epoch >= self.others[slot].seen.epoch
+        return slot != member.slot
 
     def _meet(self, wire: Wire, own: Hello, hello: Hello) -> Script:
         """Make a connection the session with another replica, and run it."""
         peer, session = self.others[hello.slot], None
         try:
-            if self.member.slot > peer.slot:
-                if wire.endpoint and peer.session is not None:
-                    return  # the other side has connected as well, and was first
-                name = secrets.token_hex(16)
-                say(wire, Go(name))
-            else:
+            decides, name = self.member.slot > peer.slot, secrets.token_hex(16)
+            if decides and wire.endpoint and peer.session is not None:
+                return  # the other side has connected as well, and was first
+            if not decides:
                 name = (yield from heard(wire, Go)).session
             if own.address.epoch != self.member.epoch or hello.address.epoch < peer.seen.epoch:
-                return  # meanwhile there is a later process
+                return  # there is a later process
+            if decides:
+                say(wire, Go(name))
             session = self._begin(
                 peer, hello, Session(peer.slot, name, wire, partial(self.exchanges.state, peer))
             )

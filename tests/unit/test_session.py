@@ -378,9 +378,11 @@ def test_the_end_of_either_connection_voids_everything() -> None:
 def test_a_later_process_replaces_an_earlier_one_and_not_the_other_way_round() -> None:
     replica = Replica()
     old, _ = connected(replica)
-    _, transfers = replica.receive()
+    old.say(Ask(HANDOVER_TAG, True))
+    _, transfers = replica.receive(tag=EXCHANGE_TAGS)
     connected(replica, THEIRS + 1, "new")
     assert why(transfers) == "rank 1 was started anew"
+    assert not replica.peers.others[1].seen.takes_over
     assert not old.open
     late = Hand(replica)
     late.write(GREETING)
@@ -389,6 +391,19 @@ def test_a_later_process_replaces_an_earlier_one_and_not_the_other_way_round() -
     assert isinstance(answer, Hello)
     assert answer.others[1].epoch == THEIRS + 1, "so it knows, and claims its slot"
     assert not late.open
+
+
+def test_a_process_that_claims_its_slot_begins_nothing_under_its_earlier_epoch() -> None:
+    replica = Replica()
+    hand = Hand(replica)
+    hand.write(GREETING)
+    hand.say(hello())
+    replica.peers.directory.merge({0: Address("tcp://10.9.9.9:2", 2**40)})
+    with redirect_stderr(io.StringIO()):
+        replica.tick()
+    hand.say(Go("a name"))
+    assert replica.peers.others[1].session is None
+    assert not hand.open
 
 
 def test_addresses_are_told_again_with_a_new_connection_and_when_they_change() -> None:
