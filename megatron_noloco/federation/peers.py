@@ -171,9 +171,10 @@ class Peers:
         if (rival := self.directory.rival) is None:
             return
         runs, counts = self.directory.answers(rival), self.directory.claim()
-        for peer in self.others.values():
-            if counts and peer.session is not None:
+        for peer in self.others.values() if counts else ():
+            if peer.session is not None:
                 self._end(peer.session, "took this process for an earlier one")
+            peer.apart_since = float("-inf")  # it has refused this process, which connects to it at once
         if runs or not counts:
             which = "this process" if counts else "it"
             self.warn(

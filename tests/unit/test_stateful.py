@@ -269,7 +269,7 @@ class Faults(RuleBasedStateMachine):
     def settle_long(self) -> None:
         """When all is quiet, every two have one session, and each knows what the other has under way."""
         self.clock.now += 4.0
-        self._settle(8)
+        self._settle(12)  # a clock that went back, and then another one, take some turns
         for one, other in permutations(self.processes, 2):
             near, far = one.session(other.rank), other.session(one.rank)
             assert near is not None
