@@ -1,6 +1,7 @@
 """The questions for states that speakers ask each other: which step can be given, and the state itself."""
 
 import json
+import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -19,6 +20,7 @@ from megatron_noloco.transport.interface import ExchangeTimeoutError, RankLostEr
 
 _LOOK_SECONDS = 0.02
 _ANSWER_SECONDS = 10.0  # for the step that a replica can give, and for one that was lost to come back
+_MOST_TAGS = 2**61
 _MOST_VECTORS, _MOST_REST = 64, 1 << 30  # of a state, and bytes
 
 
@@ -57,7 +59,7 @@ class Asks:
         self.done = 0
         self.wanted: dict[int, int] = {}
         self._transport = transport
-        self._tags = count(HANDOVER_TAG)
+        self._tags = count(HANDOVER_TAG + secrets.randbelow(_MOST_TAGS))  # an earlier process had others
         self._lock = threading.Lock()  # for `wanted` and `_closed`
         self._closed = False
         transport.when_asked = self._asked
