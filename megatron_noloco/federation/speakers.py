@@ -23,11 +23,9 @@ class Sends:
 
     def __call__(self, place: range, content: Tensor, result: Tensor) -> "_Sent":
         self.bytes += content.nbytes
-        return _Sent(self, {slot: self.post(slot, content) for slot in self.slots})
-
-    def post(self, slot: int, content: Tensor) -> Flight:
-        """Send to one slot, under its tag."""
-        return self._transport.post([Message(slot, content)], [], self.slots[slot])
+        post = self._transport.post
+        tags = dict(self.slots)  # another thread may empty it
+        return _Sent(self, {slot: post([Message(slot, content)], [], tag) for slot, tag in tags.items()})
 
 
 class _Sent:
