@@ -1,7 +1,7 @@
 """The replicas of a checkpoint: all in one step folder, or in a federation each in its own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megatron_noloco.plans.topology import Position, Topology
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Saved replicas of one model in one layout.
+    """Saved replicas of one model; those of different jobs may have different layouts.
 
     Attributes:
         folders: the step folder of each replica, by its number.
@@ -42,8 +42,8 @@ class Ensemble:
                 if replica in places:
                     raise ValueError(f"replica {replica} is in {places[replica]} and in {folder}")
                 places[replica] = folder
-            if _model_and_layout(manifests[-1]) != _model_and_layout(manifests[0]):
-                raise ValueError(f"{folders[0]} and {folder} are of different models or layouts")
+            if _model(manifests[-1]) != _model(manifests[0]):
+                raise ValueError(f"{folders[0]} and {folder} are of different models")
         return cls(places, manifests)
 
     @property
@@ -53,15 +53,27 @@ class Ensemble:
 
     @property
     def topology(self) -> Topology:
-        """The topology of the job that saved the first replica; the sizes of all replicas are the same."""
+        """The topology of the job that saved the first replica."""
         return self.manifests[0].topology
+
+    def topology_of(self, replica: int) -> Topology:
+        """Return the topology of the job that saved a replica."""
+        return self.manifest(Position(replica, 0, 0, 0)).topology
+
+    @property
+    def layout_in_words(self) -> str:
+        """The layout of all replicas, or of each where they differ."""
+        words = {replica: self.topology_of(replica).replica_in_words for replica in self.replicas}
+        if len(set(words.values())) == 1:
+            return self.topology.in_words(len(words))
+        return ", ".join(f"replica {replica}: {layout}" for replica, layout in words.items())
 
     def manifest(self, at: Position) -> Manifest:
         return self._by_position[at]
 
     def last_stage(self, replica: int) -> Manifest:
         """Return the manifest of the rank whose counters have the measurements of the whole replica."""
-        return self.manifest(Position(replica, self.topology.pp - 1, 0, 0))
+        return self.manifest(Position(replica, self.topology_of(replica).pp - 1, 0, 0))
 
     def file(self, at: Position, name: str) -> Path:
         """Return the file in which a rank saved the tensor `name`."""
@@ -137,7 +149,6 @@ def _newest_common_step(folders: list[Path]) -> list[Path]:
     return [folders[max(common)] for folders in complete]
 
 
-def _model_and_layout(manifest: Manifest) -> tuple[Architecture, int, int, int, int, int]:
-    """Return what must be the same in all files whose weights are averaged."""
-    topology = manifest.topology
-    return manifest.architecture, topology.pp, topology.dp, topology.tp, topology.vpp, topology.ep
+def _model(manifest: Manifest) -> Architecture:
+    """Return what must be the same in all files whose weights are averaged: not the padding of the vocabulary."""
+    return replace(manifest.architecture, padded_vocab_size=manifest.architecture.vocab_size)

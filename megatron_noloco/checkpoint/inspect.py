@@ -32,7 +32,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
         f"step: {_steps(saved)} of {first.config['training']['train_iters']}",
         f"consumed by all replicas: {first.consumed_samples} samples, "
         f"{first.consumed_samples * seq_length} tokens",
-        f"parallel: {first.topology.in_words(replicas)}",
+        f"parallel: {saved.layout_in_words}",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * replicas):.1f} bytes per parameter",

@@ -13,7 +13,7 @@ from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.canonical import Block, Rectangle
-from megatron_noloco.plans.topology import Position
+from megatron_noloco.plans.topology import Position, Topology
 
 _PIECE = 1 << 24  # elements that are read before a file is opened again
 
@@ -63,14 +63,11 @@ class CheckpointReader:
 
     def __init__(self, saved: Ensemble) -> None:
         self.saved = saved
-        self.topology = saved.topology
-        self.table = table_of(saved.manifests[0].architecture)
+        architectures = [manifest.architecture for manifest in saved.manifests]
+        self.table = table_of(min(architectures, key=lambda one: one.padded_vocab_size))
         self._memory, self._part = Scratch(), Scratch()
         self._matrices = self.table.matrices()
-        self._shares: dict[str, list[Share]] = {}
-        for at in map(self.topology.position, range(self.topology.replica_size)):
-            for name, share in self._shares_of(at):
-                self._shares.setdefault(name, []).append(share)
+        self._shares: dict[Path, dict[str, list[Share]]] = {}  # by folder: its replicas have one layout
 
     def read(self, name: str, replicas: list[int], vector: str = WEIGHTS) -> Tensor:
         """Return the full tensor of a parameter, fp32. The next call overwrites it."""
@@ -88,13 +85,16 @@ class CheckpointReader:
         source = self.table.find(name).source
         found = self._memory.take(place.rows * place.width).view(place.rows, place.width)
         found[max(self._matrices[source].rows - place.top, 0) :] = 0
-        for share in self._shares[source]:
-            block = share.block
-            top, bottom = max(place.top, block.top), min(place.top + place.rows, block.top + block.rows)
-            left, right = max(place.left, block.left), min(place.left + place.width, block.left + block.width)
-            if top < bottom and left < right:
-                target = found[top - place.top : bottom - place.top, left - place.left : right - place.left]
-                for number, replica in enumerate(replicas):
+        for number, replica in enumerate(replicas):
+            for share in self._shares_of(replica)[source]:
+                block = share.block
+                top, bottom = max(place.top, block.top), min(place.top + place.rows, block.top + block.rows)
+                left = max(place.left, block.left)
+                right = min(place.left + place.width, block.left + block.width)
+                if top < bottom and left < right:
+                    target = found[
+                        top - place.top : bottom - place.top, left - place.left : right - place.left
+                    ]
                     rows = self._rows(share, top, bottom, replica, vector)
                     part = rows[:, left - block.left : right - block.left]
                     target.copy_(part) if number == 0 else target.add_(part)
@@ -102,15 +102,28 @@ class CheckpointReader:
             found /= len(replicas)
         return found
 
-    def first_share(self, name: str) -> Share:
-        """Return where the first rows of a parameter lie."""
-        return self._shares[self.table.find(name).source][0]
+    def first_share(self, name: str, replica: int) -> Share:
+        """Return where the first rows of a parameter of a replica lie."""
+        return self._shares_of(replica)[self.table.find(name).source][0]
 
-    def _shares_of(self, at: Position) -> Iterator[tuple[str, Share]]:
+    def _shares_of(self, replica: int) -> dict[str, list[Share]]:
+        """Return where the parts of each parameter of a replica lie."""
+        folder = self.saved.folders[replica]
+        if folder not in self._shares:
+            found = self._shares[folder] = dict[str, list[Share]]()
+            topology = self.saved.topology_of(replica)
+            for at in map(topology.position, range(topology.replica_size)):
+                for name, share in self._shares_at(replace(at, replica=replica), topology):
+                    found.setdefault(name, []).append(share)
+        return self._shares[folder]
+
+    def _shares_at(self, at: Position, topology: Topology) -> Iterator[tuple[str, Share]]:
         """Yield what of each parameter is read from the rank `at`: not what other ranks have as well."""
-        owner = replace(at, dp=at.dp % self.topology.ep)  # all owners of the same weights have one layout
-        for group, part in enumerate(self.saved.manifest(owner).layout):
-            for row, block in part.blocks(self.table, self._matrices, self.topology, at):
+        owner = replace(at, dp=at.dp % topology.ep)  # all owners of the same weights have one layout
+        manifest = self.saved.manifest(owner)
+        table = table_of(manifest.architecture)  # which may have more padding
+        for group, part in enumerate(manifest.layout):
+            for row, block in part.blocks(table, self._matrices, topology, at):
                 if not row.is_copy(at.tp):
                     yield row.name, Share(at.stage, at.dp, at.tp, group, block)
 

@@ -112,7 +112,7 @@ class RankReader:
         """Return names and single numbers of the saved group of `group`'s first parameter; None for vectors."""
         at, saved_group = self._at, group
         if self.moved:
-            first = self._reader.first_share(self._layout[group].parameters[0][0])
+            first = self._reader.first_share(self._layout[group].parameters[0][0], at.replica)
             at, saved_group = Position(at.replica, first.stage, first.dp, first.tp), first.group
         state = {}
         with self._open(at) as file:

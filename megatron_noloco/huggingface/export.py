@@ -127,7 +127,7 @@ def _model_card(source: ModelSource) -> str:
         "",
         f"- local steps: {manifest.step}",
         f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
-        f"- parallel: {topology.in_words(saved)}",
+        f"- parallel: {source.saved.layout_in_words}",
         *(f"- {line}" for line in source.losses_report()),
     ]
     config = json.dumps(_without_places(manifest.config), indent=1)

@@ -1,6 +1,7 @@
 """Checkpoints as files, without an engine: whole or absent, damage named, what may change in between."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,16 +297,27 @@ class TestInspectFederation:
         assert (code, out[2]) == (0, "step: 12 (replica 0), 4 (replica 1) of 20")
 
     def test_what_does_not_belong_together_is_refused(self, tmp_path: Path, inspect: Inspect) -> None:
-        jobs = (("one", 0, 2), ("two", 0, 2), ("three", 1, 1))
         one, two, three = (
-            write_federation(tmp_path / name, {slot: (10,)}, pp)[0] / "step_00000010"
-            for name, slot, pp in jobs
+            write_federation(tmp_path / name, {slot: (10,)}, 2)[0] / "step_00000010"
+            for name, slot in (("one", 0), ("two", 0), ("three", 1))
         )
+        for path in three.glob("*/*.json"):
+            path.write_text(re.sub(r'("ffn_hidden_size": )(\d+)', r"\g<1>9\2", path.read_text()))
         for other, line in (
             (two, f"replica 0 is in {one} and in {two}"),
-            (three, f"{one} and {three} are of different models or layouts"),
+            (three, f"{one} and {three} are of different models"),
         ):
             assert inspect(one, other)[::2] == (2, [line])
+
+    def test_jobs_of_different_layouts_are_read_together(self, tmp_path: Path, inspect: Inspect) -> None:
+        for slot, stages in enumerate((2, 1)):
+            write_federation(tmp_path, {slot: (10,)}, stages)
+        code, out, _ = inspect(tmp_path)
+        assert code == 0
+        assert (
+            "parallel: replica 0: pipeline 2 x data 1 x tensor 1, replica 1: pipeline 1 x data 1 x tensor 1"
+            in out
+        )
 
 
 class TestCatalog:

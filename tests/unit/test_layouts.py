@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,9 +163,17 @@ def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
             assert torch.equal(reader.vector(catalog.WEIGHTS), slow)
 
 
-def test_a_mean_over_the_folders_of_several_jobs_is_that_of_one_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [{}, {"pp": 1, "tp": 2, "dp": 1}])
+def test_a_mean_over_the_folders_of_several_jobs_is_that_of_one_job(
+    tmp_path: Path, second: dict[str, int]
+) -> None:
+    """Also where the second job has another layout."""
     one = Layout(Topology(2, pp=2, dp=2), 32, 2, tied=False)
-    jobs = [replace(one, topology=replace(one.topology, replicas=1, slot=slot, slots=8)) for slot in range(2)]
+    layouts = one.topology, replace(one.topology, **second)
+    jobs = [
+        replace(one, topology=replace(topology, replicas=1, slot=slot, slots=8))
+        for slot, topology in enumerate(layouts)
+    ]
     readers = [CheckpointReader(Ensemble.of(catalog.step_folder(tmp_path, STEP), write(tmp_path, one)))]
     for slot, job in enumerate(jobs):
         write(tmp_path / str(slot), job)
