@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.inner import PREFIX
+from megatron_noloco.outer import rounds_to_lists
 
-_ROUNDS = {"delayed_rounds": torch.float64, "delayed_with": torch.int64}  # see `OuterOptimizer.state`
 _KIND = "others"  # the trainer's name for groups that Muon does not train
 
 
@@ -36,16 +36,7 @@ def facts_for_trainer(
         "optimizer": " and ".join(one["kind"] for one in optimizers).lower(),
         "inner": {_KIND: entry},
         "engine": {"global_steps": done, "skipped_steps": 0, "schedule_step": None, "loss_scale": {}},
-        "rounds": {name: outer[name].tolist() for name in _ROUNDS if name in outer},
-    }
-
-
-def rounds_in(facts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the small tensors of `OuterOptimizer.state`."""
-    return {
-        name: torch.tensor(facts["rounds"][name], dtype=dtype)
-        for name, dtype in _ROUNDS.items()
-        if name in facts["rounds"]
+        "rounds": rounds_to_lists(outer),
     }
 
 

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.facts import facts_for_trainer, rest_of_trainer, rounds_in
+from megatron_noloco.attach.facts import facts_for_trainer, rest_of_trainer
 from megatron_noloco.attach.held import trained_in
 from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
-from megatron_noloco.federation.handover import Part, State
+from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.outer import OuterOptimizer
+from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists
 
-_WEIGHTS = "fast_weights"
-_NEEDED = {_WEIGHTS, "slow_weights"}
-_VECTORS = {*_NEEDED, "outer_momentum", "rounding", "correction"}
+_NEEDED = {FAST_WEIGHTS, VECTORS[0]}
+_VECTORS = {FAST_WEIGHTS, *VECTORS}
 
 
 class JobState:
@@ -47,7 +46,7 @@ class JobState:
 
     def copy(self, done: int) -> State:
         outer = self._outer.state(wait=False)
-        vectors = {_WEIGHTS: self._outer.weights.read()}
+        vectors = {FAST_WEIGHTS: self._outer.weights.read()}
         vectors |= {name: vector.to("cpu", copy=True) for name, vector in outer.items() if name in _VECTORS}
         inner, rest_of_inner, problem = self._copy_inner()
         rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._modules)}
@@ -75,7 +74,7 @@ class JobState:
 
     def use(self, state: State) -> None:
         try:
-            rounds = rounds_in(state.facts)
+            rounds = rounds_from_lists(state.facts["rounds"])
             rest = _read(state.rest) if state.rest else rest_of_trainer(state.facts)
             if rest["buffers"] is not None:
                 check_buffers(self._modules, rest["buffers"])
@@ -85,7 +84,7 @@ class JobState:
         inner = {name: vectors.pop(name) for name in list(vectors) if name.startswith(PREFIX)}
         self.took_inner = self._inner is not None and self._use_inner(self._inner, inner, rest)
         with self._outer.weights.writing() as write:
-            write(0, vectors.pop(_WEIGHTS))
+            write(0, vectors.pop(FAST_WEIGHTS))
         if rest["buffers"] is not None:
             write_buffers(self._modules, rest["buffers"])
         self.taken = vectors | rounds | {"local_steps_done": torch.tensor(state.step)}

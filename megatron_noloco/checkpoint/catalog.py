@@ -17,8 +17,6 @@ from megatron_noloco.plans.topology import Position, Topology
 
 FORMAT = 3
 WEIGHTS = "slow_weights"  # the vector that a model is made from
-# Of the outer optimizer, one element per weight.
-OUTER_VECTORS = (WEIGHTS, "outer_momentum", "rounding", "correction")
 _STEP = re.compile(r"step_(\d{8,})$")
 _SET_ASIDE = ".set_aside"  # after the name of a step
 _READ_BYTES = 1 << 20

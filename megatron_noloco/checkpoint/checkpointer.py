@@ -13,14 +13,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import OUTER_VECTORS, FileRecord, Manifest
+from megatron_noloco.checkpoint.catalog import FileRecord, Manifest
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.dropout import random_state
-from megatron_noloco.outer import Rounds
+from megatron_noloco.outer import VECTORS, Rounds
 from megatron_noloco.plans.sample_order import BatchPlan
 
 
@@ -169,8 +169,8 @@ def _split_by_group(state: Mapping[str, Tensor], layout: Sequence[FlatPart]) -> 
     lengths = [part.length for part in layout]
     pieces = {
         f"{name}.{group}": piece
-        for name in OUTER_VECTORS
+        for name in VECTORS
         if name in state
         for group, piece in enumerate(state[name].split(lengths))
     }
-    return pieces | {name: tensor for name, tensor in state.items() if name not in OUTER_VECTORS}
+    return pieces | {name: tensor for name, tensor in state.items() if name not in VECTORS}

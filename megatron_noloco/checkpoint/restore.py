@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_noloco.checkpoint.catalog import OUTER_VECTORS, WEIGHTS, Manifest
+from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader, read_into
 from megatron_noloco.checkpoint.resume import same_sizes, source_replica
@@ -19,7 +19,7 @@ from megatron_noloco.engine.state import PREFIXES
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.model.dropout import seed_dropout, set_random_state
 from megatron_noloco.model.families import Table, table_of
-from megatron_noloco.outer import Rounds
+from megatron_noloco.outer import VECTORS, Rounds
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -46,7 +46,7 @@ def restore(
         engine.parameter_layout(),
     )
     engine.restore(reader.engine_state(*PREFIXES), reader.source.engine)
-    state = {name: reader.vector(name) for name in OUTER_VECTORS if reader.has_vector(name)}
+    state = {name: reader.vector(name) for name in VECTORS if reader.has_vector(name)}
     state |= reader.tensors("delayed_")
     # Fragments are cut alike in all stages, so all merge at once if one has to.
     outer.restore(state, moved=any(of_all_ranks(reader.moved)))

@@ -169,10 +169,6 @@ class KeepingUp:
         self._untrained = done == 0
         self._announce(done)
 
-    def least_to_take(self, done: int) -> int:
-        """Return the local steps that a state must have to be taken over after `done` of one's own."""
-        return done + self._rounds_behind * self.local_steps + 1
-
     def next_step(self, step: int) -> int | None:
         """Return the local step (from 0) to take in place of `step`; None: take over a state before the next one.
 

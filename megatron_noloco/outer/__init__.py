@@ -8,11 +8,23 @@ from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError
-from megatron_noloco.outer.optimizer import Apart, NoRounds, OuterOptimizer, Rounds, mean_model
+from megatron_noloco.outer.optimizer import (
+    ROUNDS,
+    VECTORS,
+    Apart,
+    NoRounds,
+    OuterOptimizer,
+    Rounds,
+    mean_model,
+    rounds_from_lists,
+    rounds_to_lists,
+)
 from megatron_noloco.outer.round import RoundReport
 from megatron_noloco.outer.weights import TorchWeights, Weights
 
 __all__ = [
+    "ROUNDS",
+    "VECTORS",
     "AnyExchange",
     "Apart",
     "Channel",
@@ -31,4 +43,6 @@ __all__ = [
     "Weights",
     "group_mean",
     "mean_model",
+    "rounds_from_lists",
+    "rounds_to_lists",
 ]

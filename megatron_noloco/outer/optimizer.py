@@ -1,9 +1,9 @@
 """The outer optimizer of one rank: when rounds begin and are merged, and what a checkpoint keeps of them."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ from megatron_noloco.plans.grouping import Group, averaging_cycle
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
 from megatron_noloco.transport.interface import Transport
+
+# In `OuterOptimizer.state`: vectors as long as the weights, and small tensors beside a correction.
+VECTORS = ("slow_weights", "outer_momentum", "rounding", "correction")
+ROUNDS = {"delayed_rounds": torch.float64, "delayed_with": torch.int64}
+
+
+def rounds_to_lists(state: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return the small tensors of `OuterOptimizer.state`, for JSON."""
+    return {name: state[name].tolist() for name in ROUNDS if name in state}
+
+
+def rounds_from_lists(lists: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+    """Return the tensors that `rounds_to_lists` was given."""
+    return {name: torch.tensor(lists[name], dtype=dtype) for name, dtype in ROUNDS.items() if name in lists}
 
 
 class Apart(Protocol):

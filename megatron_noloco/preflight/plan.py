@@ -183,7 +183,7 @@ def plan_of(
     gathered = 0
     if topology.slots:  # one rank of a replica exchanges for all
         whole = sum(math.prod(shape) for shape in table_of(architecture).exported_shapes.values())
-        gathered = _FP32 * (whole - largest.owned) if topology.replica_size > 1 else 0
+        gathered = _FP32 * max(0, whole - largest.owned) if topology.replica_size > 1 else 0
         largest = replace(largest, owned=whole, copied=0)
         if network is not None:
             replicas_of_node = max(1, network.ranks_per_node // topology.replica_size)
@@ -198,7 +198,7 @@ def plan_of(
             topology.pp * topology.vpp - 1
         )  # of the first microbatch forward, of the last one backward
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
-    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds, max(0, gathered))
+    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds, gathered)
 
 
 def computing_seconds(

@@ -11,15 +11,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.handover import Part, State
+from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import table_of
-from megatron_noloco.outer import Rounds
-
-_FAST, _INNER = "fast_weights", "inner."
-_OUTER = ("slow_weights", "outer_momentum", "rounding", "correction")
-_ROUNDS = {"delayed_rounds": torch.float64, "delayed_with": torch.int64}  # small tensors beside a correction
+from megatron_noloco.outer import ROUNDS, VECTORS, Rounds, rounds_from_lists, rounds_to_lists
 
 Numbers = dict[str, int | float | None]
 
@@ -79,11 +75,11 @@ class ReplicaState:
 
     def copy(self, done: int) -> State:
         outer = self._outer.state(wait=False)
-        vectors = {name: outer[name].to("cpu", copy=True) for name in _OUTER if name in outer}
+        vectors = {name: outer[name].to("cpu", copy=True) for name in VECTORS if name in outer}
         inner: dict[str, Numbers] = {kind: {} for kind in self._kinds}
         for full_name, tensor in self._engine.tensors().items():
             name, _, group = full_name.rpartition(".")
-            if name != _FAST:
+            if name != FAST_WEIGHTS:
                 inner[self._kinds[int(group)]][name] = None if tensor.dim() else tensor.item()
             if tensor.dim():
                 if name not in vectors:
@@ -93,7 +89,7 @@ class ReplicaState:
             optimizer=self._optimizer,
             inner=inner,
             engine=self._engine.numbers(),
-            rounds={name: outer[name].tolist() for name in _ROUNDS if name in outer},
+            rounds=rounds_to_lists(outer),
         )
         return State(done, asdict(facts), {name: self._part(vectors[name]) for name in sorted(vectors)})
 
@@ -105,8 +101,8 @@ class ReplicaState:
         vectors = {
             name for numbers in found.inner.values() for name, value in numbers.items() if value is None
         }
-        rounds = _ROUNDS.keys() if "correction" in names else set()
-        fit = {_FAST, _OUTER[0]} <= {*names} <= {_FAST, *_OUTER, *vectors}
+        rounds = ROUNDS.keys() if "correction" in names else set()
+        fit = {FAST_WEIGHTS, VECTORS[0]} <= {*names} <= {FAST_WEIGHTS, *VECTORS, *vectors}
         if not fit or found.rounds.keys() != rounds:
             raise ValueError(f"its vectors {', '.join(names)} are not those of a state")
         return {name: self._part(torch.zeros(self._engine.weights.length)) for name in names}
@@ -123,14 +119,14 @@ class ReplicaState:
         scale = {**own["loss_scale"], **_known(found.engine.get("loss_scale"), own["loss_scale"])}
         numbers = {**own, **_known(found.engine, own), "loss_scale": scale}
         self._engine.restore(self._tensors(found, vectors), numbers)
-        rounds = {name: torch.tensor(found.rounds[name], dtype=_ROUNDS[name]) for name in found.rounds}
-        self._outer.restore({name: vectors[name] for name in _OUTER if name in vectors} | rounds)
+        outer = {name: vectors[name] for name in VECTORS if name in vectors}
+        self._outer.restore(outer | rounds_from_lists(found.rounds))
         seed_dropout(self._seed, self._engine.groups, state.step)
 
     def _tensors(self, facts: Facts, vectors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of each group, as `ReplicaEngine.restore` takes them."""
         for group, (place, kind) in enumerate(zip(self._groups, self._kinds, strict=True)):
-            yield f"{_FAST}.{group}", vectors[_FAST][place]
+            yield f"{FAST_WEIGHTS}.{group}", vectors[FAST_WEIGHTS][place]
             same = facts.optimizer == self._optimizer
             for name, value in facts.inner.get(kind, {}).items() if same else ():
                 yield (
