@@ -29,7 +29,6 @@ from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.transport.interface import RankLostError
 
-_LOOK_SECONDS = 0.02
 _SILENCE_SECONDS = 60.0  # after which a giver is given up
 _GIVING, _TAKING = 1 << 20, (1 << 20) + 1  # tags inside the replica, beyond those of exchanges
 
@@ -153,10 +152,7 @@ class Handover:
                 return
             sends = self._sends = Sends(self._transport, takers)
             if state.rest:
-                sent = sends(range(0), _bytes(state.rest), torch.empty(0))
-                while not sent.done:
-                    sent.poll()
-                    time.sleep(_LOOK_SECONDS)
+                run(sends(range(0), _bytes(state.rest), torch.empty(0)))
         for part in state.parts.values() if state is not None else ():
             run(whole(part.movement, _GIVING, part.vector, None, sends))
 
@@ -247,10 +243,7 @@ class Handover:
         if not size:
             return None, b""
         try:
-            received = receives(range(0), torch.empty(0), place)
-            while not received.done:
-                received.poll()
-                time.sleep(_LOOK_SECONDS)
+            run(receives(range(0), torch.empty(0), place))
         except FAILURES as failure:
             return failure, b""
         return None, place.numpy().tobytes()

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.movement import Following, Movement, Speaking, run
+from megatron_noloco.federation.movement import Following, Movement, Pass, Speaking, run
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import PartnerLostError, tag_of
@@ -26,7 +26,7 @@ class MovedExchange:
 
     Args:
         make: makes the speaker's exchanges, one for each slab that may be under way, each on a channel of its own.
-        tag: see `Moving`.
+        tag: see `Pass`.
         background: whether a thread moves the vector between `begin` and `finish`; else `progress` does.
 
     Attributes:
@@ -68,12 +68,12 @@ class MovedExchange:
         self._mean[moves:] = vector[moves:]  # padding
         self._begun, self._error, self._awaited_since = (group, number, what), None, None
         self.report, self.squared_norm = ExchangeReport(group), 0.0
-        arguments = self.movement, interval, holding, self._tag, vector, self._mean
+        way = Pass(self.movement, interval, holding, self._tag, vector, self._mean)
         if self.movement.rank:
-            self._moving = Following(*arguments)
+            self._moving = Following(way)
         else:
             exchanges = cycle(self.exchanges)  # of the slabs in their order, on both sides alike
-            self._moving = Speaking(*arguments, partial(self._exchange, exchanges))
+            self._moving = Speaking(way, partial(self._exchange, exchanges))
         if self._background:
             self._thread = threading.Thread(target=self._run, name="noloco-moving", daemon=True)
             self._thread.start()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,33 +99,37 @@ Work = Callable[[range, Tensor, Tensor], Dealing]
 FAILURES = (PartnerLostError, ConnectionError, TimeoutError)
 
 
-class Moving(ABC):
-    """A pass over a vector on one rank: slab by slab to the speaker, back from it, or both.
+class Pass(NamedTuple):
+    """A pass over a vector, as one rank takes part in it: slab by slab to the speaker, back from it, or both.
 
-    Args:
+    Attributes:
         interval: of the canonical vector.
         holding: places in the vectors of this rank that follow.
         tag: of messages inside the replica; no other pass that is under way has it.
         gives: what this rank sends to the speaker; None: nothing is gathered.
         gets: to be filled with what comes back; None: nothing is handed out.
+    """
+
+    movement: Movement
+    interval: range
+    holding: Holding
+    tag: int
+    gives: Tensor | None
+    gets: Tensor | None
+
+
+class Moving(ABC):
+    """Runs a pass on one rank.
 
     Attributes:
         failure: on the speaker: why slabs are not dealt with; None where they are. After a failure what was
             gathered goes back, or zeros.
     """
 
-    def __init__(
-        self,
-        movement: Movement,
-        interval: range,
-        holding: Holding,
-        tag: int,
-        gives: Tensor | None,
-        gets: Tensor | None,
-    ) -> None:
-        self.movement, self.holding, self.tag = movement, holding, tag
-        self.gives, self.gets = gives, gets
-        self.waiting = deque(movement.slabs(interval))
+    def __init__(self, way: Pass) -> None:
+        self.movement, self.holding, self.tag = way.movement, way.holding, way.tag
+        self.gives, self.gets = way.gives, way.gets
+        self.waiting = deque(way.movement.slabs(way.interval))
         self.failure: Exception | None = None
 
     @property
@@ -149,10 +153,10 @@ class _Returning(NamedTuple):
 
 
 class Following(Moving):
-    """A pass on a rank that does not speak."""
+    """Runs a pass on a rank that does not speak."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, way: Pass) -> None:
+        super().__init__(way)
         self._returning: deque[_Returning] = deque()
 
     @property
@@ -192,19 +196,10 @@ class _Slab:
 
 
 class Speaking(Moving):
-    """A pass on the speaker, which deals with each slab in between."""
+    """Runs a pass on the speaker, which deals with each slab in between."""
 
-    def __init__(
-        self,
-        movement: Movement,
-        interval: range,
-        holding: Holding,
-        tag: int,
-        gives: Tensor | None,
-        gets: Tensor | None,
-        work: Work,
-    ) -> None:
-        super().__init__(movement, interval, holding, tag, gives, gets)
+    def __init__(self, way: Pass, work: Work) -> None:
+        super().__init__(way)
         self._work = work
         self._gathering: deque[_Slab] = deque()
         self._dealing: deque[_Slab] = deque()
@@ -299,8 +294,8 @@ def _is_dealt_with(slab: _Slab) -> bool:
     return slab.dealing is None or slab.dealing.done
 
 
-def run(moving: Moving, look: Callable[[], None] = lambda: None) -> None:
-    """Move a vector to its end; `look` is called whenever nothing can be moved."""
+def run(moving: Moving | Dealing, look: Callable[[], None] = lambda: None) -> None:
+    """Move a vector, or deal with a slab, to the end; `look` is called whenever nothing can be moved."""
     while not moving.done:
         if not moving.poll():
             look()
@@ -310,14 +305,14 @@ def run(moving: Moving, look: Callable[[], None] = lambda: None) -> None:
 def whole(
     movement: Movement, tag: int, gives: Tensor | None, gets: Tensor | None, work: Work | None
 ) -> Moving:
-    """Return a pass over vectors with the layout of the weights. All ranks of the replica make it.
+    """Return what runs a pass over vectors with the layout of the weights. All ranks of the replica make it.
 
     Args:
-        gives, gets: see `Moving`.
+        gives, gets: see `Pass`.
         work: of the speaker; None on the other ranks.
     """
-    arguments = movement, range(movement.length), movement.own, tag, gives, gets
-    return Following(*arguments) if work is None else Speaking(*arguments, work)
+    way = Pass(movement, range(movement.length), movement.own, tag, gives, gets)
+    return Following(way) if work is None else Speaking(way, work)
 
 
 def is_over(flight: Flight | None) -> bool:
