@@ -1,5 +1,6 @@
 """A job of the trainer and a job that is attached to a loop of transformers, as partners."""
 
+import math
 import re
 import time
 from functools import partial
@@ -47,31 +48,44 @@ def changes(folder: Path, **more: Any) -> dict[str, Any]:
     return tiny(more, base)
 
 
+TP, PP, DP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipeline_model", "data"))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [(1, {}), pytest.param(2, {"tensor_model_parallel_size": 2}, marks=pytest.mark.slow)],
-    ids=["one rank", "tp 2"],
+    "jobs",
+    [
+        {0: {}},
+        pytest.param({0: TP}, marks=pytest.mark.slow),
+        pytest.param({0: TP | DP, 2: PP}, marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "tp 2", "tp 2 x dp 2 and pp 2"],
 )
-def test_they_train_together_and_end_with_one_model(
-    tmp_path: Path, ranks: int, parallel: dict[str, Any]
-) -> None:
-    text = {"data": {"text": write_text(tmp_path)}, "parallel": parallel}
+def test_they_train_together_and_end_with_one_model(tmp_path: Path, jobs: dict[int, dict[str, int]]) -> None:
+    """The attached job is replica 1."""
+    slots = len(jobs) + 1
+    text = {"data": {"text": write_text(tmp_path)}, "federation": {"slots": slots, "start_with": slots}}
     with Federation(tmp_path, changes(tmp_path, **text)) as federation:
         config = RunConfig.from_dict(federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
-        federation.start(0, ranks)
+        for slot, parallel in jobs.items():
+            federation.start(slot, math.prod(parallel.values()), {"parallel": parallel})
         loop = Loop(config, tmp_path / "first")
         while loop.noloco.done < STEPS:
             loop.step()
-        assert loop.groups == [(0, 1)] * (STEPS // config.noloco.local_steps)
+        rounds = STEPS // config.noloco.local_steps
+        assert len(loop.groups) == rounds
+        if slots == 2:
+            assert loop.groups == [(0, 1)] * rounds
+        assert any(len(group) == 2 for group in loop.groups), "one of three is left over in each round"
         (report,) = loop.noloco.average()
-        assert report.group == (0, 1)
+        assert report.group == tuple(range(slots))
         assert report.standard_deviation > 0
         loop.noloco.close()
         federation.wait()
-    last = exported(tmp_path, tmp_path / "last")
-    for name, parameter in loop.model.named_parameters():
-        assert torch.equal(last[name], parameter), name
+    for slot in jobs:
+        last = exported(tmp_path / f"replica_{slot:02d}", tmp_path / f"last_{slot}")
+        for name, parameter in loop.model.named_parameters():
+            assert torch.equal(last[name], parameter), name
 
 
 class Loop:
