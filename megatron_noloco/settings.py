@@ -246,6 +246,17 @@ class FederationSettings:
         "Whether a replica that is slower than half of the others leaves out local steps before a round, so that "
         "its partners need not wait for it; false: it takes all of noloco.local_steps.",
     )
+    leave_seconds: Size = field(
+        10.0,
+        "Longest time in seconds that a job which is told to leave (SIGTERM, SIGUSR1, `stop --leave`, "
+        "notice_command) takes for one more exchange, so that the others keep what it has learned since its last "
+        "round; it then saves and ends. 0: no exchange.",
+    )
+    notice_command: StrictStr | None = field(
+        None,
+        "Command for the shell that `train` runs every 5 seconds on the host of rank 0; after 10 seconds it is "
+        "killed. Exit code 0 tells the job to leave, as where a cloud announces that it takes the machine back.",
+    )
     start_with: Positive = field(
         1,
         "Number of replicas, this one included, to wait for before the first local step; "

@@ -3,18 +3,21 @@
     nice python -m tools.storm --output runs/storm --replicas 8 --every 52 --restart 5 --minutes 15
 
 Every replica is a process of its own, with a folder of its own. Every `--every` seconds one, drawn at random, is
-killed (SIGKILL), and started again `--restart` seconds later. Each local step takes at least `--step-seconds`, so
+killed (SIGKILL), and started again `--restart` seconds later. With `--notice` it is told to leave (SIGTERM) so many
+seconds before, and is killed if it is still there then. Each local step takes at least `--step-seconds`, so
 that replicas that run do not gain what those that do not run leave of the processor. Before, the same replicas run
 undisturbed for two minutes.
 
 Prints one JSON object. `tools.efficiency` says which local steps count; those that as many replicas would have
-taken follow from the median time of a step in the undisturbed run.
+taken follow from the median time of a step in the undisturbed run. Lost steps are those that were taken and do not
+count, in the time of the kills alone.
 """
 
 import argparse
 import json
 import random
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -35,6 +38,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--every", type=float, default=52.0, help="seconds between two kills")
     parser.add_argument("--restart", type=float, default=5.0, help="seconds from a kill to the new start")
+    parser.add_argument("--notice", type=float, help="seconds; without it there is none")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--step-seconds", type=float, default=1.0, help="pause at each local step")
     parser.add_argument("--local-steps", type=int, default=5, help="from round to round")
@@ -54,6 +58,8 @@ def main() -> None:
         "seconds_per_step": round(seconds_per_step, 4),
         "steps_that_count": storm.count,
         "step_efficiency": round(storm.count * seconds_per_step / (options.replicas * storm.seconds), 4),
+        "lost_steps_per_departure": round((storm.taken - storm.count) / max(1, storm.kills), 2),
+        "killed_all_the_same": storm.overdue,
         "missed_rounds": sum(storm.federation.total(one, "missed_rounds") for one in range(options.replicas)),
         "exit_codes": storm.exit_codes,
     }))  # fmt: skip
@@ -64,7 +70,8 @@ class Storm:
 
     Attributes:
         seconds: since all replicas trained.
-        count: of the local steps in this time, those that count.
+        taken, count: local steps in this time, and those of them that count.
+        kills, overdue: replicas that were killed or told to leave; told, and killed as they did not.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
@@ -74,7 +81,7 @@ class Storm:
         base["noloco"]["local_steps"] = base["training"]["log_interval"] = options.local_steps
         settings = {"slots": options.replicas, "start_with": options.replicas}
         self.federation = Federation(folder, base, settings)
-        self.kills = self.count = 0
+        self.kills = self.overdue = self.taken = self.count = 0
         self.seconds = 0.0
         self.exit_codes: list[int] = []
         self._draws = random.Random(options.seed)
@@ -88,7 +95,7 @@ class Storm:
             while not all(federation.rows(replica) for replica in replicas):
                 self._check()
                 time.sleep(_LOOK_SECONDS)
-            before, started = self._counted(), time.monotonic()
+            before, taken, started = self._counted(), self._taken(), time.monotonic()
             next_kill = started + self.options.every
             while (now := time.monotonic()) < started + seconds:
                 for replica in [one for one, when in coming.items() if when <= now]:
@@ -97,13 +104,14 @@ class Storm:
                 if kills and now >= next_kill:
                     next_kill += self.options.every
                     victim = self._draws.choice([one for one in replicas if one not in coming])
-                    federation.kill(victim)
+                    self._remove(victim)
                     self.kills += 1
-                    coming[victim] = now + self.options.restart
+                    coming[victim] = time.monotonic() + self.options.restart
                 if not coming:
                     self._check()
                 time.sleep(_LOOK_SECONDS)
             self.seconds, self.count = time.monotonic() - started, self._counted() - before
+            self.taken = self._taken() - taken
             self.exit_codes = [code for code in federation.exit_codes().values() if code is not None]
 
     def seconds_per_step(self) -> float:
@@ -114,8 +122,22 @@ class Storm:
     def _counted(self) -> int:
         return sum(steps_that_count(self.federation.rows(one)) for one in range(self.options.replicas))
 
+    def _taken(self) -> int:
+        return sum(len(path.read_text().splitlines()) for path in self.federation.folder.glob("steps_*"))
+
     def _start(self, replica: int) -> None:
-        self.federation.start(replica, "tools.disturbed_replica", str(self.options.step_seconds))
+        pause, times = str(self.options.step_seconds), str(self.federation.folder)
+        self.federation.start(replica, "tools.disturbed_replica", pause, "--times", times)
+
+    def _remove(self, replica: int) -> None:
+        """Kill a replica, after a notice if there is one."""
+        if self.options.notice is not None:
+            self.federation.signal(replica, signal.SIGTERM)
+            until = time.monotonic() + self.options.notice
+            while self.federation.exit_codes()[replica] is None and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+            self.overdue += self.federation.exit_codes()[replica] is None
+        self.federation.kill(replica)
 
     def _check(self) -> None:
         """End this process where a replica has ended by itself."""

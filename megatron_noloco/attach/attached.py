@@ -191,6 +191,22 @@ class Attached:
             return reports
         return self.outer.average_all(self.done)
 
+    def leave(self) -> list[RoundReport]:
+        """Exchange once more before the next round is due, where this job of a federation is told to end.
+
+        So a partner keeps half of what this replica has learned since its last round. Waits for a partner
+        `FederationSettings.leave_seconds` at most, also where `stopped` says that this job is to stop. Save what
+        `state_dict` returns afterwards, and call `close`.
+
+        Returns the reports of the rounds that ended. Does nothing in one job. Raises as `step` does.
+        """
+        reports = list[RoundReport]()
+        if self._membership is not None and self._health is not None:
+            self._adapter.check_all()
+            self._health.check()
+            reports, self.done = self._membership.exchange_once_more(self.outer, self.done)
+        return reports
+
     def close(self, at_once: bool = False) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.
 

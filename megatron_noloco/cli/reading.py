@@ -27,6 +27,11 @@ def add_commands(commands: Commands) -> None:
 
     stop = add_command(commands, "stop", "ask a run to save its state and end", "stop runs/my-run")
     stop.add_argument("run_or_config", metavar="RUN", type=Path, help="a run's output_dir, or its config")
+    stop.add_argument(
+        "--leave",
+        action="store_true",
+        help="in a federation: exchange once more before, within federation.leave_seconds",
+    )
     stop.set_defaults(run=_stop)
 
 
@@ -76,6 +81,7 @@ def _stop(args: argparse.Namespace) -> int:
             raise ValueError(f"{folder}: no run has begun there (run.json); give its training.output_dir")
         say(f"{folder}: no run is under way there")
         return 0
-    ask_to_stop(folder)
-    say(f"{folder}: asked to stop; the run saves after its local step, and ends")
+    ask_to_stop(folder, args.leave)
+    before = "exchanges once more, " * args.leave
+    say(f"{folder}: asked to stop; the run {before}saves after its local step, and ends")
     return 0

@@ -23,7 +23,8 @@ from megatron_noloco.federation.tree_mean import Tree, TreeMean
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import Vote, of_rank_0, voting
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Weights
+from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
+from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
@@ -82,7 +83,7 @@ class Membership:
         self.handover = Handover(transport)
         self.keeper: Keeper
         self.say: Callable[[str], object] = lambda line: None
-        self._agree = agree
+        self._agree, self._steps = agree, steps
         self._replica: Replica
 
     def replica(self, weights: Weights, seed: int, held: Held | None = None) -> Replica:
@@ -182,6 +183,30 @@ class Membership:
         mean = TreeMean(self._replica, tree)
         reports = outer.settle(mean, [end.group], FINAL)
         return [] if mean.stopped else reports
+
+    def exchange_once_more(self, outer: OuterOptimizer, done: int) -> tuple[list[RoundReport], int]:
+        """Run the next round before it is due, since this replica leaves.
+
+        So the partner keeps half of what this replica has learned since its last round. Waits for a partner
+        `leave_seconds` at most.
+
+        Args:
+            done: local steps of this replica.
+
+        Returns the reports of the rounds that have ended, and after how many local steps a resume goes on: where
+        the round counts, those after which it would have been due.
+        """
+        reports, schedule = outer.finish(), (self.noloco.local_steps, self.noloco.fragments)
+        if not self.federation.leave_seconds or fragment_after(done, *schedule) is not None:
+            return reports, done
+        at = next_after(done, *schedule)
+        if self._steps is not None and due_after(*at, *schedule) > self._steps:
+            return reports, done
+        if self.transport is not None:
+            self.transport.partners.leave_in(self.federation.leave_seconds)
+        reports.append(outer.run_round(*at))
+        counts = len(reports[-1].exchange.group) > 1
+        return reports, due_after(*at, *schedule) if counts else done
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one. The ranks need not call it together."""

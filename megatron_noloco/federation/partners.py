@@ -1,6 +1,7 @@
 """Which other replica can be the partner in an exchange, and how long to wait for it."""
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +84,13 @@ class FederationPartners:
     @property
     def deadline_seconds(self) -> float:
         """Seconds to wait for the partner in the next exchange."""
+        if (left := self._peers.leaves_at - time.monotonic()) > 0:
+            return left
         return self._patience.deadline_seconds(self._waits)
+
+    def leave_in(self, seconds: float) -> None:
+        """Wait so long for the partner in the next exchange, although this job was asked to stop."""
+        self._peers.leaves_at = time.monotonic() + seconds
 
     def record(self, seconds: float) -> None:
         """Record how many seconds a successful exchange waited for its partner."""

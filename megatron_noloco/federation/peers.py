@@ -65,6 +65,7 @@ class Peers:
         names: endpoints with the name of a host, of replicas that are not connected.
         found: addresses of such hosts, by endpoint.
         stopped: whether this job was asked to stop.
+        leaves_at: until when, on the monotonic clock, what is under way is waited for all the same.
     """
 
     def __init__(self, member: Member, endpoint: str, keys: Keys | None = None) -> None:
@@ -77,6 +78,7 @@ class Peers:
         self.names = set[str]()
         self.found: dict[str, list[SocketAddress]] = {}
         self.stopped: Callable[[], bool] = lambda: False
+        self.leaves_at = float("-inf")
         self._keys = keys
         self._stopped_ticks = 0
         self._questions = list[Wire]()
@@ -102,7 +104,7 @@ class Peers:
         """
         self._claim_slot()
         self.follow_directory()
-        self._stopped_ticks += self.stopped()
+        self._stopped_ticks += self.stopped() and time.monotonic() > self.leaves_at
         for slot, peer in self.others.items():
             if (session := peer.session) is None:
                 continue

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_noloco.files import write_text
 from megatron_noloco.job.activity import now
 
+_LEAVE = " leave"
 _occupied: dict[Path, int] = {}  # files `running` by the process that locked them: a forked child has not
 
 
@@ -73,9 +74,13 @@ def is_under_way(output_dir: Path) -> bool:
     return False
 
 
-def ask_to_stop(output_dir: Path) -> None:
-    """Ask the jobs that write to `output_dir` to stop; they poll every second. Raises OSError."""
-    write_text(output_dir / "stop", f"{time.time()}\n")
+def ask_to_stop(output_dir: Path, leave: bool = False) -> None:
+    """Ask the jobs that write to `output_dir` to stop; they poll every second. Raises OSError.
+
+    Args:
+        leave: whether jobs of a federation exchange once more before; see `asks_to_leave`.
+    """
+    write_text(output_dir / "stop", f"{time.time()}{_LEAVE * leave}\n")
 
 
 def stop_request(output_dir: Path) -> str:
@@ -84,3 +89,8 @@ def stop_request(output_dir: Path) -> str:
         return (output_dir / "stop").read_text()
     except OSError:
         return ""
+
+
+def asks_to_leave(request: str) -> bool:
+    """Return whether a `stop_request` is one to leave a federation."""
+    return request.endswith(f"{_LEAVE}\n")

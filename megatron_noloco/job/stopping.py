@@ -1,7 +1,8 @@
 """Stops a run early, at the same step on every rank, without a collective.
 
-A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, or the stop
-file, which rank 0 polls. A request to one rank is enough. The ranks then agree through the job's key-value store:
+A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, a notice
+(`notice.py`), or the stop file. Rank 0 looks for the last two. A request to one rank is enough. The ranks then agree
+through the job's key-value store:
 
 1. The rank that received the request writes it into the store, which the others poll twice a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more until every rank has
@@ -23,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -32,9 +34,11 @@ import torch.distributed as dist
 from megatron_noloco.job import agreement, leaving
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.launcher import tell_launch_script
-from megatron_noloco.job.run_folder import stop_request
+from megatron_noloco.job.run_folder import asks_to_leave, stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_NOTICE, _LEAVE = "federation.notice_command", "the command stop --leave"
+_LEAVING = ("SIGTERM", "SIGUSR1", _NOTICE, _LEAVE)
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 30.0
 _PARTS = 1 << 24  # more than an evaluation has; the numbers of two steps are as far apart
@@ -46,10 +50,17 @@ class Stopping:
 
     Args:
         old_request: the content of `output_dir`'s stop file before this job began, which is no request to it.
+        notice: whether rank 0 was given notice that its machine is taken away; asked often, and must not block.
     """
 
-    def __init__(self, exit_duration_minutes: float | None, output_dir: Path, old_request: str) -> None:
-        self._output_dir, self._old_request = output_dir, old_request
+    def __init__(
+        self,
+        exit_duration_minutes: float | None,
+        output_dir: Path,
+        old_request: str,
+        notice: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._output_dir, self._old_request, self._notice = output_dir, old_request, notice
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
@@ -82,6 +93,11 @@ class Stopping:
         if self._asked is not None:
             self._poll_now.set()
         return self._asked is not None or self.reason is not None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a job of a federation exchanges once more: not where a person waits for the end of all jobs."""
+        return self.reason in _LEAVING
 
     def before_step(self, done: int) -> bool:
         """Return whether the run stops here; every rank calls it before each step, with the steps done so far."""
@@ -145,14 +161,22 @@ class Stopping:
         if not self.is_requested():
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._asked = "exit_duration_minutes"
-            elif dist.get_rank() == 0 and stop_request(self._output_dir) not in ("", self._old_request):
-                self._asked = "the command stop"
+            elif dist.get_rank() == 0:
+                self._asked = self._asked_of_rank_0()
         if self._asked is not None:
             # The first request counts, so that all ranks have the same reason.
             self.reason = agreement.claim(_REQUEST, self._asked)
         else:
             self.reason = agreement.claimed(_REQUEST) or None
         return self.reason is not None
+
+    def _asked_of_rank_0(self) -> str | None:
+        if self._notice():
+            return _NOTICE
+        request = stop_request(self._output_dir)
+        if request in ("", self._old_request):
+            return None
+        return _LEAVE if asks_to_leave(request) else "the command stop"
 
     def _announce(self, begun: int) -> None:
         self._announced = begun

@@ -204,6 +204,12 @@ class Monitor:
                 f" continuing at iteration {step + 1} with the other replicas | left out: {done + 1} to {step} |"
             )
 
+    def left(self, done: int, step: int, report: ExchangeReport) -> None:
+        """Record a last exchange after `done` local steps, in place of the one that was due after `step`."""
+        self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
+        replicas = " and ".join(map(str, report.group))
+        self.say(f" replicas {replicas} exchanged once more | left out: {done + 1} to {step} |")
+
     def took(self, done: int, step: int, line: str) -> None:
         """Record that a state after `step` local steps was taken over; `line` says of whom."""
         own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)

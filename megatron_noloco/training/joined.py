@@ -28,6 +28,7 @@ from megatron_noloco.job.join import (
     record_collectives,
 )
 from megatron_noloco.job.launcher import local_device
+from megatron_noloco.job.notice import notice_of
 from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Place, Topology
@@ -81,7 +82,8 @@ def join_job(prepared: Prepared) -> Joined:
     start = find_start(settings, topology)
     # From here on no signal ends this process at once: what follows must look.
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
-    stopping = Stopping(limit_minutes, output_dir, old_stop_request)
+    notice = notice_of(config.federation.notice_command if dist.get_rank() == 0 else None)
+    stopping = Stopping(limit_minutes, output_dir, old_stop_request, notice)
     transport: Transport | None = None
     if topology.slots:
         steps, place = config.training.train_iters, Place(topology.slot, topology.slots)

@@ -14,7 +14,7 @@ from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
-from megatron_noloco.outer import ExchangeReport, Rounds
+from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Rounds
 from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.rounds import FinalAverage, OverlapChoice
 
@@ -108,6 +108,8 @@ class Run:
                 before = done = took.step
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
+                if self.membership is not None and self.stopping.leaves:
+                    done = self._exchange_once_more(self.membership, done)
                 with now.doing(f"saving after local step {done}, at which it was asked to stop"):
                     self._leave(done)
                 return done, True
@@ -200,6 +202,19 @@ class Run:
         if evaluation is not None:
             self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
         return evaluation is not None
+
+    def _exchange_once_more(self, membership: Membership, done: int) -> int:
+        """Exchange before the next round is due; return after how many local steps a resume goes on."""
+        if self.health is None or not isinstance(self.outer, OuterOptimizer):
+            return done
+        self.health.check()
+        with now.doing(f"exchanging once more after local step {done}, at which it was asked to stop"):
+            reports, step = membership.exchange_once_more(self.outer, done)
+        self.monitor.rounds(reports)
+        if step > done:
+            self.engine.skip(step - done)
+            self.monitor.left(done, step, reports[-1].exchange)
+        return step
 
     def _leave(self, done: int) -> None:
         """Log and save what is not saved yet, because the run was asked to stop."""

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.job import notice
+from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.training.replica_state import ReplicaState
 from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
@@ -354,6 +356,51 @@ def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
         federation.signal(0, signal.SIGTERM)
         assert federation.exit_codes(0) == [0]
         assert "stopped before the first local step (SIGTERM)" in federation.log(0)
+
+
+def slow_and_attentive() -> None:
+    """Have this process run its notice_command all the time."""
+    notice._EVERY_SECONDS = 0.0
+    pause(0.06)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["signal", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop --leave", "notice"))],
+)
+def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, way: str) -> None:
+    """In the middle of a local phase. The round counts, for both, and it goes on behind it when it comes back."""
+    k, flag = 40, tmp_path / "flag"
+    more: dict[str, Any] = ENDLESS | {
+        "noloco": {"local_steps": k},
+        "federation": {"start_with": 2, "skip_local_steps": False, "leave_seconds": 60.0},
+        "training": {"train_iters": 10**5, "log_interval": 1},
+    }
+    with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
+        command = {"federation": {"notice_command": f"test -e {flag}"}}
+        federation.start(0, disturb=WITH_PAUSES)
+        federation.start(
+            1, changes=command, disturb=slow_and_attentive
+        )  # so it waits for nobody at its rounds
+        federation.until(1, k + k // 4)
+        if way == "signal":
+            federation.signal(1, signal.SIGTERM)
+        elif way == "notice":
+            flag.touch()
+        else:
+            ask_to_stop(federation.output_dir(1), leave=True)
+        assert federation.exit_codes(1) == [0], federation.log(1)
+        (line,) = re.findall(
+            r"replicas 0 and 1 exchanged once more \| left out: (\d+) to (\d+) \|", federation.log(1)
+        )
+        assert k < int(line[0]) - 1 < int(line[1]), "in the middle of a phase"
+        federation.until(0, int(line[1]) + 1)
+        due = [row for row in federation.rows(0) if row["step"] == int(line[1])]
+        assert due[0]["round/partners"] == [1]
+        federation.start(1, disturb=WITH_PAUSES)
+        federation.until(1, int(line[1]) + 1)
+        assert federation.rows(1, "checkpoint")[-1]["step"] == int(line[1])
+        federation.stop()
 
 
 def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path, text: str) -> None:

@@ -129,7 +129,7 @@ def endless(folder: Path) -> dict[str, Any]:
     )
 
 
-def test_an_attached_job_takes_over_the_state_of_the_trainer(tmp_path: Path) -> None:
+def test_an_attached_job_takes_over_the_state_of_the_trainer_and_leaves(tmp_path: Path) -> None:
     with Federation(tmp_path, endless(tmp_path)) as federation:
         config = RunConfig.from_dict(federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
@@ -144,6 +144,12 @@ def test_an_attached_job_takes_over_the_state_of_the_trainer(tmp_path: Path) -> 
         while (0, 1) not in loop.groups:
             assert time.monotonic() < deadline, federation.log(0)
             loop.step()
+        loop.step()
+        before = loop.noloco.done
+        (report,) = loop.noloco.leave()
+        assert report.exchange.group == (0, 1)
+        assert before % config.noloco.local_steps
+        assert before < loop.noloco.done == (report.round_index + 1) * config.noloco.local_steps
         loop.noloco.close()
         federation.stop()
     step = tmp_path / "replica_00" / "checkpoints" / f"step_{done:08d}"

@@ -1,0 +1,35 @@
+"""How a job learns that it is to stop, or to leave its federation."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_noloco.job import notice
+from megatron_noloco.job.notice import notice_of
+from megatron_noloco.job.run_folder import ask_to_stop, asks_to_leave, stop_request
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_a_request_says_whether_it_is_one_to_leave(tmp_path: Path, leave: bool) -> None:
+    ask_to_stop(tmp_path, leave)
+    assert asks_to_leave(stop_request(tmp_path)) == leave
+    assert not asks_to_leave("")
+
+
+def test_a_command_that_ends_with_0_is_the_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run again and again, also where it takes too long, and never waited for."""
+    monkeypatch.setattr(notice, "_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(notice, "_LONGEST_SECONDS", 0.2)
+    ran, flag = tmp_path / "ran", tmp_path / "flag"
+    asked = notice_of(f"echo >> {ran}; test -e {flag} || exec sleep 600")
+    deadline = time.monotonic() + 20
+    while not ran.exists() or len(ran.read_text()) < 2:
+        assert not asked()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    flag.touch()
+    while not asked():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not notice_of(None)()
