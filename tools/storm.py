@@ -3,8 +3,8 @@
     nice python -m tools.storm --output runs/storm --replicas 8 --every 52 --restart 5 --minutes 15
 
 Every replica is a process of its own, with a folder of its own. Every `--every` seconds one, drawn at random, is
-killed (SIGKILL), and started again `--restart` seconds later. With `--notice` it is told to leave (SIGTERM) so many
-seconds before, and is killed if it is still there then. Each local step takes at least `--step-seconds`, so
+killed (SIGKILL), and started again `--restart` seconds later. With `--notice` it is told to leave (SIGTERM) so
+many seconds before, and is killed if it is still there then. Each local step takes at least `--step-seconds`, so
 that replicas that run do not gain what those that do not run leave of the processor. Before, the same replicas run
 undisturbed for two minutes.
 

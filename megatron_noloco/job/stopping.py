@@ -1,8 +1,8 @@
 """Stops a run early, at the same step on every rank, without a collective.
 
 A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, a notice
-(`notice.py`), or the stop file. Rank 0 looks for the last two. A request to one rank is enough. The ranks then agree
-through the job's key-value store:
+(`notice.py`), or the stop file. Rank 0 looks for the last two. A request to one rank is enough. The ranks then
+agree through the job's key-value store:
 
 1. The rank that received the request writes it into the store, which the others poll twice a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more until every rank has
