@@ -38,6 +38,7 @@ from megatron_noloco.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
     from megatron_noloco.attach.job_state import JobState
+    from megatron_noloco.attach.round_rows import RoundRows
     from megatron_noloco.federation.membership import Membership
 
 # What jobs compare where a rank exchanges with the rank at its place; the name stands in the line of a refusal.
@@ -86,6 +87,7 @@ class Attached:
             self._continue_from(state)
         if membership is not None and membership.begin(self.done, takes=state is None).took is not None:
             self._take_over()
+        self._rows = None if membership is None else _rows_for(membership, self.done)
 
     def _continue_from(self, state: dict[str, Tensor]) -> None:
         self.done = int(state["local_steps_done"])
@@ -120,6 +122,8 @@ class Attached:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
+        if self._rows is not None:
+            self._rows.tell(self.done, reports)
         if self._membership is not None:
             boundary = self._membership.between_steps(self.done)
             self.done = boundary.step
@@ -402,6 +406,12 @@ def _state_of(part: Stateful) -> Stateful | InnerState:
         optimizers = list(optimizers_in(part))
         return InnerState(optimizers) if optimizers else part  # a schedule
     return part
+
+
+def _rows_for(membership: "Membership", done: int) -> "RoundRows | None":
+    from megatron_noloco.attach.round_rows import RoundRows
+
+    return None if membership.transport is None else RoundRows(membership.transport, done)
 
 
 def _refuse_load() -> None:

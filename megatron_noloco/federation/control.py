@@ -13,6 +13,7 @@ A message is its length in four bytes, and the object:
 | known | both | addresses, see `rendezvous.Directory` |
 | ask | who starts | asks for an offer under `tag`, or, if `chosen`, for the state itself |
 | offer | who was asked | describes its state |
+| row | both | a row of the sender's metrics, for `watch` |
 
 Every field is checked before any other code looks at it, and nothing is evaluated.
 """
@@ -25,9 +26,10 @@ from pydantic.dataclasses import dataclass
 
 from megatron_noloco.federation.wires import Wire
 
-VERSION = 8  # of the protocol
+VERSION = 9  # of the protocol
 LARGEST = 2**63 - 1
 LONGEST_DESCRIPTION = 2**20  # bytes
+LONGEST_ROW = 2**13  # characters
 _LONGEST = 2 * LONGEST_DESCRIPTION  # bytes of a message; a description is in base64
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -149,7 +151,15 @@ class Offer:
     kind: Literal["offer"] = "offer"
 
 
-Said = Hello | Go | Stream | State | Want | Got | Known | Ask | Offer
+@dataclass(frozen=True, config=_STRICT)
+class Row:
+    """A row of the sender's `metrics.jsonl`."""
+
+    text: Annotated[str, Field(max_length=LONGEST_ROW)]
+    kind: Literal["row"] = "row"
+
+
+Said = Hello | Go | Stream | State | Want | Got | Known | Ask | Offer | Row
 Kind = TypeVar("Kind", bound=Said)
 _SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
 

@@ -3,16 +3,18 @@
 import time
 from base64 import b64decode, b64encode
 from binascii import Error as NoBase64Error
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_noloco.federation.control import Address, Ask, Got, Offer, RefusedError, Said, State, Want
+from megatron_noloco.federation.control import Address, Ask, Got, Offer, RefusedError, Row, Said, State, Want
 from megatron_noloco.federation.session import HANDOVER_TAG, HANDOVERS, Receive, Send, Session
 from megatron_noloco.federation.wires import Wire
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, RankLostError
 
 _SILENCE_SECONDS = 10.0  # after which a replica counts as absent
+_MOST_ROWS = 64  # of each replica; those before are thrown away
 TAKES_OVER = "takes over a state"
 
 
@@ -50,9 +52,10 @@ class Peer:
     """Another replica, as this one sees it.
 
     Attributes:
-        seen: for other threads as well, as `offer` is; the rest is used by one thread only.
+        seen: for other threads as well, as `offer` and `rows` are; the rest is used by one thread only.
         session: the connections to it; None: there are none.
         offer: its last answer to an `Ask`, tag and description; None: none yet.
+        rows: its newest rows of metrics that nobody has read.
         dialled: the last connection that this process has opened to it; None: none.
         attempts: how many it has opened in a row, without a session.
         again: when the next one may be opened, on the monotonic clock.
@@ -67,6 +70,7 @@ class Peer:
     seen: Seen = Seen()
     session: Session | None = None
     offer: tuple[int, bytes] | None = None
+    rows: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
     dialled: Wire | None = None
     attempts: int = 0
     again: float = float("-inf")
@@ -127,6 +131,12 @@ class Exchanges:
         if (session := self._others[slot].session) is not None:
             session.say(Offer(tag, b64encode(description).decode()))
 
+    def tell_row(self, text: str) -> None:
+        """Send a row of metrics to all."""
+        for peer in self._others.values():
+            if peer.session is not None:
+                peer.session.say(Row(text))
+
     # Exchanges
 
     def begin(self, number: int, slot: int | None) -> None:
@@ -174,6 +184,8 @@ class Exchanges:
                 session.wanted(said)
             case Got():
                 session.got(said.number)
+            case Row():
+                peer.rows.append(said.text)
             case Ask():
                 self._take_ask(peer, session, said)
             case Offer():

@@ -7,13 +7,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
 from weakref import WeakSet
 
-from megatron_noloco.federation.control import LARGEST, LONGEST_DESCRIPTION
+from megatron_noloco.federation.control import LARGEST, LONGEST_DESCRIPTION, LONGEST_ROW
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.partners import FederationPartners, Patience
@@ -203,6 +203,17 @@ class FederationTransport:
         present, hidden = self.present(), not self.partners.reachable(self.rank)
         others = self._peers.others
         return sum(slot in present or (hidden and not self.partners.reachable(slot)) for slot in others)
+
+    def tell_row(self, text: str) -> None:
+        """Send a row of this replica's metrics to the others; nothing where it is too long."""
+        if len(text) <= LONGEST_ROW:
+            self.service.do(self._peers.exchanges.tell_row, text)
+
+    def rows(self) -> Iterator[tuple[int, str]]:
+        """Yield the rows that came since the last call, each with the slot of its replica."""
+        for slot, peer in self._peers.others.items():
+            while peer.rows:
+                yield slot, peer.rows.popleft()
 
     # States that are handed over. Their parts are messages with tags from HANDOVER_TAG on, which no exchange makes
     # void, but the next question of the same replica, and the next exchange that it begins.

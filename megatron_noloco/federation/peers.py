@@ -24,6 +24,7 @@ from megatron_noloco.federation.control import (
     Known,
     Offer,
     RefusedError,
+    Row,
     Said,
     State,
     Stream,
@@ -313,7 +314,7 @@ class Peers:
                     self.wires.dial(wire.endpoint, wire.to, partial(self._carry_to, session))
             while True:
                 self._take(peer, session, said)
-                said = yield from heard(wire, State, Want, Got, Known, Ask, Offer)
+                said = yield from heard(wire, State, Want, Got, Known, Ask, Offer, Row)
         except OSError as error:
             if session is not None:
                 self._break(session, error)

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_noloco.job.activity import now
 from megatron_noloco.monitor.writers import Writer
 
-Value = float | Tensor | list[int]
+Value = float | Tensor | list[int] | str
 
 
 class Sample(NamedTuple):

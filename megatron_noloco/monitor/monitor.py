@@ -187,6 +187,7 @@ class Monitor:
         self._rounds += 1
         self._rounds_met += len(exchange.group) > 1
         if exchange.missed:
+            record("round/missed", exchange.missed, LAST)
             record("total/missed_rounds", 1, TOTAL_MAX)
             if exchange.in_doubt:
                 record("total/rounds_in_doubt", 1, TOTAL_MAX)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.monitor.writers import Row
+from megatron_noloco.monitor.writers import OTHERS, Row
 
 _METRICS = "metrics.jsonl"
 _FACTS = {  # of `run.json` that readers rely on, if they are there
@@ -48,7 +48,10 @@ class ReplicaLog:
             file.seek(self._read)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._read += len(complete) + len(newline)
-        self.rows += _parsed(complete.splitlines())
+        for row in _parsed(complete.splitlines()):
+            if self.rows and row["step"] < self.rows[-1]["step"]:  # of another job, which was started again
+                self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
+            self.rows.append(row)
 
     def rows_of(self, kind: str) -> list[Row]:
         """Return the rows of a kind: "step", "evaluation" or "checkpoint"."""
@@ -131,11 +134,19 @@ class RunLog:
             if not _are_facts(facts):
                 raise ValueError(f"{path}: not what a run writes there; remove the file to go without")
             self.facts = facts
-        known = {log.folder for log in self.replicas}
-        found = {path.parent for path in self.folder.glob(f"replica_*/{_METRICS}")} - known
-        found = {folder for folder in found if folder.name.removeprefix("replica_").isdecimal()}
+        known = {log.folder: log for log in self.replicas}
         count = self.facts.get("replicas", math.inf)
-        logs = [log for log in (*self.replicas, *map(ReplicaLog, found)) if int(log.replica) < count]
+        folders = {name: folder for name, folder in self._folders().items() if int(name) < count}
+        logs = [known.get(folder) or ReplicaLog(folder) for folder in folders.values()]
         self.replicas = sorted(logs, key=lambda log: (len(log.replica), log.replica))
         for log in self.replicas:
             log.update()
+
+    def _folders(self) -> dict[str, Path]:
+        """Return the folder of each replica by its number; of another job the one in which it was written last."""
+        found = dict[str, Path]()
+        for pattern in (f"replica_*/{OTHERS}/replica_*", "replica_*"):
+            paths = sorted(self.folder.glob(f"{pattern}/{_METRICS}"), key=lambda path: path.stat().st_mtime)
+            names = {path.parent.name.removeprefix("replica_"): path.parent for path in paths}
+            found |= {name: folder for name, folder in names.items() if name.isdecimal()}
+        return found

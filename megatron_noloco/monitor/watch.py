@@ -22,6 +22,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("with", "round/partners", figures.partners),
     ("pause ms", "round/pause_seconds", figures.milliseconds),
     ("spread", "round/spread", figures.scientific),
+    ("deadline s", "round/deadline_seconds", figures.whole),
+    ("missed", "total/missed_rounds", str),
 )
 
 
@@ -85,7 +87,10 @@ def notes(run: RunLog) -> Iterator[str]:
         poisoned = sum(row.get("round/poisoned_elements") or 0 for row in steps)
         notes = []
         if skipped := rounds.count([]):
-            notes.append(f"{skipped} of {len(rounds)} rounds in the log skipped")
+            why = next(
+                (f", the last as {row['round/missed']}" for row in steps[::-1] if "round/missed" in row), ""
+            )
+            notes.append(f"{skipped} of {len(rounds)} rounds in the log skipped{why}")
         if skipped_steps:
             notes.append(f"{skipped_steps} skipped steps")
         if poisoned:

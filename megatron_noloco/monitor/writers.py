@@ -15,6 +15,7 @@ from megatron_noloco.job.activity import line_of
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 
+OTHERS = "others"  # below a replica's folder: rows of other jobs
 _WANDB_ID_FILE = "wandb_run_id"
 
 
@@ -73,7 +74,7 @@ class ReplicaFiles:
 
     def _write_row(self, row: Row) -> None:
         with self._errors_reported():
-            self._jsonl.write(json.dumps(_without_nan({**row, "unix_seconds": time.time()})) + "\n")
+            self._jsonl.write(json.dumps(without_nan({**row, "unix_seconds": time.time()})) + "\n")
 
     def close(self) -> None:
         with self._errors_reported():
@@ -150,10 +151,10 @@ def _step_of(row: str) -> float:
         return math.inf
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Replace NaN and infinities by null, since JSON has neither."""
     if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

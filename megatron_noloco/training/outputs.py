@@ -25,6 +25,7 @@ from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
 from megatron_noloco.training.joined import Joined
+from megatron_noloco.training.other_jobs import OtherJobs
 from megatron_noloco.training.prepare import Prepared
 
 _SAMPLES = "training_samples"  # the counter by which a run that continues sees that its data has changed
@@ -44,6 +45,8 @@ def build_monitor(
     if dist.get_rank() == 0:
         console = _console(prepared, joined, progress)
         writers.append(console)
+        if joined.membership is not None and joined.membership.transport is not None:
+            writers.append(OtherJobs(joined.membership.transport, config.training.folder_of(at.replica)))
         _write_facts(prepared, start.step)
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start)

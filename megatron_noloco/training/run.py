@@ -13,6 +13,7 @@ from megatron_noloco.federation.keeping_up import Health
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
+from megatron_noloco.monitor.metrics import LAST
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Rounds
 from megatron_noloco.training.evaluator import Evaluator
@@ -190,6 +191,9 @@ class Run:
         if chosen is not None:
             self.monitor.overlap_chosen(done, chosen)
         reports = self.outer.after_local_step(done)
+        if reports and self.membership is not None and self.membership.transport is not None:
+            deadline = self.membership.transport.partners.deadline_seconds
+            self.monitor.metrics.record("round/deadline_seconds", deadline, LAST)
         self.monitor.local_step(reports)
         if self.overlap:
             for report in reports:

@@ -121,7 +121,7 @@ class Federation:
 
     def rows(self, replica: int, kind: str = "step") -> list[dict[str, Any]]:
         path = self.output_dir(replica) / f"replica_{replica:02d}" / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
     def until(self, replica: int, step: int) -> None:

@@ -19,6 +19,7 @@ from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.job import notice
 from megatron_noloco.job.run_folder import ask_to_stop
+from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.training.replica_state import ReplicaState
 from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
@@ -399,6 +400,12 @@ def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, wa
         assert due[0]["round/partners"] == [1]
         federation.start(1, disturb=WITH_PAUSES)
         federation.until(1, int(line[1]) + 1)
+        assert not (federation.output_dir(0) / "replica_01" / "metrics.jsonl").exists()
+        logs = RunLog(federation.output_dir(0)).replicas
+        assert [log.replica for log in logs] == ["00", "01"], "in the folder of each job"
+        theirs = [row["step"] for row in logs[1].rows_of("step")]
+        assert theirs == sorted(theirs)
+        assert {row["round/partners"][0] for row in logs[1].rows if row.get("round/partners")} == {0}
         assert federation.rows(1, "checkpoint")[-1]["step"] == int(line[1])
         federation.stop()
 

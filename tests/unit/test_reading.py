@@ -221,7 +221,8 @@ def test_evaluations_between_rows_of_steps_are_compared(tmp_path: Path) -> None:
     """2 s a step; the last evaluation is newer than the rows that tell its seconds and bytes."""
     sent = [{"total/sent_bytes": size} for size in (4e6, 6e6)]
     rows = [step(4, **sent[0]), step(8, **sent[1])]
-    write(tmp_path, "00", *rows, *({"kind": "evaluation", "step": number} for number in (2, 4, 7, 9)))
+    rows += [{"kind": "evaluation", "step": number} for number in (2, 4, 7, 9)]
+    write(tmp_path, "00", *sorted(rows, key=lambda row: row["step"]))
     (log,) = RunLog(tmp_path).replicas
     assert places_of(log, "local step") == [2, 4, 7, 9]
     assert places_of(log, "seconds of training")[:3] == [4, 8, 14]

@@ -23,6 +23,7 @@ from megatron_noloco.federation.control import (
     Known,
     Offer,
     RefusedError,
+    Row,
     Said,
     State,
     Stream,
@@ -338,6 +339,16 @@ def test_an_offer_arrives_as_it_was_and_is_answered_to_who_asks() -> None:
 # Who is there
 
 
+def test_the_newest_rows_of_another_are_kept_until_they_are_read() -> None:
+    replica = Replica()
+    hand, _ = connected(replica)
+    hand.say(*(Row(f"{number}") for number in range(100)))
+    assert list(replica.peers.others[1].rows) == [f"{number}" for number in range(36, 100)]
+    replica.peers.exchanges.tell_row("own")
+    replica.sockets.advance()
+    assert Row("own") in hand.heard()
+
+
 def test_nothing_is_waited_for_from_a_replica_that_has_fallen_silent() -> None:
     """It may be stopped, or a wall may have swallowed its connection. Twice as long once it has come back."""
     replica = Replica()
@@ -549,6 +560,7 @@ def test_what_another_protocol_says_first_is_named(greeting: bytes, line: str) -
 SOUND = [
     hello(others={2: Address("tcp://10.0.0.2:1", 3)}, digests={"a": "b"}),
     *(Go("n"), Stream("n"), State(1, 2, 3), Want(1, 2, 3, "int8"), Got(1), Ask(1, True), Offer(1, "YQ==")),
+    Row("{}"),
     Known({1: Address("", 1)}),
 ]
 
