@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, huggingface, preflight, reading, train
+from megatron_noloco.cli import config, data, huggingface, invitation, preflight, reading, train
 from megatron_noloco.cli.errors import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     keys.add_argument("file", help="the file to write; it must not exist yet")
     keys.set_defaults(run=_keys)
+    invitation.add_commands(commands)
     inspect = add_command(
         commands,
         "inspect",

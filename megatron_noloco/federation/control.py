@@ -179,7 +179,7 @@ def say(wire: Wire, said: Said) -> None:
     wire.write(packed(said))
 
 
-def heard(wire: Wire, *kinds: type[Kind]) -> Generator[memoryview, None, Kind]:
+def heard(*kinds: type[Kind]) -> Generator[memoryview, None, Kind]:
     """Return the next message; a part of a script. Raises RefusedError for one of no kind that is expected."""
     length = bytearray(4)
     yield memoryview(length)

@@ -3,12 +3,14 @@
 Both sides of each connection show that they have the key, and accept nothing but this certificate (TLS 1.3).
 """
 
+import hashlib
 import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = "megatron_noloco federation"
+_BEGIN = "-----BEGIN CERTIFICATE-----"
 _OLD = '{"'  # up to version 0.2 the file was JSON, with keys for ZeroMQ
 
 
@@ -46,6 +48,12 @@ class Keys:
         raise ValueError(
             f"federation.key_file: {path} {why}; `megatron-noloco keys FILE` makes a new one, for all replicas"
         )
+
+
+def fingerprint_of(path: Path) -> str:
+    """Return the SHA-256 of the certificate in a key file, hexadecimal. Raises ValueError and OSError."""
+    certificate = path.read_text().partition(_BEGIN)
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert("".join(certificate[1:]))).hexdigest()
 
 
 def _context(path: Path, role: int) -> ssl.SSLContext:

@@ -52,6 +52,11 @@ _SAME_KEY = "both need the same key file, or encryption none"
 CONNECTION_LOST = "has gone: the connection was lost"
 
 
+def greeting(keys: Keys | None) -> bytes:
+    """Return the first bytes of a connection."""
+    return _MAGIC + bytes([VERSION, keys is not None])
+
+
 class Peers:
     """Connects this replica to the others, and runs its part of the protocol. Used by one thread.
 
@@ -207,7 +212,7 @@ class Peers:
         """Run a connection that another process has opened."""
         try:
             yield from self._greet(wire)
-            first = yield from heard(wire, Hello, Stream)
+            first = yield from heard(Hello, Stream)
         except OSError as error:
             self._say_why(wire, error)
             return
@@ -228,7 +233,7 @@ class Peers:
             yield from self._greet(wire)
             own = self._hello(question=slot is None)
             say(wire, own)
-            hello = yield from heard(wire, Hello)
+            hello = yield from heard(Hello)
         except OSError as error:
             self._say_why(wire, error)
             return
@@ -239,7 +244,7 @@ class Peers:
 
     def _greet(self, wire: Wire) -> Script:
         """Begin a connection; raises OSError where the two sides cannot speak with each other."""
-        own = _MAGIC + bytes([VERSION, self._keys is not None])
+        own = greeting(self._keys)
         wire.write(own)
         theirs = bytearray(len(own))
         yield memoryview(theirs)
@@ -285,7 +290,7 @@ class Peers:
         if (slot, epoch) == (member.slot, member.epoch):
             return False  # all addresses in the config are asked, this one's among them
         self.directory.merge({**hello.others, slot: hello.address})
-        if slot >= member.slots or member.slot >= hello.slots:
+        if not hello.question and (slot >= member.slots or member.slot >= hello.slots):
             fewer = "its job has fewer slots; give it as many"
             more = "its job has more slots; give this one as many"
             self.warn(f"replica {slot} is not exchanged with: {more if slot >= member.slots else fewer}")
@@ -300,7 +305,7 @@ class Peers:
             if decides and wire.endpoint and peer.session is not None:
                 return  # the other side has connected as well, and was first
             if not decides:
-                name = (yield from heard(wire, Go)).session
+                name = (yield from heard(Go)).session
             if own.address.epoch != self.member.epoch or hello.address.epoch < peer.seen.epoch:
                 return  # there is a later process
             if decides:
@@ -308,13 +313,13 @@ class Peers:
             session = self._begin(
                 peer, hello, Session(peer.slot, name, wire, partial(self.exchanges.state, peer))
             )
-            said: Said = yield from heard(wire, State)  # so the other side knows the session
+            said: Said = yield from heard(State)  # so the other side knows the session
             for _ in range(max(own.streams, hello.streams)):
                 if wire.to is not None:
                     self.wires.dial(wire.endpoint, wire.to, partial(self._carry_to, session))
             while True:
                 self._take(peer, session, said)
-                said = yield from heard(wire, State, Want, Got, Known, Ask, Offer, Row)
+                said = yield from heard(State, Want, Got, Known, Ask, Offer, Row)
         except OSError as error:
             if session is not None:
                 self._break(session, error)
@@ -324,7 +329,7 @@ class Peers:
         try:
             yield from self._greet(wire)
             say(wire, Stream(session.name))
-            yield from heard(wire, Stream)
+            yield from heard(Stream)
         except OSError as error:
             self._break(session, error)
             return

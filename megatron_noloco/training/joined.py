@@ -34,7 +34,7 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.settings import shared
-from megatron_noloco.training.prepare import Prepared, first_weights
+from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
 from megatron_noloco.transport.interface import Transport
 
 
@@ -88,7 +88,7 @@ def join_job(prepared: Prepared) -> Joined:
     if topology.slots:
         steps, place = config.training.train_iters, Place(topology.slot, topology.slots)
         digest = of_rank_0(first_weights(config, prepared.architecture) if dist.get_rank() == 0 else None)
-        alike = prepared.alike._replace(shared={**prepared.alike.shared, "first weights": [digest]})
+        alike = with_first_weights(prepared.alike, digest)
         membership = join_federation(
             config.federation, config.noloco, place, alike, steps, stopping.is_requested
         )

@@ -30,6 +30,7 @@ from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
+from megatron_noloco.federation.network import Network
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, check_fits, check_tokenizer
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines
@@ -157,6 +158,20 @@ def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
                 bits = tensor.float().contiguous().view(-1).numpy().view(np.uint32)
                 total += fingerprint(bits, Block(0, tensors[name], *tensors[name].whole))
     return digest_of("", total)
+
+
+def network_for(config: RunConfig) -> Network:
+    """Return how a job of this config reaches the others, for a program that is none. Raises as `prepare` does."""
+    before_engines()
+    tokenizer, architecture = check_start(config)
+    first = first_weights(config, architecture)
+    alike = with_first_weights(_alike(config, tokenizer, architecture), first)
+    return network_of(config.federation, config.noloco, alike)
+
+
+def with_first_weights(alike: Alike, digest: str | None) -> Alike:
+    """Return what jobs must have alike, with the digest that `first_weights` returns."""
+    return alike._replace(shared={**alike.shared, "first weights": [digest]})
 
 
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:

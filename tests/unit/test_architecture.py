@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "huggingface": {"plans", "job", "pipeline", "model", "data", "config", "checkpoint"},
     "federation": {"plans", "transport", "job", "outer"},
     "preflight": {"plans", "transport", "outer", "model", "engine", "config"},
+    "invitation": {"data", "config", "preflight"},
     "training": {
         "plans",
         "transport",
@@ -56,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "federation",
         "preflight",
         "training",
+        "invitation",
     },
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"
@@ -71,6 +73,7 @@ DOORS = {
     "pydantic": (
         *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
         *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what other machines send
+        f"{PACKAGE}/invitation/",
     ),
     "cryptography": (f"{PACKAGE}/federation/keys.py",),
     "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),

@@ -76,7 +76,7 @@ class Hand:
         found, rest = list[Said](), self.bytes().removeprefix(GREETING)
         while rest:
             length = int.from_bytes(rest[:4], "big")
-            script = heard(self.far.wire, *Said.__args__)
+            script = heard(*Said.__args__)
             place = next(script)
             place[:] = rest[:4]
             place = next(script)
@@ -567,7 +567,7 @@ SOUND = [
 
 def read(data: bytes) -> Said:
     """Read a message as a connection does."""
-    script, rest = heard(Hand(Replica()).far.wire, *Said.__args__), io.BytesIO(data)
+    script, rest = heard(*Said.__args__), io.BytesIO(data)
     try:
         place = next(script)
         while True:

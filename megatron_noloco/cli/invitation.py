@@ -1,0 +1,166 @@
+"""The commands `invite` and `join`: one line with which another machine joins a federation."""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_noloco import __version__
+from megatron_noloco.cli import preflight
+from megatron_noloco.cli.options import Commands, add_command, duration, say
+
+if TYPE_CHECKING:
+    from megatron_noloco.invitation.newcomer import Link
+
+_PORT = 29700
+_STDIN = "-"
+_HELP = """\
+The line holds where to ask, the fingerprint of the federation's key, the number of the run, the version, and a
+secret that is good for one machine. Give it to the other side over a channel that you trust: whoever has it
+first joins. With --serve the command answers, until Ctrl-C; without, it prints a further line for a command that
+does."""
+_JOIN = """\
+LINE is what `megatron-noloco invite` printed; "-" reads it from stdin. As an argument it stands in the list of
+processes for an instant; this command hides it then, but not what the shell keeps."""
+
+
+def add_commands(commands: Commands) -> None:
+    invite = add_command(
+        commands,
+        "invite",
+        "print a line with which another machine joins",
+        "invite my-run.json --serve",
+        _HELP,
+    )
+    add = invite.add_argument
+    add("config", help="the config of a job of the federation, as it runs")
+    add("--serve", action="store_true", help="answer those who join")
+    add("--port", type=int, default=_PORT, help=f"where it answers (default: {_PORT})")
+    add("--address", metavar="HOST", help="of this host, as others reach it (default: as far as it is known)")
+    add("--valid", type=duration, default=86400.0, metavar="TIME", help="such as 3600s (default: a day)")
+    invite.set_defaults(run=_invite)
+
+    join = add_command(commands, "join", "join a federation with an invitation", "join -", _JOIN)
+    add = join.add_argument
+    add("line", metavar="LINE", help="of an invitation")
+    add("--folder", type=Path, default=Path("joined"), help="for config, key and run (default: joined)")
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[FIELD=]PATH",
+        help="what this machine reads, such as text=my-texts; FIELD: of the block data (default: that of the run)",
+    )
+    add("--pretrained", type=Path, help="the folder of the weights with which the run began, if it did")
+    add("--listen", default="tcp://*:0", help='see federation.listen; "off" behind a router')
+    add("--start", action="store_true", help="start the job, in place of printing how")
+    join.set_defaults(run=_join)
+
+
+def _invite(args: argparse.Namespace) -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
+
+    from megatron_noloco.config import load_config
+    from megatron_noloco.federation.inquiry import known_addresses
+    from megatron_noloco.federation.keys import fingerprint_of
+    from megatron_noloco.invitation.desk import Desk, open_desk
+    from megatron_noloco.invitation.ticket import Ticket, line_of, new_secret
+    from megatron_noloco.job.join import reachable_address
+    from megatron_noloco.training.prepare import network_for
+
+    config = load_config(args.config)
+    if config.federation.slots is None or config.federation.key_file is None:
+        raise ValueError(
+            f"{args.config}: invite needs a federation with a key: federation.slots and federation.key_file"
+        )
+    network, key = network_for(config), Path(config.federation.key_file)
+    host = args.address or reachable_address(network.rendezvous.hosts)
+    secret = new_secret(key.read_bytes(), args.valid)
+    place = f"[{host}]:{args.port}" if ":" in host else f"{host}:{args.port}"
+    line = line_of(Ticket(__version__, [place], fingerprint_of(key), f"{network.run:016x}", secret))
+    if not args.serve:
+        say(line)
+        return 0
+    folder = Path(config.training.output_dir) / "invitations"
+    raw = json.loads(Path(args.config).read_text())
+    desk = Desk(raw, key.read_bytes(), lambda: known_addresses(network), folder, say)
+    try:
+        server = open_desk(desk, key, "", args.port)
+    except OSError as error:
+        raise ValueError(
+            f"invite: cannot listen at port {args.port}: {error.strerror}; give --port"
+        ) from None
+    say("On the other machine, within the time that --valid says:", "", f"megatron-noloco join {line}", "")
+    say(f"answering at {place}, until Ctrl-C")
+    sys.stdout.flush()
+    with server:
+        server.serve_forever()
+    return 0
+
+
+def _join(args: argparse.Namespace) -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # likewise
+    line = sys.stdin.readline().strip() if args.line == _STDIN else args.line
+    if line in sys.argv:
+        _hide(line)
+
+    from megatron_noloco.invitation import newcomer
+    from megatron_noloco.invitation.ticket import ticket_of
+
+    local = newcomer.Local(
+        args.folder,
+        dict(_field(entry) for entry in args.data),
+        None if args.pretrained is None else str(args.pretrained),
+        args.listen,
+        newcomer.gpus_here(),
+    )
+    with newcomer.Visit(ticket_of(line)) as visit:
+        about = visit.about()
+        newcomer.check_local(about, local)
+        link = visit.measure()
+        welcome = visit.welcome()
+    path, ranks = newcomer.write_job(welcome, about, local)
+    say(
+        f"{path}: the config of replica {welcome.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside it"
+    )
+    command = ["python", "-m", *newcomer.arguments_of(path, ranks, welcome.slot)]
+    ready = _looked_at(path, link)
+    say("", "Start it with:" if not args.start else "Starting it:", "", f"  {shlex.join(command)}")
+    if args.start and ready:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *command[1:]])
+    return 0
+
+
+def _looked_at(config: Path, link: "Link") -> bool:
+    """Run `doctor` and `plan` with the measured link; return whether the machine is ready."""
+    network = ["--bandwidth", f"{link.rate * 8 / 1e6:.3f}Mbit", "--latency", f"{link.latency * 1e3:.3f}ms"]
+    say("", f"The link to the machine that invites: {network[1]} the slower way, {network[3]} one way")
+    parser = argparse.ArgumentParser()
+    preflight.add_commands(parser.add_subparsers())
+    ready = True
+    for command in (["doctor", "--seconds", "0", *network], ["plan", str(config), *network]):
+        say("", f"$ megatron-noloco {shlex.join(command)}")
+        args = parser.parse_args(command)
+        ready = args.run(args) == 0 and ready
+    return ready
+
+
+def _field(text: str) -> tuple[str, str]:
+    """Return a field of the block `data`, "" for none, and a path."""
+    name, equals, path = text.partition("=")
+    return (name, path) if equals and name.isidentifier() else ("", text)
+
+
+def _hide(line: str) -> None:
+    """Start this process anew with the line on its stdin, so that no list of processes has it."""
+    reads, writes = os.pipe()
+    os.write(writes, f"{line}\n".encode())
+    os.close(writes)
+    os.dup2(reads, 0)
+    arguments = [_STDIN if argument == line else argument for argument in sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-m", "megatron_noloco", *arguments])

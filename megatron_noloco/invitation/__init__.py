@@ -1,0 +1,1 @@
+"""One line with which a new machine joins a federation."""

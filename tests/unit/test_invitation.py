@@ -1,0 +1,230 @@
+"""One line with which a machine joins a federation: what it lets in, and what it does not."""
+
+import json
+import random
+import socket
+import string
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco import __version__
+from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.federation.inquiry import known_addresses
+from megatron_noloco.federation.keys import Keys, fingerprint_of
+from megatron_noloco.federation.network import Network
+from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, split
+from megatron_noloco.invitation.desk import About, Desk, Welcome, open_desk
+from megatron_noloco.invitation.newcomer import (
+    Local,
+    Visit,
+    arguments_of,
+    check_local,
+    proposed,
+    write_job,
+)
+from megatron_noloco.invitation.ticket import Ticket, line_of, new_secret, ticket_of
+from tests.integration.tiny import tiny
+from tests.unit.federated import RUN, connected, until
+from tests.unit.test_tokenizers import write_tokenizer
+
+TICKET = Ticket(__version__, ["10.0.0.1:29700"], "0f" * 32, "ab" * 8, new_secret(b"key", 60.0))
+THERE = {0: "tcp://10.0.0.1:5000", 2: ""}
+
+
+def raw(**more: Any) -> dict[str, Any]:
+    federation = {"slots": 4, "rendezvous": "tcp://10.0.0.1:5000", "key_file": "key"}
+    return tiny(more, tiny({"federation": federation, "data": {"text": "python-stdlib"}}))
+
+
+class Invites:
+    """A desk that answers, and the tickets to it."""
+
+    def __init__(self, folder: Path, content: dict[str, Any]) -> None:
+        self.key_file, self.told = folder / "key", list[str]()
+        Keys.make(self.key_file)
+        content["federation"]["key_file"] = str(self.key_file)
+        self.desk = Desk(
+            content, self.key_file.read_bytes(), lambda: THERE, folder / "used", self.told.append
+        )
+        self.server = open_desk(self.desk, self.key_file, "127.0.0.1", 0)
+
+    def ticket(self, seconds: float = 60.0, **changes: Any) -> Ticket:
+        secret = new_secret(self.key_file.read_bytes(), seconds)
+        address = f"127.0.0.1:{self.server.server_address[1]}"
+        fields = {"version": __version__, "addresses": [address], "run": "ab" * 8, "secret": secret}
+        return Ticket(**{**fields, "fingerprint": fingerprint_of(self.key_file), **changes})
+
+
+@contextmanager
+def inviting(folder: Path, **more: Any) -> Iterator[Invites]:
+    invites = Invites(folder, raw(**more))
+    thread = threading.Thread(target=invites.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    with closing(invites.server.socket):
+        yield invites
+        invites.server.shutdown()
+        thread.join()
+
+
+def test_no_line_but_the_one_that_was_printed_is_taken() -> None:
+    line, draw = line_of(TICKET), random.Random(1)
+    assert ticket_of(line) == TICKET
+    mutants = {line[:cut] for cut in range(0, len(line), 7)} | {line + "=", line + "A", line.lower(), ""}
+    while len(mutants) < 300:
+        place = draw.randrange(len(line))
+        mutants.add(line[:place] + draw.choice(string.printable) + line[place + draw.randrange(2) :])
+    for mutant in mutants - {line}:
+        with pytest.raises(ValueError, match=r"^join: this is no invitation .*\Z"):
+            ticket_of(mutant)
+
+
+def test_a_newcomer_gets_what_it_needs_once(tmp_path: Path) -> None:
+    with inviting(tmp_path, training={"output_dir": "/theirs"}, parallel={"replicas": 1}) as invites:
+        ticket = invites.ticket()
+        with Visit(ticket) as visit:
+            about, link = visit.about(), visit.measure()
+            assert about == About([], False)
+            assert link.rate > 0
+            assert link.latency > 0
+            welcome = visit.welcome()
+            with pytest.raises(ValueError, match="join: this invitation was used already"):
+                visit.welcome()
+        assert welcome.slot == 1, "0 and 2 are known"
+        assert invites.told == ["127.0.0.1 takes slot 1"]
+        with pytest.raises(ValueError, match="used already"), Visit(ticket) as again:
+            again.about()
+        path, ranks = write_job(welcome, about, Local(tmp_path / "joined", {}))
+        config = load_config(path)
+        assert ranks == 1
+        assert config.federation.rendezvous == "tcp://10.0.0.1:5000"
+        assert config.training.output_dir == str(tmp_path / "joined" / "run")
+        key = Path(str(config.federation.key_file))
+        assert key.read_bytes() == invites.key_file.read_bytes()
+        assert key.stat().st_mode & 0o077 == 0
+        with pytest.raises(ValueError, match="is that of a job already"):
+            check_local(about, Local(tmp_path / "joined", {}))
+        with Visit(invites.ticket()) as visit:
+            assert visit.welcome().slot == 3
+        with Visit(invites.ticket()) as visit, pytest.raises(ValueError, match=r"all 4 slots .* are taken"):
+            visit.welcome()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"version": "0.0.1"}, f"the other side has megatron_noloco 0.0.1, this machine {__version__}"),
+        ({"fingerprint": "00" * 32}, "somebody else answers there, without the key of the federation"),
+        ({"secret": new_secret(b"another key", 60.0)}, "of another federation, or its key is another one"),
+        ({"seconds": -1.0}, "this invitation has expired"),
+        ({"addresses": ["127.0.0.1:1"]}, "nobody answers .*Connection refused"),
+    ],
+)
+def test_others_are_told_why_they_get_nothing(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+    with (
+        inviting(tmp_path) as invites,
+        pytest.raises(ValueError, match=f"^join: .*{line}.*\\Z"),
+        Visit(invites.ticket(**changes)) as visit,
+    ):
+        visit.about()
+
+
+def test_a_stranger_gets_nothing_and_holds_nobody_up(tmp_path: Path) -> None:
+    """One that says nothing, and one without TLS."""
+    with inviting(tmp_path) as invites:
+        place = invites.server.server_address[:2]
+        with socket.create_connection(place), socket.create_connection(place) as other:
+            other.sendall(b"GET /welcome HTTP/1.1\r\n\r\n")
+            with suppress(ConnectionResetError):
+                assert b"200" not in other.recv(100)
+            with Visit(invites.ticket()) as visit:
+                assert visit.about() == About([], False)
+
+
+def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "theirs")
+    data = {
+        "text": "/their/text", "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer),
+    }  # fmt: skip
+    with inviting(tmp_path, data=data) as invites, Visit(invites.ticket()) as visit:
+        about = visit.about()
+        assert about == About(["text"], False)
+        with pytest.raises(ValueError, match=r"--data is missing: what this machine reads \(data.text\)"):
+            check_local(about, Local(tmp_path / "joined", {}))
+        welcome = visit.welcome()
+    assert "/their" not in json.dumps(welcome.config)
+    local = Local(tmp_path / "joined", {"": "/my/text"})
+    config = load_config(write_job(welcome, about, local)[0])
+    assert config.data.text == "/my/text"
+    copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
+    assert copied.read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+    away = Welcome(1, welcome.config, "tcp://a:1", "", {"../escaped": ""})
+    with pytest.raises(ValueError, match="has no place here"):
+        write_job(away, about, local)
+
+
+def test_the_batch_stays_whatever_layout_is_proposed() -> None:
+    base = raw(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3)
+    little, much = 1_000, 80 * 10**9
+    expected = {
+        (): (1, 1, 1),
+        (much,): (1, 1, 1),
+        (much,) * 2: (1, 1, 1),  # two do not divide three microbatches
+        (much,) * 4: (3, 1, 3),
+        (little,) * 4: (2, 2, 1),  # which does not fit either
+    }
+    for gpus, (ranks, tp, dp) in expected.items():
+        found, count = proposed(base, gpus)
+        config = RunConfig.from_dict(found)
+        assert count == ranks, gpus
+        assert config.replica_batch == 6
+        assert config.parallel.tensor_model_parallel_size == tp, gpus
+        assert config.parallel.data_parallel_size == dp, gpus
+    assert arguments_of(Path("c"), 1, 2) == ["megatron_noloco", "train", "c", "--replica", "2"]
+    assert arguments_of(Path("c"), 4, 2)[:3] == ["torch.distributed.run", "--nproc-per-node", "4"]
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_program_that_is_no_job_learns_which_jobs_there_are(tmp_path: Path, encrypted: bool) -> None:
+    keys = Keys.make(tmp_path / "key") if encrypted else None
+    with connected(tmp_path, 2, slots=3, keys=keys) as (first, second):
+        expected = {0: first.address.endpoint, 1: second.address.endpoint}
+        folder = Network(SharedFolder(tmp_path, RUN), RUN, None, keys)
+        assert known_addresses(folder) == expected
+        places = [("127.0.0.1", 1), split(second.address.endpoint)]  # nobody is at the first
+        until(lambda: known_addresses(Network(Seeds(places), RUN, None, keys)) == expected)
+        assert first.service.peers.directory.addresses.keys() == {0, 1}
+
+
+def test_the_line_does_not_stay_in_the_list_of_processes(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        line = line_of(Ticket(__version__, [address], "0f" * 32, "ab" * 8, TICKET.secret))
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_noloco",
+            "join",
+            line,
+            "--folder",
+            str(tmp_path / "joined"),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            silent.settimeout(60)
+            with silent.accept()[0] as there:
+                shown = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+                assert line.encode() not in shown
+                assert TICKET.secret.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
+                assert b"joined" in shown
+                there.close()
+            output = process.communicate(timeout=60)[0].decode()
+        assert process.returncode == 2
+        assert output.startswith("join: nobody answers (")
+        assert line not in output
+        assert output.count("\n") == 1
