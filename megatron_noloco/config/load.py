@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import ConfigError
-from megatron_noloco.data.encodings import check_utf_8, without_mark
 from megatron_noloco.fields import shown
+from megatron_noloco.files import check_utf_8, without_mark
 
 _COMMENTS = ("//", "/*", "#")
 _MOST_DIGITS = 20

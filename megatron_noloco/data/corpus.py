@@ -14,9 +14,9 @@ from typing import IO, NoReturn
 
 import numpy as np
 
-from megatron_noloco.data.encodings import check_utf_8, is_utf_8, without_mark
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_noloco.files import check_utf_8, is_utf_8, without_mark
 
 STANDARD_LIBRARY = "python-stdlib"
 JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"

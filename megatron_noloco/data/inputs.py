@@ -18,7 +18,7 @@ from megatron_noloco.data.corpus import (
     files_below,
     read_piece,
 )
-from megatron_noloco.data.encodings import check_utf_8, check_whole_characters, is_utf_8, without_mark
+from megatron_noloco.files import check_utf_8, check_whole_characters, is_utf_8, without_mark
 
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
 from megatron_noloco.data.corpus import files_below
-from megatron_noloco.data.encodings import check_whole_characters
 from megatron_noloco.data.inputs import opened, parse_json, plain_name
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.files import check_whole_characters
 
 _UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
 _BATCH_RECORDS = 1000  # encoded at once
