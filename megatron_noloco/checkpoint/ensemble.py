@@ -6,8 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
+from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest, verify
 from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -107,6 +108,37 @@ def find_ensemble(paths: Sequence[Path]) -> Ensemble:
     if len(folders) == 1:
         return Ensemble.read([folders[0] / (folders[0] / "latest").read_text().strip()])
     return Ensemble.read(_newest_common_step(folders))
+
+
+def inspect(paths: Sequence[Path]) -> list[str]:
+    """Verify the checkpoint that `paths` name, without loading its tensors, and return lines about it.
+
+    Raises like `find_ensemble`, and DamagedCheckpointError when a file is damaged.
+    """
+    saved = find_ensemble(paths)
+    for manifest in saved.manifests:
+        replica = manifest.position.replica
+        verify(catalog.replica_folder(saved.folders[replica], replica), manifest.files)
+    manifests, first, replicas = saved.manifests, saved.manifests[0], saved.replicas
+    noloco, seq_length = first.config["noloco"], first.config["model"]["seq_length"]
+    size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
+    parameters = table_of(first.architecture).parameter_count
+    steps = [f"{saved.last_stage(replica).step} (replica {replica})" for replica in replicas]
+    if len({manifest.step for manifest in manifests}) == 1:
+        steps = [str(first.step)]
+    losses = {replica: saved.last_stage(replica).counters.get("validation_loss") for replica in replicas}
+    return [
+        *(f"checkpoint: {folder}" for folder in dict.fromkeys(saved.folders.values())),
+        f"step: {', '.join(steps)} of {first.config['training']['train_iters']}",
+        f"consumed by all replicas: {first.consumed_samples} samples, "
+        f"{first.consumed_samples * seq_length} tokens",
+        f"parallel: {saved.layout_in_words}",
+        f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
+        f"parameters: {parameters} per replica",
+        f"size: {size / 1e6:.1f} MB, {size / (parameters * len(replicas)):.1f} bytes per parameter",
+        f"integrity: {sum(len(manifest.files) for manifest in manifests)} files, all checksums match",
+        *(f"replica {name}: validation loss {loss:.4f}" for name, loss in losses.items() if loss is not None),
+    ]
 
 
 def _checkpoint_folders(path: Path) -> list[Path]:

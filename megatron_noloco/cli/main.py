@@ -106,7 +106,7 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_noloco.checkpoint.inspect import inspect
+    from megatron_noloco.checkpoint.ensemble import inspect
 
     say(*inspect(args.checkpoint))
     return 0

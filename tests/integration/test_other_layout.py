@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.ensemble import Ensemble
-from megatron_noloco.checkpoint.inspect import inspect
+from megatron_noloco.checkpoint.ensemble import Ensemble, inspect
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.plans.topology import Position
