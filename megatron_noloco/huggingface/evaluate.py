@@ -5,8 +5,7 @@ Of a checkpoint the slow weights are evaluated, which an export also contains.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +35,8 @@ class WeightSets:
     """Sets of weights of one architecture (replicas and their mean), and the datasets to evaluate them on."""
 
     architecture: Architecture
-    datasets: list[SampleDataset]
-    names: list[str]  # of the sets
-    open: Callable[[], AbstractContextManager[list[Read]]]  # opens the files; returns one reader per set
+    datasets: Sequence[SampleDataset]
+    readers: Mapping[str, Read]  # of each set, by its name
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,12 @@ class Result:
 def evaluate(weights: WeightSets, samples: int | None) -> Iterator[Result]:
     """Evaluate every set of weights on `samples` samples of every dataset, or on all if None."""
     model = WholeModel(weights.architecture)
-    with weights.open() as sets:
-        for name, read in zip(weights.names, sets, strict=True):
-            model.load(read)
-            for dataset in weights.datasets:
-                chosen = len(dataset) if samples is None else min(samples, len(dataset))
-                ids = SampleOrder(len(dataset), VALIDATION_SEED).ids(0, chosen)
-                yield Result(name, dataset.name, *_mean_loss(model, dataset, ids))
+    for name, read in weights.readers.items():
+        model.load(read)
+        for dataset in weights.datasets:
+            chosen = len(dataset) if samples is None else min(samples, len(dataset))
+            ids = SampleOrder(len(dataset), VALIDATION_SEED).ids(0, chosen)
+            yield Result(name, dataset.name, *_mean_loss(model, dataset, ids))
 
 
 def _mean_loss(model: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tuple[float, int]:
@@ -102,27 +99,21 @@ def open_weights(
     source = open_source(paths, "mean", tokenizer_place)
     context = source.architecture.seq_length
     architecture = replace(source.architecture, seq_length=seq_length or context)
-    names = [f"replica {replica}" for replica in source.replicas]
-    sets = [[replica] for replica in source.replicas]
-    if len(names) > 1:
-        names.append("mean model")
-        sets.append(source.replicas)
+    sets = {f"replica {replica}": [replica] for replica in source.replicas}
+    if len(sets) > 1:
+        sets["mean model"] = source.replicas
     tokenizer = source.tokenizer
     documents = source.config.documents(tokenizer.end_of_document)
     needs = Needs(architecture.vocab_size, architecture.seq_length, documents=documents)
     datasets = (
         [whole_dataset(data, tokenizer, needs)]
         if data
-        else validation_datasets(source.config.source, tokenizer, needs)
+        else validation_datasets(source.config.data.source, tokenizer, needs)
     )
     _tell_of_long_samples(architecture, context)
-
-    @contextmanager
-    def open_sets() -> Iterator[list[Read]]:
-        reader = source.reader()
-        yield [partial(reader.read, replicas=replicas) for replicas in sets]
-
-    return WeightSets(architecture, list(datasets), names, open_sets)
+    read = source.reader().read
+    readers = {name: partial(read, replicas=replicas) for name, replicas in sets.items()}
+    return WeightSets(architecture, datasets, readers)
 
 
 def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> WeightSets:
@@ -135,13 +126,7 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Weigh
     check_folder(tokenizer)
     dataset = whole_dataset(data, tokenizer, needs)
     _tell_of_long_samples(architecture, context)
-
-    @contextmanager
-    def open_sets() -> Iterator[list[Read]]:
-        with weights:
-            yield [weights]
-
-    return WeightSets(architecture, [dataset], [str(folder)], open_sets)
+    return WeightSets(architecture, [dataset], {str(folder): weights})
 
 
 def _tell_of_long_samples(architecture: Architecture, context: int) -> None:

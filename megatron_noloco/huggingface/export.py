@@ -54,7 +54,7 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
 def _ends(source: ModelSource) -> int | list[int]:
     """Return the token, or the tokens, at which a generated text ends; after fine-tuning an answer has its own."""
     end, of_answer = source.tokenizer.end_of_document, None
-    if isinstance(source.config.source, RecordSource):
+    if isinstance(source.config.data.source, RecordSource):
         of_answer = source.tokenizer.end_of_answer
     return end if of_answer in (None, end) else [end, of_answer]
 
@@ -72,13 +72,8 @@ def _write_weights(source: ModelSource, output: Path, dtype: torch.dtype, max_sh
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(output / "model.safetensors.index.json", index)
     for name, file in zip(names, files, strict=True):
-        _write_weight_file(output / name, source, file, dtype)
-
-
-def _write_weight_file(path: Path, source: ModelSource, file: WeightFile, dtype: torch.dtype) -> None:
-    tensors = _tensors(source, file, dtype)
-    with naming_file(path):
-        write_tensors(path, tensors, {"format": "pt"})
+        with naming_file(output / name):
+            write_tensors(output / name, _tensors(source, file, dtype), {"format": "pt"})
 
 
 def assign_to_files(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[WeightFile]:
