@@ -219,11 +219,9 @@ def _problems(
         definition, path = definitions[name], (*path, name)
         owner = _inner_block(definition)
     if entry["type"] in ("value_error", "assertion_error"):
-        reason, mark = (
-            str(entry["ctx"]["error"]),
-            ": " if owner is None else ".",
-        )  # of a field, or between fields
-        yield from (Problem(path, f"{dotted(path)}{mark}{line}") for line in reason.splitlines())
+        mark = ": " if owner is None else "."  # of a field, or between fields
+        lines = str(entry["ctx"]["error"]).splitlines()
+        yield from (Problem(path, f"{dotted(path)}{mark}{line}") for line in lines)
         return
     assert definition is not None  # `block` is checked against objects only
     yield Problem(path, f"{dotted(path)}{_wrong(entry, definition)}")

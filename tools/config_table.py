@@ -38,7 +38,7 @@ def table() -> str:
 
 
 def _row(name: str, config: RunConfig) -> list[str]:
-    topology = config.topology(config.world_size or config.replica_size)
+    topology = config.topology(config.world_size or config.parallel.replica_size)
     architecture = config.architecture(config.model.vocab_size or ByteTokenizer.vocab_size)
     ranks = min(topology.world_size, _RANKS_OF_NODE)
     plans = [

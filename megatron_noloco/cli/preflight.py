@@ -92,7 +92,9 @@ def _plan(args: argparse.Namespace) -> int:
         config = replace(config, parallel=config.parallel.model_copy(update={"replicas": "auto"}))
     with naming(args.config):
         topology = config.topology(ranks)
-        tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.tokenizer).vocab_size
+        tokens = (
+            0 if config.model.vocab_size is not None else build_tokenizer(config.data.tokenizer).vocab_size
+        )
     architecture = config.architecture(tokens)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)
     step = args.step

@@ -54,13 +54,14 @@ class ParallelConfig(Block):
         return PipelineSplit(**self.model_dump(include={field.name for field in fields(PipelineSplit)}))
 
     @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return self.pipeline_model_parallel_size * self.data_parallel_size * self.tensor_model_parallel_size
+
+    @property
     def world_size(self) -> int | None:
         """Ranks of the whole run; None where `replicas` is "auto"."""
-        if self.replicas == "auto":
-            return None
-        return self.replicas * (
-            self.pipeline_model_parallel_size * self.data_parallel_size * self.tensor_model_parallel_size
-        )
+        return None if self.replicas == "auto" else self.replicas * self.replica_size
 
 
 def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:

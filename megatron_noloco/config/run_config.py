@@ -23,7 +23,7 @@ from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.old_forms import in_todays_form, of_saved_run
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, unknown_key
-from megatron_noloco.data.sources import DocumentBorders, Source, TokenizerChoice
+from megatron_noloco.data.sources import DocumentBorders
 from megatron_noloco.fields import Problem, fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.routing import Routing
@@ -201,18 +201,9 @@ class RunConfig:
         """Return how the model is computed."""
         return self.model.compute(self.precision, self.data.separate_documents, self.parallel.split)
 
-    @property
-    def source(self) -> Source:
-        """Return the source of the training data."""
-        return self.data.source
-
     def documents(self, end_of_document: int) -> DocumentBorders:
         """Return how the borders of documents are treated; a document ends with the token `end_of_document`."""
         return DocumentBorders(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
-
-    @property
-    def tokenizer(self) -> TokenizerChoice:
-        return self.data.tokenizer
 
     @property
     def micro_batch_size(self) -> int:
@@ -222,14 +213,7 @@ class RunConfig:
     @property
     def world_size(self) -> int | None:
         """Return the ranks of a job; None where `parallel.replicas` is "auto"."""
-        return self.parallel.world_size if self.federation.slots is None else self.replica_size
-
-    @property
-    def replica_size(self) -> int:
-        """Return the ranks of one replica."""
-        parallel = self.parallel
-        within_stage = parallel.data_parallel_size * parallel.tensor_model_parallel_size
-        return parallel.pipeline_model_parallel_size * within_stage
+        return self.parallel.world_size if self.federation.slots is None else self.parallel.replica_size
 
     @property
     def microbatches(self) -> int:

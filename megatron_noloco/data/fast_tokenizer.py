@@ -100,11 +100,7 @@ class FastTokenizer:
         """What of a tokenizer.json decides tokens, without the differences between its versions."""
         content = json.loads(self._tokenizer.to_str(), object_hook=_without_defaults)
         # The decoder decides no token; truncation, padding and the like are taken out already.
-        content = {name: content[name] for name in _DECIDING if name in content}
-        if "merges" in content["model"]:  # before tokenizers 0.20 a text: "a b"
-            merges = content["model"]["merges"]
-            content["model"]["merges"] = [m.split(" ") if isinstance(m, str) else m for m in merges]
-        return content
+        return {name: content[name] for name in _DECIDING if name in content}
 
     @property
     def _rules(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     run = RunConfig.from_dict(raw)
     with PretrainedWeights(folder, architecture) as weights:
         weights.check_finite()
-    check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
+    check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
     return raw
 
 

@@ -34,7 +34,7 @@ class ModelSource:
         places = [self.tokenizer_place] if self.tokenizer_place else map(tokenizer_folder, run_folders)
         manifest = self.saved.manifests[0]
         try:
-            return find_tokenizer(self.config.tokenizer, places, manifest.tokenizer.get(TOKENS, ""))
+            return find_tokenizer(self.config.data.tokenizer, places, manifest.tokenizer.get(TOKENS, ""))
         except ValueError as error:
             raise ValueError(f"the run's tokenizer is not found (give --tokenizer FOLDER): {error}") from None
 
@@ -70,9 +70,8 @@ def is_hugging_face(paths: Sequence[Path]) -> bool:
     Raises ValueError for several folders, and as `check_finished` does.
     """
     first = paths[0]
-    if (
-        not (first / "config.json").is_file() or (first / "checkpoints").is_dir()
-    ):  # a run may have a config.json
+    is_run = (first / "checkpoints").is_dir()  # which may have a config.json
+    if is_run or not (first / "config.json").is_file():
         return False
     if len(paths) > 1:
         raise ValueError(f"{first}: a Hugging Face folder is one model; give it alone")

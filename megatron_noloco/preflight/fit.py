@@ -14,9 +14,8 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import fullest_stage
 
-LIBRARIES_BYTES = (
-    600_000_000  # memory of a rank on a CPU that it shares with no other rank: measured, 0.55 GB
-)
+# Memory of a rank on a CPU that it shares with no other rank: measured, 0.55 GB.
+LIBRARIES_BYTES = 600_000_000
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

@@ -194,9 +194,8 @@ def plan_of(
         found = [replace(one, seconds_per_exchange=max(one.seconds_per_exchange, least)) for one in found]
     sent, seconds = routed_bytes(config, topology), None
     if network is not None and sent:
-        trips = 2 * (
-            topology.pp * topology.vpp - 1
-        )  # of the first microbatch forward, of the last one backward
+        # Of the first microbatch forward, of the last one backward.
+        trips = 2 * (topology.pp * topology.vpp - 1)
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
     return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds, gathered)
 
@@ -211,7 +210,7 @@ def computing_seconds(
         utilisation: share of the peak that is reached (MFU).
     """
     flops = config.replica_batch * training_flops(architecture)
-    return flops / (config.replica_size * tflops * 1e12 * utilisation)
+    return flops / (config.parallel.replica_size * tflops * 1e12 * utilisation)
 
 
 def schemes(
@@ -271,9 +270,8 @@ def scheme_of(
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
     sizes, coded = noloco.group_sizes_among(topology.ensemble), noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
-    trips += (3 + 3 * coded) * bool(
-        topology.slots
-    )  # separate jobs ask for messages, and say that they have them
+    if topology.slots:  # separate jobs ask for messages, and say that they have them
+        trips += 3 + 3 * coded
     pause = math.inf if step_seconds is None else noloco.local_steps * step_seconds
     bytes_of_rounds, seconds_of_rounds = [], []
     for members in sizes:

@@ -164,7 +164,7 @@ def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
     # It imports transformers: one rank of the job does.
     if problem := of_rank_0(folder_problem(prepared.tokenizer) if dist.get_rank() == 0 else ""):
         raise ValueError(problem)
-    place = prepared.config.tokenizer.tokenizer_model
+    place = prepared.config.data.tokenizer.tokenizer_model
     if place is None or Path(place).exists():
         return []
     return [f"data.tokenizer_model: {place} is not there; using the copy, {copy}"]

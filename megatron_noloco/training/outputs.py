@@ -128,7 +128,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
         + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
         next_commands=(
             f"{program} report {run}",
-            f"{program} generate {run} --prompt {example_prompt(config.source, prepared.tokenizer)}",
+            f"{program} generate {run} --prompt {example_prompt(config.data.source, prepared.tokenizer)}",
             f"{program} export {run} --output my-model",
         ),
     )

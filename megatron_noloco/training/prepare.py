@@ -84,7 +84,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
         evaluates=evaluation.iters > 0,
         documents=config.documents(tokenizer.end_of_document),
     )
-    datasets = build_datasets(config.source, tokenizer, needs)
+    datasets = build_datasets(config.data.source, tokenizer, needs)
     count = None if evaluation.full else evaluation.iters
     at_once = topology.pp if topology.vpp > 1 else 1  # microbatches that the interleaved schedule takes
     validation = [
@@ -138,7 +138,7 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
         "tokenizer": tokenizer.digest,
         "data.split_special_tokens": tokenizer.splits_special_tokens,
         "data.prepend_bos": tokenizer.before_document,
-        "chat template": tokenizer.template_digest if isinstance(config.source, RecordSource) else None,
+        "chat template": tokenizer.template_digest if isinstance(config.data.source, RecordSource) else None,
     }
     return Alike(shared, "trainer", own)
 
@@ -189,18 +189,18 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    _check_source(config.source, tokenizer, Path(config.training.output_dir))
+    _check_source(config.data.source, tokenizer, Path(config.training.output_dir))
     _check_load(config.checkpoint.load, Path(config.training.output_dir))
     return tokenizer, architecture
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:
     """Build the tokenizer; where its files are gone, from the copy that a run with checkpoints keeps of it."""
-    output, place = Path(config.training.output_dir), config.tokenizer.tokenizer_model
+    output, place = Path(config.training.output_dir), config.data.tokenizer.tokenizer_model
     if place is None or Path(place).exists() or config.checkpoint.load == "none":
-        return build_tokenizer(config.tokenizer)
+        return build_tokenizer(config.data.tokenizer)
     copies = map(tokenizer_folder, (output, *sorted(output.glob("replica_*"))))
-    return find_tokenizer(config.tokenizer, filter(Path.is_dir, copies))
+    return find_tokenizer(config.data.tokenizer, filter(Path.is_dir, copies))
 
 
 def _check_machine(config: RunConfig) -> None:

@@ -23,14 +23,14 @@ COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_nu
 
 
 def test_texts_blends_and_paths_of_each_split_are_read() -> None:
-    assert config().source == TextSource("python-stdlib", Split(0.949, 0.05, 0.001))
-    assert config(data__split="3,1").source == TextSource("python-stdlib", Split(0.75, 0.25, 0.0))
+    assert config().data.source == TextSource("python-stdlib", Split(0.949, 0.05, 0.001))
+    assert config(data__split="3,1").data.source == TextSource("python-stdlib", Split(0.75, 0.25, 0.0))
     blend = Blend((("a", 0.25), ("b", 0.75)))
     indexed = config(data={"data_path": ["0.3", "a", 0.9, "b"], "split": "1,1"})
-    assert indexed.source == IndexedSource(blend, None, Split(0.5, 0.5, 0.0))
+    assert indexed.data.source == IndexedSource(blend, None, Split(0.5, 0.5, 0.0))
     whole = {"train_data_path": "a", "valid_data_path": ["a"]}
     single = Blend((("a", 1.0),))
-    assert config(data=whole).source == IndexedSource(single, single, None)
+    assert config(data=whole).data.source == IndexedSource(single, single, None)
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +57,9 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_tokenizer_is_bytes_or_that_of_a_folder() -> None:
-    assert config().tokenizer == TokenizerChoice("byte", None)
+    assert config().data.tokenizer == TokenizerChoice("byte", None)
     choice = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}
-    assert config(data={"text": "t", **choice}).tokenizer == TokenizerChoice(*choice.values())
+    assert config(data={"text": "t", **choice}).data.tokenizer == TokenizerChoice(*choice.values())
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def build(
     """`data`: as in a config's block of that name."""
     config = RunConfig.from_dict(run_config(data, iters=0))
     needs = Needs(vocab, seq_length, global_batch, seed, evaluates)
-    return build_datasets(config.source, build_tokenizer(config.tokenizer), needs)
+    return build_datasets(config.data.source, build_tokenizer(config.data.tokenizer), needs)
 
 
 class TestIndexed:
@@ -212,7 +212,7 @@ class TestIndexed:
         config = RunConfig.from_dict(run_config({"data_path": prefix, "split": "1,1,0"}))
         doors: list[Callable[[], object]] = [
             lambda: build(data_path=prefix, split="1,1,0"),
-            lambda: validation_datasets(config.source, byte, Needs(257, SEQ)),
+            lambda: validation_datasets(config.data.source, byte, Needs(257, SEQ)),
             lambda: whole_dataset(prefix, byte, Needs(257, SEQ)),
             lambda: check_start(config),
         ]

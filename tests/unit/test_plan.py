@@ -133,7 +133,7 @@ def test_in_a_federation_one_rank_sends_all_weights_of_its_replica() -> None:
             federation={"slots": 2, "rendezvous": "file:///x", "encryption": "none"},
             noloco__routing="off",
         )
-        topology = run.topology(run.replica_size)
+        topology = run.topology(run.parallel.replica_size)
         architecture = run.architecture(257)
         plans.append(plan_of(run, architecture, topology, Network(1e6, 0.0, 2)))
     alone, staged = plans

@@ -93,14 +93,14 @@ class Simulation:
             )
         self.config, self.slow = config, slow
         self.replicas = config.parallel.replicas
-        tokenizer = build_tokenizer(config.tokenizer)
+        tokenizer = build_tokenizer(config.data.tokenizer)
         architecture = config.architecture(tokenizer.vocab_size)
         self.model = StackedLlama(architecture, self._in_order(table_of(architecture)))
         self.plan = BatchPlan(self.replicas, 1, config.microbatches, config.micro_batch_size)
         seed = config.training.seed
-        sources: list[Source] = [config.source]
-        if texts and isinstance(config.source, TextSource):
-            sources = [replace(config.source, text=text) for text in texts]
+        sources: list[Source] = [config.data.source]
+        if texts and isinstance(config.data.source, TextSource):
+            sources = [replace(config.data.source, text=text) for text in texts]
         if self.plan.global_batch % len(sources):
             raise ValueError(
                 f"{len(sources)} texts do not divide the {self.plan.global_batch} samples of a step"
