@@ -107,7 +107,9 @@ def _plan(args: argparse.Namespace) -> int:
             if given:
                 raise ValueError(f"{option}: give --bandwidth as well; without it exchanges are left out")
     else:
-        per_node = args.gpus_per_node or (_ranks_of_node(ranks, topology.replica_size) if args.gpu else 1)
+        # Of a job that would fit into one node, the ranks of a replica share a link.
+        of_node = _RANKS_OF_GPU_NODE if ranks > _RANKS_OF_GPU_NODE else topology.replica_size
+        per_node = args.gpus_per_node or (of_node if args.gpu else 1)
         network = Network(args.bandwidth, args.latency, per_node)
     plan = plan_of(config, architecture, topology, network, step)
     if args.json:
@@ -120,11 +122,6 @@ def _plan(args: argparse.Namespace) -> int:
                 say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
         _show_time(plan, network)
     return 0
-
-
-def _ranks_of_node(ranks: int, replica_size: int) -> int:
-    """Return how many GPUs share a link; of a job that would fit into one node, those of a replica."""
-    return _RANKS_OF_GPU_NODE if ranks > _RANKS_OF_GPU_NODE else replica_size
 
 
 def _accelerator(name: str) -> "Accelerator":
@@ -234,32 +231,27 @@ def _gigabytes(size: float) -> str:
 
 def _doctor(args: argparse.Namespace) -> int:
     """Return 1 where there is a problem."""
+    from megatron_noloco.preflight import machine
+    from megatron_noloco.preflight.mpi_check import check_mpi
+
     if args.hostfile is not None and not args.hostfile.is_file():
         raise ValueError(f"--hostfile {args.hostfile}: there is no such file")
     if args.hostfile is not None and not args.seconds:
         raise ValueError("--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out")
-    findings = _findings(args.hostfile, args.seconds)
-    if args.bandwidth is not None:
-        from megatron_noloco.preflight.machine import check_buffers
-
-        findings += check_buffers(args.bandwidth, args.latency)
-    elif args.latency:
+    if args.latency and args.bandwidth is None:
         raise ValueError("--latency: give --bandwidth as well")
+    findings = [*machine.check_packages(), *machine.check_gpus(), *machine.check_network()]
+    findings += machine.check_shared_memory()
+    if args.seconds:
+        findings += check_mpi(args.hostfile, args.seconds)
+    if args.bandwidth is not None:
+        findings += machine.check_buffers(args.bandwidth, args.latency)
     problems = [finding for finding in findings if finding.state == "problem"]
     if args.json:
         say(json.dumps({"ready": not problems, "findings": [asdict(finding) for finding in findings]}))
     else:
         say(*map(_line, findings), "", _verdict(findings))
     return FAILURE if problems else 0
-
-
-def _findings(hostfile: Path | None, seconds: float) -> list["Finding"]:
-    from megatron_noloco.preflight import machine
-    from megatron_noloco.preflight.mpi_check import check_mpi
-
-    findings = [*machine.check_packages(), *machine.check_gpus(), *machine.check_network()]
-    findings += machine.check_shared_memory()
-    return findings + list(check_mpi(hostfile, seconds)) if seconds else findings
 
 
 def _line(finding: "Finding") -> str:

@@ -87,16 +87,13 @@ def _sections() -> Iterator[Section]:
     yield _section(params, "optimizer.params of every type", OptimizerParams)
     shared = set(OptimizerParams.model_fields)
     for block in dict.fromkeys(OPTIMIZERS.values()):
-        yield _section(params, f"optimizer.params of {_types(OPTIMIZERS, block)}", block, shared)
+        types = " and ".join(f'"{kind}"' for kind, params in OPTIMIZERS.items() if params is block)
+        yield _section(params, f"optimizer.params of {types}", block, shared)
     for kind, block in SCHEDULES.items():
         yield _section(("scheduler", "params"), f'scheduler.params of "{kind}"', block)
     others = [(name, here, "") for name, here in names_of_others().items()]
     sentence = "Names of Megatron, DeepSpeed, Hugging Face and DiLoCo, in small letters, and the fields here."
     yield Section((), "Names in other programs", sentence, others)
-
-
-def _types(kinds: dict[str, type[OptimizerParams]], block: type) -> str:
-    return " and ".join(f'"{kind}"' for kind, params in kinds.items() if params is block)
 
 
 def _section(path: Path, title: str, block: type, elsewhere: set[str] = frozenset()) -> Section:  # type: ignore[assignment]

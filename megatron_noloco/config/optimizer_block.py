@@ -17,7 +17,6 @@ TotalSteps = Positive | Literal["auto"]
 _PEAK = "Peak learning rate."
 _BETAS = "Decay rates of the first and the second moment."
 _EPS = "Added to the root of the second moment."
-_MOMENTUM = "Share of the momentum that stays."
 
 
 class OptimizerParams(Block):
@@ -64,7 +63,7 @@ class SgdParams(OptimizerParams):
     """Torch's SGD."""
 
     lr: Size = field(1e-3, _PEAK)
-    momentum: Momentum = field(0.0, _MOMENTUM)
+    momentum: Momentum = field(0.0, "Share of the momentum that stays.")
     nesterov: bool = field(False, "Whether the momentum is Nesterov's.")
 
 
@@ -77,8 +76,9 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Lion": LionParams,
     "SGD": SgdParams,
 }
-_WARM_UP = "The first local steps, in which the rate rises."
-_WARM_UP_OF_TWO = "The first local steps, in which the rate rises; DeepSpeed takes 1 as 2."
+_TOTAL = 'Local steps until the rate is lowest; "auto": training.train_iters.'
+_WARM_UP = "The first local steps, in which the rate rises"
+_WARM_UP_OF_TWO = f"{_WARM_UP}; DeepSpeed takes 1 as 2."
 _WARM_UP_TYPE = "How it rises."
 
 
@@ -94,17 +94,13 @@ class WarmupParams(Block):
 class WarmupDecayParams(WarmupParams):
     """A warm-up, then a linear decay."""
 
-    total_num_steps: TotalSteps = field(
-        ..., 'Local steps until the rate is lowest; "auto": training.train_iters.'
-    )
+    total_num_steps: TotalSteps = field(..., _TOTAL)
 
 
 class WarmupCosineParams(Block):
     """A warm-up, then half a cosine; it scales the optimizer's rates."""
 
-    total_num_steps: TotalSteps = field(
-        ..., 'Local steps until the rate is lowest; "auto": training.train_iters.'
-    )
+    total_num_steps: TotalSteps = field(..., _TOTAL)
     warmup_min_ratio: Share = field(
         0.0, "Where the rise begins, to the peak; in the first local step the rate is 0."
     )
@@ -118,7 +114,7 @@ class WsdParams(Block):
 
     total_num_steps: TotalSteps = field(..., 'Local steps of the run; "auto": training.train_iters.')
     decay_num_steps: Positive = field(..., "The last of them, in which the rate decays.")
-    warmup_num_steps: NonNegative = field(WSD.warmup_num_steps, _WARM_UP)
+    warmup_num_steps: NonNegative = field(WSD.warmup_num_steps, f"{_WARM_UP}.")
     decay_type: DecayType = field(WSD.decay_type, 'How it decays; "1-sqrt" is 1 - sqrt(x) for x from 0 to 1.')
     min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, to the peak.")
 

@@ -6,7 +6,7 @@ import os
 import platform
 import sysconfig
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
@@ -98,7 +98,7 @@ def find_text(text: str) -> Path:
 def check_text(text: str) -> None:
     """Raise ValueError when `text` is not there, or when none of its files begins with UTF-8 text."""
     path = find_text(text)
-    if not any(map(_begins_as_text, _files_of(path))):
+    if not any(_is_text(file, whole=False) for file in _files_of(path)):
         raise _no_text_error(path)
 
 
@@ -109,7 +109,7 @@ def text_files(path: Path) -> tuple[list[Path], list[Path]]:
     Raises ValueError where there is no file with text.
     """
     found = _files_of(path)
-    files = _only_text(found)
+    files = list(filter(_is_text, found))
     if not files:
         raise _no_text_error(path)
     return files, sorted({*found} - {*files})
@@ -132,9 +132,8 @@ def _files_of(path: Path) -> list[Path]:
 
 def standard_library_files() -> list[Path]:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
-    return _only_text(
-        path for path in files_below(_library_folder(), _SKIPPED_FOLDERS) if path.suffix == ".py"
-    )
+    files = files_below(_library_folder(), _SKIPPED_FOLDERS)
+    return [path for path in files if path.suffix == ".py" and _is_text(path)]
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
@@ -198,17 +197,10 @@ def _library_folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _only_text(paths: Iterable[Path]) -> list[Path]:
-    return [path for path in paths if _is_text(path.read_bytes())]
-
-
-def _begins_as_text(path: Path) -> bool:
+def _is_text(path: Path, whole: bool = True) -> bool:
+    """Return whether a file holds UTF-8 text; if not `whole`, whether it begins with some."""
     with path.open("rb") as file:
-        return _is_text(read_piece(file))
-
-
-def _is_text(content: bytes) -> bool:
-    """Return whether bytes are UTF-8 text and not empty."""
+        content = file.read() if whole else read_piece(file)
     return without_mark(content) != b"" and is_utf_8([content])
 
 

@@ -107,7 +107,8 @@ def _join(world: World, backend: str) -> None:
     elif world.world_size == 1:
         store = dist.TCPStore(_LOCAL_HOST, 0, 1, is_master=True, timeout=_PATIENCE)
     else:
-        store = _store_found_by_name(world)
+        address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
+        store = _store(world, address, launcher.master_port(os.environ, launcher.slurm_port(os.environ)))
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_PATIENCE
@@ -152,13 +153,6 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
         return store
     address, port = _share_by_mpi("")[0].split()
     return _store(world, address, int(port))
-
-
-def _store_found_by_name(world: World) -> dist.TCPStore:
-    """Return a store whose address each rank takes from MASTER_*, or derives from Slurm's variables."""
-    address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
-    port = launcher.master_port(os.environ, launcher.slurm_port(os.environ))
-    return _store(world, address, port)
 
 
 def _store(world: World, address: str, port: int) -> dist.TCPStore:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class ReplicaLog:
             file.seek(self._read)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._read += len(complete) + len(newline)
-        for row in _parsed(complete.splitlines()):
+        for row in filter(_is_row, map(_json, complete.splitlines())):
             if self.rows and row["step"] < self.rows[-1]["step"]:  # of another job, which was started again
                 self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
             self.rows.append(row)
@@ -76,18 +75,13 @@ class ReplicaLog:
         return found
 
 
-def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
-    for line in lines:
-        row = _json(line)
-        if isinstance(row, dict) and _is_whole(row):
-            yield row
-
-
-def _is_whole(row: Row) -> bool:
-    """Return whether a row has what readers rely on; other numbers may be missing, or null."""
+def _is_row(row: Any) -> bool:
+    """Return whether this is a row with what readers rely on; other numbers may be missing, or null."""
+    if not isinstance(row, dict):
+        return False
     seconds, partners = row.get("speed/seconds_per_step"), row.get("round/partners", [])
-    is_row = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
-    return is_row and (row["kind"] != "step" or isinstance(seconds, int | float))
+    is_whole = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
+    return is_whole and (row["kind"] != "step" or isinstance(seconds, int | float))
 
 
 def _are_facts(found: Any) -> bool:

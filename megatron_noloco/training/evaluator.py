@@ -8,14 +8,12 @@ own replica, and sends nothing.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.microbatches import Microbatch, ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.activity import now
 from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
@@ -131,9 +129,11 @@ class Evaluator:
         at_once = 1 if stages == 1 else _FILLS * stages
         for first in range(0, len(source), at_once):
             self._begin_part()
-            losses = self.engine.evaluate(
-                partial(_of_part, source, first), self.routing.straight(), min(at_once, len(source) - first)
-            )
+
+            def read(_: int, microbatch: int, first: int = first) -> Microbatch:
+                return source.microbatch(first + microbatch)
+
+            losses = self.engine.evaluate(read, self.routing.straight(), min(at_once, len(source) - first))
             for _, loss, tokens in losses:
                 total += torch.tensor([float(loss) * int(tokens), int(tokens)], dtype=torch.float64)
         now.part("adding up the losses of the replica's ranks")
@@ -144,9 +144,3 @@ class Evaluator:
         """Raise _StoppedError, on all ranks of the job before the same part, where it was asked to stop."""
         if self.stops_before(self._done, next(self._parts)):
             raise _StoppedError
-
-
-def _of_part(
-    source: ValidationSource, first: int, _: int, microbatch: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return source.microbatch(first + microbatch)
