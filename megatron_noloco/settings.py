@@ -91,8 +91,7 @@ class NolocoSettings:
         "integers. docs/exchange.md has bytes and errors.",
     )
     slow_weights: Literal["host", "device"] = field(
-        "host",
-        "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's.",
+        "host", "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's."
     )
     fragments: Positive = field(
         1,

@@ -45,11 +45,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        settings: CheckpointSettings,
-        engine: ReplicaEngine,
-        outer: Rounds,
-        plan: BatchPlan,
+        self, settings: CheckpointSettings, engine: ReplicaEngine, outer: Rounds, plan: BatchPlan
     ) -> None:
         self.settings = settings
         self.engine = engine

@@ -20,15 +20,7 @@ _SAME_DATA = (
 )
 _SPLIT = "data.split"
 # Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
-_FIXED = (
-    "model",
-    "data",
-    "training.seed",
-    "optimizer.type",
-    "bf16.enabled",
-    "fp16",
-    "data_types",
-)
+_FIXED = ("model", "data", "training.seed", "optimizer.type", "bf16.enabled", "fp16", "data_types")
 _PEAK = "scheduler.params.warmup_max_lr"
 # Exceptions, which another layout may need: padding of the vocabulary, and memory for activations.
 _EXCEPTED = (

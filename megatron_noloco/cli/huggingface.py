@@ -77,10 +77,7 @@ def add_commands(commands: Commands) -> None:
         "--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)"
     )
     generate.add_argument(
-        "--temperature",
-        type=at_least_zero,
-        default=0.8,
-        help="0: always the likeliest token (default: 0.8)",
+        "--temperature", type=at_least_zero, default=0.8, help="0: always the likeliest token (default: 0.8)"
     )
     generate.add_argument("--seed", type=seed, default=0)
     generate.set_defaults(run=_generate)

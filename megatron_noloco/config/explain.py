@@ -65,10 +65,7 @@ def explain(only: str = "") -> str:
 
 def as_markdown() -> str:
     """Return the same as a page with a table for each block."""
-    parts = [
-        "# Configuration",
-        "One JSON object; `megatron-noloco config --explain` prints this page.",
-    ]
+    parts = ["# Configuration", "One JSON object; `megatron-noloco config --explain` prints this page."]
     for section in _sections():
         parts += [f"## {section.title}", section.sentence]
         rows = [

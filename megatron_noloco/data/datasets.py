@@ -9,18 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from megatron_noloco.data.records import RecordDataset
-from megatron_noloco.data.samples import (
-    JoinedDataset,
-    SampleDataset,
-    TokenDataset,
-)
-from megatron_noloco.plans.sample_order import (
-    BLEND_RESOLUTION,
-    BlendedOrder,
-    SampleOrder,
-    slots_at,
-    slots_of,
-)
+from megatron_noloco.data.samples import JoinedDataset, SampleDataset, TokenDataset
+from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, BlendedOrder, SampleOrder, slots_at, slots_of
 
 # Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
 # rest is checked when it is read.

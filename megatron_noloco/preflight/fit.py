@@ -97,11 +97,7 @@ def changes_that_save(
     Each is a change by itself. Those that the config's checks refuse are left out.
     """
     now = fullest_stage(config, architecture, topology)[2].device_bytes
-    recompute = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     candidates: list[dict[str, Any]] = [
         {"noloco": {"slow_weights": "host"}},
         {"model": recompute},

@@ -114,10 +114,7 @@ def check_ranks(prepared: Prepared) -> None:
     Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
     another rank has read.
     """
-    compared = {
-        "noloco": shared(prepared.config.noloco),
-        "data": prepared.datasets.fingerprint,
-    }
+    compared = {"noloco": shared(prepared.config.noloco), "data": prepared.datasets.fingerprint}
     told = of_all_ranks(digests_of(compared) | prepared.alike.digests)
     for rank, digests in enumerate(told):
         if names := differences(told[0], digests):

@@ -31,11 +31,7 @@ _SUBJECT = "overlap/overlap_steps"
 
 
 def build_outer(
-    config: RunConfig,
-    weights: Weights,
-    transport: Transport | None,
-    place: Place,
-    apart: Apart | None = None,
+    config: RunConfig, weights: Weights, transport: Transport | None, place: Place, apart: Apart | None = None
 ) -> Rounds:
     """Return the outer optimizer of this rank, or `NoRounds` where `noloco.enabled` is false.
 
@@ -48,9 +44,7 @@ def build_outer(
 
 
 def build_final_average(
-    config: RunConfig,
-    outer: Rounds,
-    membership: Membership | None = None,
+    config: RunConfig, outer: Rounds, membership: Membership | None = None
 ) -> FinalAverage | None:
     """Return the average that follows the last local step; None where the config asks for none."""
     if not config.noloco.final_average or isinstance(outer, NoRounds):
