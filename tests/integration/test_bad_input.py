@@ -64,9 +64,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "Transformer Engine without a GPU": (
         {"model": {"transformer_impl": "transformer_engine"}},
-        (
-            'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine package',
-        ),
+        ('model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine'),
     ),
     "a folder that cannot be made": (
         {"training": {"output_dir": "/dev/null/run"}},

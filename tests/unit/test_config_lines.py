@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from megatron_noloco.config import ConfigError, RunConfig, explain, load_config
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.run_config import File
-from megatron_noloco.config.wording import ALIASES, names_of_others
+from megatron_noloco.config.wording import ALIASES, HINTS, names_of_others
 from megatron_noloco.fields import fields_of
 from tests.unit.configs import FEDERATION, MISSING, edited
 
@@ -41,11 +41,7 @@ LINES: list[tuple[str, Any, str]] = [
     ("model.enabled", 1, " is not a known key; did you mean bf16.enabled or fp16.enabled?"),
     ("training.micro_batch_size", 8, " is not a known key; did you mean train_micro_batch_size_per_gpu?"),
     ("noloco.H", 8, " is not a known key; did you mean noloco.local_steps?"),
-    (
-        "model.tie_word_embeddings",
-        1,
-        " is not a known key; model.untie_embeddings_and_output_weights says the opposite",
-    ),
+    ("model.tie_word_embeddings", 1, f" is not a known key; {HINTS['tie_word_embeddings']}"),
     ("cuda_graph_impl", "local", " is not a known key; not supported: a graph would freeze the routes"),
     # keys of DeepSpeed that do nothing here
     ("steps_per_print", 10, " is not a known key; did you mean training.log_interval?"),
@@ -99,10 +95,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     # the optimizer and its schedules
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov needs a"),
     ({"optimizer": {"type": "Adam", "params": {"fused": True}}}, "optimizer.params.fused is of torch's"),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
-        "adam_w_mode false has no effect on AdamW",
-    ),
+    ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, "adam_w_mode false has no effect"),
     ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
     (
         {
@@ -129,10 +122,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"scheduler": {"type": "WSD", "params": {"total_num_steps": "auto", "decay_num_steps": 11}}},
         'decay_num_steps 11 is more than total_num_steps 10 ("auto": training.train_iters)',
     ),
-    (
-        {"data.text": None, "data.data_path": "0.3 a 0.7 b"},
-        'data.data_path: a blend must be a list of weights and prefixes: ["0.3", "a", "0.7", "b"]',
-    ),
+    ({"data.text": None, "data.data_path": "0.3 a 0.7 b"}, "data.data_path: a blend must be a list of"),
     (
         {"scheduler": {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 9}}},
         "scheduler.params: warmup_num_steps 9 + decay_num_steps 4 is more than total_num_steps 10",
@@ -231,10 +221,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (EP2 | {"zero_optimization": {"contiguous_gradients": False}}, "zero_optimization.contiguous_gradients"),
     ({"parallel.sequence_parallel": True}, "sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
     ({"model.vocab_size": 32000}, 'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is 32,000;'),
-    (
-        {"training.output_dir": "a\0b"},
-        r"training.output_dir: has a NUL character (\u0000), which no file's name can have; remove it",
-    ),
+    ({"training.output_dir": "a\0b"}, r"training.output_dir: has a NUL character (\u0000), which no file's"),
     ({"model.family": "mixtral", "model.num_moe_experts": 10**7}, "model.num_moe_experts: "),
     ({"model.hidden_size": 2 * 10**310}, "200000000... has 311 digits; no setting takes more than 20"),
 ]

@@ -86,19 +86,10 @@ def test_suffixes_in_capitals(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (
-            json.dumps([{"text": "a"}], indent=1),
-            r"line 1: not JSON \(.*, column 3\); each line must hold one whole",
-        ),
-        (
-            json.dumps({"text": "a"}, indent=1),
-            r"line 1: not JSON \(.*, column 3\); each line must hold one whole",
-        ),
+        (json.dumps([{"text": "a"}], indent=1), r"line 1: not JSON \(.*, column 3\); each line must hold"),
+        (json.dumps({"text": "a"}, indent=1), r"line 1: not JSON \(.*, column 3\); each line must hold one"),
         (json.dumps([{"text": "a"}]), "line 1: not a JSON object; each line must hold one$"),
-        (
-            '{"text": "a"} {"text": "b"}',
-            r"line 1: not JSON \(Extra data, column 15\); each line must hold one whole",
-        ),
+        ('{"text": "a"} {"text": "b"}', r"line 1: not JSON \(Extra data, column 15\); each line must hold"),
     ],
 )
 def test_json_that_is_no_json_lines(text: str, line: str, tmp_path: Path) -> None:

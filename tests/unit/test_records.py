@@ -123,32 +123,17 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("record", "line"),
         [
-            (
-                {"text": "a"},
-                r'has "text" \(text\); a record is an object with "messages", a list of objects with',
-            ),
-            (
-                {"conversations": [{"from": "human"}]},
-                r'has "conversations" \(a list\); a record is an object with',
-            ),
-            (
-                {"prompt": [CHAT[1]], "completion": CHAT[2:3]},
-                r'has "prompt" \(a list\), "completion" \(a list\);',
-            ),
+            ({"text": "a"}, r'has "text" \(text\); a record is an object with "messages", a list of objects'),
+            ({"conversations": [{"from": "human"}]}, r'has "conversations" \(a list\); a record is an'),
+            ({"prompt": [CHAT[1]], "completion": CHAT[2:3]}, r'has "prompt" \(a list\), "completion" \(a'),
             ({"messages": []}, r'has "messages" \(an empty list\)'),
             (CHAT, "is a list; a record is an object"),
-            (
-                {"messages": CHAT, "functions": [{"name": "f"}]},
-                '"functions" is not given to the chat template',
-            ),
+            ({"messages": CHAT, "functions": [{"name": "f"}]}, '"functions" is not given to the chat'),
             ({"messages": CHAT, "prompt": "a", "completion": "b"}, 'has "messages" and also "prompt"'),
             ({"messages": CHAT, "weight": 0}, '"weight" 0 of a whole record'),
             ({"prompt": "a", "completion": "b", "weight": 0}, '"weight" 0 of a whole record'),
             ({"messages": ["hello"]}, 'message 1 is text; each must be an object with "role" and "content"'),
-            (
-                {"messages": [{"from": "human", "value": "a"}]},
-                r'message 1 has "from" \(text\), "value" \(text\); each',
-            ),
+            ({"messages": [{"from": "human", "value": "a"}]}, r'message 1 has "from" \(text\), "value"'),
             ({"prompt": "\ud800", "completion": "a"}, "holds half a character"),
             ({"messages": CHAT, "tools": [{"\ud800": 1}]}, "holds half a character"),
             ({"messages": CHAT[:2]}, 'no message has the role "assistant": there is nothing to learn'),
