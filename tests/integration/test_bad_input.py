@@ -74,6 +74,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"data": {"text": "/no/such/text"}},
         ("data.text", "no file or folder at /no/such/text"),
     ),
+    "missing records": (
+        {"data": {"text": None, "sft_data_path": "/no/such/records"}},
+        ("data.sft_data_path: no file or folder at /no/such/records",),
+    ),
+    "a vocabulary that is too small": (
+        {"model": {"vocab_size": 200}},
+        ("model.vocab_size 200 is smaller than the tokenizer's 257",),
+    ),
     "a checkpoint that is not there": (
         {"checkpoint": {"load": "/no/such/step"}},
         ("checkpoint.load: /no/such/step: no such folder",),

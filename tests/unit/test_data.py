@@ -186,15 +186,6 @@ class TestCorpus:
         check_text(str(folder))
         assert load(str(folder), "1,1").files == 2, "a folder of source code may hold JSON"
 
-    def test_missing_text_says_where_it_looked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(ValueError) as caught:
-            load("no/such", SPLIT)
-        assert str(caught.value) == (
-            f"data.text: no file or folder at no/such (looked from cwd {tmp_path}); "
-            'give a text file, a folder of text files, or "python-stdlib"'
-        )
-
     def test_folder_without_text(self, tmp_path: Path) -> None:
         (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
         for path in (tmp_path, tmp_path / "noise.bin"):

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data import corpus as corpus_module
-from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
@@ -221,11 +220,6 @@ class TestIndexed:
                 else:
                     door()
 
-    def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets_module, "_EXCERPT_TOKENS", 160)
-        with pytest.raises(ValueError, match="holds token 74"):
-            build(data_path="a", vocab=70)
-
 
 def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--data: no UTF-8 text in"):
@@ -249,33 +243,6 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
     validation = prepare(config, {}).validation
     assert list(map(len, validation)) == microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
-
-
-@pytest.mark.parametrize(
-    ("model", "line"),
-    [
-        ({"vocab_size": 200}, "model.vocab_size 200 is smaller than the tokenizer's 257; set it to 257 or"),
-        ({"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2}, "vocabulary 257 does not"),
-    ],
-)
-def test_a_run_ends_before_it_starts(
-    model: dict[str, Any],
-    line: str,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = run_config({"data_path": "a"})
-    config["model"] |= model
-    tp_size = config["model"].pop("tensor_model_parallel_size", 1)
-    config["parallel"] = {"tensor_model_parallel_size": tp_size}
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": tp_size}.items():
-        monkeypatch.setenv(name, str(value))
-    (folder / "run.json").write_text(json.dumps(config))
-    assert main(["train", "--config", "run.json"]) == 2
-    error = capsys.readouterr().err
-    assert line in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("field", ["text", "sft_data_path"])
@@ -356,10 +323,6 @@ class TestUnigramEntropy:
             writer.finish()
         paths = {"train_data_path": str(tmp_path / "t"), "valid_data_path": str(tmp_path / "v")}
         return build(seq_length=1, **paths).unigram_entropy
-
-    def test_uniform_tokens(self, tmp_path: Path) -> None:
-        every = list(range(257)) * 3
-        assert self.entropy(tmp_path, every, every) == pytest.approx(math.log(257))
 
     def test_known_cross_entropy(self, tmp_path: Path) -> None:
         expected = -(math.log(4 / 261) + math.log(2 / 261) + 2 * math.log(1 / 261)) / 4

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import processors
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.open_datasets import build_datasets, validation_datasets
 from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
@@ -19,7 +18,6 @@ from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.training.outputs import example_prompt
-from tests.unit.configs import SMALLEST
 from tests.unit.test_preprocess import make_tokenizer
 
 # Answers end with a token of their own, which is of the answer, and so is the newline after it.
@@ -154,11 +152,6 @@ class TestRecords:
             load_records(path, tokenizer)
         assert "\n" not in str(caught.value)
 
-    def test_a_line_that_is_no_json(self, tmp_path: Path) -> None:
-        (tmp_path / "a.jsonl").write_text('\n{"prompt": \n')
-        with pytest.raises(ValueError, match=r"a.jsonl, line 2: not JSON \("):
-            load_records(str(tmp_path), BYTES)
-
     def test_a_template_that_changes_earlier_turns_is_refused_where_it_does(self, tmp_path: Path) -> None:
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "forgetful", FORGETFUL))
         with pytest.raises(
@@ -208,10 +201,6 @@ class TestRecords:
     def test_without_a_template_no_token_ends_an_answer(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
         assert FastTokenizer(tmp_path).end_of_answer is BYTES.end_of_answer is None
-
-    def test_an_export_keeps_the_template(self, model: Path, tmp_path: Path) -> None:
-        FastTokenizer(model).save(tmp_path, 128)
-        assert FastTokenizer(tmp_path).render(CHAT) == FastTokenizer(model).render(CHAT)
 
 
 def record(length: int, first: int = 0, answered: int = 1) -> Record:
@@ -321,10 +310,3 @@ def test_the_checksum_is_of_which_tokens_have_a_loss(tmp_path: Path) -> None:
         for answered in (2, 3)
     )
     assert [np.array_equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, True]
-
-
-def test_config_check_looks_for_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raw = SMALLEST | {"data": {"sft_data_path": str(tmp_path / "nowhere")}}
-    (tmp_path / "run.json").write_text(json.dumps(raw))
-    assert main(["config", "--check", str(tmp_path / "run.json")]) == 2
-    assert "data.sft_data_path: no file or folder at" in capsys.readouterr().err
