@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megatron_noloco.checkpoint import catalog
@@ -23,7 +21,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from tests.unit.configs import SMALLEST
@@ -400,35 +397,6 @@ class TestOtherNumberOfReplicas:
         )
 
 
-small = st.integers(1, 4)
-
-
-@settings(max_examples=60)
-@given(
-    before=st.tuples(small, small, small, small),
-    after=st.tuples(small, small, small, small),
-    step=st.integers(0, 6),
-)
-def test_samples_continue_where_they_stopped(
-    before: tuple[int, int, int, int], after: tuple[int, int, int, int], step: int
-) -> None:
-    """With other replicas (or batches) after a resume, no sample is repeated or left out within an epoch."""
-    first = BatchPlan(*before)
-    then = BatchPlan(*after, start_step=step, start_sample=first.consumed(step))
-    places = [
-        plan.first(at, replica, dp, microbatch) + sample
-        for plan, span in ((first, range(step)), (then, range(step, step + 3)))
-        for at in span
-        for replica in range(plan.replicas)
-        for dp in range(plan.dp)
-        for microbatch in range(plan.microbatches)
-        for sample in range(plan.micro_batch_size)
-    ]
-    assert places == list(range(then.consumed(step + 3)))
-    order = SampleOrder(max(1, len(places)), seed=0)
-    assert len(set(order.ids(0, len(places)).tolist())) == len(places)
-
-
 def changes(edits: dict[str, dict[str, Any]]) -> list[str]:
     """Of a run that continues a checkpoint of CONFIG, with these edits."""
     now = {block: {**CONFIG.get(block, {}), **values} for block, values in edits.items()}
@@ -544,17 +512,6 @@ def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
     saved["model"]["gone"] = 1
     with pytest.raises(ValueError, match=r"model\.gone: 1 in the checkpoint, null now"):
         now.changes(saved)
-
-
-def test_a_setting_of_a_federation_that_had_another_name_is_read() -> None:
-    jobs = {"slots": 4, "rendezvous": "file://there", "encryption": "none"}
-    run = RunConfig.from_dict({**CONFIG, "noloco": {}, "parallel": {}, "federation": jobs})
-    now, saved = checkpoint_settings(run, Topology()), run.to_dict()
-    federation = {key: value for key, value in saved["federation"].items() if key != "skip_local_steps"}
-    assert now.changes(saved | {"federation": federation | {"local_steps": "auto"}}) == []
-    assert now.changes(saved | {"federation": federation | {"local_steps": "all"}}) == [
-        "federation.skip_local_steps: false in the checkpoint, true now"
-    ]
 
 
 def test_a_peak_that_was_deepspeeds_default_continues_only_if_the_file_gives_it() -> None:
