@@ -227,8 +227,6 @@ def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Tra
     "auto" is MPI where the launcher connected all ranks by MPI, else torch. Raises ValueError where `kind` is
     "mpi" and MPI does not connect the ranks of `world`.
     """
-    if kind not in ("auto", "mpi", "torch"):
-        raise ValueError(f'transport "{kind}" is unknown; it must be "auto", "mpi" or "torch"')
     if kind == "mpi" and not _mpi_installed():
         raise ValueError(
             'transport "mpi" needs mpi4py, which is not installed; use "torch" or install mpi4py'

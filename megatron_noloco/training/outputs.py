@@ -28,8 +28,6 @@ from megatron_noloco.training.joined import Joined
 from megatron_noloco.training.other_jobs import OtherJobs
 from megatron_noloco.training.prepare import Prepared
 
-_SAMPLES = "training_samples"  # the counter by which a run that continues sees that its data has changed
-
 
 def build_monitor(
     prepared: Prepared, joined: Joined, groups: Groups, plan: BatchPlan, progress: str
@@ -51,7 +49,6 @@ def build_monitor(
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
-    metrics.count(_SAMPLES, len(prepared.datasets.train))
     for name, checksum in joined.training_data.items():
         metrics.count(name, checksum)
     return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
@@ -155,9 +152,5 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     name = "federation" if joined.transport is None else joined.transport.name
     yield f"started by {prepared.world.launcher}; exchanges over {name}"
     yield from joined.start.notes
-    samples = len(prepared.datasets.train)
-    before = int(joined.start.counters.get(_SAMPLES, samples))
-    if before != samples:
-        yield f"changed: {before:,} training samples in the checkpoint, {samples:,} now, in another order"
-    elif same_data(joined.training_data, joined.start.counters) is False:
+    if same_data(joined.training_data, joined.start.counters) is False:
         yield "changed: the training data have other contents than those of the checkpoint, or another order"

@@ -104,12 +104,6 @@ def test_variables_that_no_rank_can_use_are_named(
         join(World(rank=0, local_rank=0, world_size=1, launcher="environment"), "gloo")
 
 
-def test_an_unknown_transport_is_refused() -> None:
-    world = World(rank=0, local_rank=0, world_size=1, launcher="single")
-    with pytest.raises(ValueError, match='transport "tcp" is unknown; it must be "auto", "mpi" or "torch"'):
-        choose_transport("tcp", world)  # type: ignore[arg-type]
-
-
 def place(local_rank: int) -> World:
     return World(rank=5, local_rank=local_rank, world_size=8, launcher="srun")
 
