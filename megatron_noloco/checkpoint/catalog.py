@@ -106,33 +106,16 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest, which commits the rank's files: files without one are ignored."""
-        write_text(folder / manifest_name(self.position), self.text())
-
-    def text(self) -> str:
-        """Return the content of the manifest's file; `parse` reads it."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        write_text(folder / manifest_name(self.position), content)
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
         """Read a manifest; raises IncompleteError when it is missing, DamagedCheckpointError when it is none."""
         try:
-            content = path.read_bytes()
-        except FileNotFoundError as error:
-            raise IncompleteError(f"{path}: {error.strerror}") from None
-        except OSError as error:
-            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
-        return cls.parse(content, str(path))
-
-    @classmethod
-    def parse(cls, content: bytes, where: str) -> "Manifest":
-        """Parse the content of a manifest's file.
-
-        Raises DamagedCheckpointError, whose message begins with `where`, for any other content.
-        """
-        try:
-            raw = json.loads(content)
+            raw = json.loads(path.read_bytes())
             if raw.pop("format") != FORMAT:
-                raise DamagedCheckpointError(f"{where}: written by another version of this program")
+                raise DamagedCheckpointError(f"{path}: written by another version of this program")
             raw["topology"] = Topology(**raw["topology"])
             raw["position"] = Position(**raw["position"])
             raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
@@ -142,10 +125,14 @@ class Manifest:
                 for part in raw["layout"]
             ]
             return cls(**raw)
+        except FileNotFoundError as error:
+            raise IncompleteError(f"{path}: {error.strerror}") from None
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
         except DamagedCheckpointError:  # a ValueError, too
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise DamagedCheckpointError(f"{where}: not a manifest") from None
+            raise DamagedCheckpointError(f"{path}: not a manifest") from None
 
 
 def read_manifests(folder: Path) -> list[Manifest]:

@@ -1,15 +1,13 @@
 """Save the state of one rank."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
@@ -92,28 +90,10 @@ class Checkpointer:
         self._writer.shutdown()
         return error
 
-    def _tensors(self, wait: bool = True) -> dict[str, Tensor]:
-        """Return all tensors of this rank's state by name; they are not copied. `wait`: see `OuterOptimizer`."""
-        outer = _split_by_group(self.outer.state(wait), self.engine.parameter_layout())
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of this rank's state by name; they are not copied."""
+        outer = _split_by_group(self.outer.state(), self.engine.parameter_layout())
         return self.engine.tensors() | outer | random_state()
-
-    def copy(self, step: int, counters: dict[str, float]) -> Callable[[], tuple[Manifest, list[bytes]]]:
-        """Copy the state after `step` local steps; return what makes its manifest and the content of its files.
-
-        The content is in the order of the files' names. Rounds whose exchange is under way are left out.
-        """
-        content = {name: save(tensors) for name, tensors in self._by_file(self._tensors(wait=False)).items()}
-        numbers, layout = self.engine.numbers(), self.engine.parameter_layout()
-
-        def made() -> tuple[Manifest, list[bytes]]:
-            records = {
-                name: FileRecord(len(data), sha256(data).hexdigest()) for name, data in content.items()
-            }
-            return self._manifest(step, records, numbers, counters, layout), [
-                content[n] for n in sorted(content)
-            ]
-
-        return made
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any], counters: dict[str, float]
@@ -121,43 +101,27 @@ class Checkpointer:
         step_folder = catalog.step_folder(self.settings.folder, step)
         folder = catalog.replica_folder(step_folder, self.position.replica)
         folder.mkdir(parents=True, exist_ok=True)
-        records: dict[str, FileRecord] = {}
-        for name, content in self._by_file(tensors).items():
-            write_whole(folder / name, partial(write_tensors, tensors=content))
-            records[name] = FileRecord.of(folder / name)
-        manifest = self._manifest(step, records, numbers, counters, self.engine.parameter_layout())
-        manifest.write(folder)
-        world_size = self.engine.groups.topology.world_size
-        catalog.publish(self.settings.folder, step_folder, world_size, self.settings.keep_last)
-
-    def _by_file(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of each file, by its name."""
-        files: dict[str, dict[str, Tensor]] = {}
+        files: dict[Path, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            files.setdefault(catalog.file_of(Path(), self.position, name).name, {})[name] = tensor
-        return files
-
-    def _manifest(
-        self,
-        step: int,
-        records: dict[str, FileRecord],
-        numbers: dict[str, Any],
-        counters: dict[str, float],
-        layout: list[FlatPart],
-    ) -> Manifest:
-        return Manifest(
+            files.setdefault(catalog.file_of(step_folder, self.position, name), {})[name] = tensor
+        for path, content in files.items():
+            write_whole(path, partial(write_tensors, tensors=content))
+        topology = self.engine.groups.topology
+        manifest = Manifest(
             step=step,
             consumed_samples=self.plan.consumed(step),
-            topology=self.engine.groups.topology,
+            topology=topology,
             position=self.position,
             config=self.settings.run,
-            files=records,
+            files={path.name: FileRecord.of(path) for path in files},
             architecture=self.engine.stage.architecture,
-            layout=layout,
+            layout=self.engine.parameter_layout(),
             engine=numbers,
             counters=counters,
             tokenizer=self.settings.tokenizer,
         )
+        manifest.write(folder)
+        catalog.publish(self.settings.folder, step_folder, topology.world_size, self.settings.keep_last)
 
 
 def _split_by_group(state: Mapping[str, Tensor], layout: Sequence[FlatPart]) -> dict[str, Tensor]:
