@@ -13,17 +13,10 @@ def add_commands(commands: Commands) -> None:
         commands, "config", "explain or check a config file", "config --check my-run.json --world-size 16"
     )
     action = config.add_mutually_exclusive_group()
-    action.add_argument(
-        "--explain",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="every field, those of a block such as noloco, or one such as noloco.local_steps: type, bounds, "
-        "default, meaning",
-    )
-    action.add_argument(
-        "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"
-    )
+    fields = "every field, those of a block such as noloco, or one such as noloco.local_steps: type, bounds, "
+    action.add_argument("--explain", nargs="?", const="", metavar="NAME", help=f"{fields}default, meaning")
+    check = "check a file, and that what it names is there; starts nothing"
+    action.add_argument("--check", metavar="FILE", help=check)
     config.add_argument("--world-size", type=int, metavar="N", help="with --check: also check for N ranks")
     config.set_defaults(run=_config)
 

@@ -32,27 +32,16 @@ def add_commands(commands: Commands) -> None:
         "data preprocess --input corpus --output-prefix data/corpus --append-eod",
         _PREPROCESS,
     )
-    preprocess.add_argument("--input", nargs="+", required=True, help="files or folders")
-    preprocess.add_argument("--output-prefix", required=True, type=Path, help="path without suffix")
-    preprocess.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        help="keys (Parquet: columns) that hold text; a dataset each",
-    )
-    preprocess.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
-    preprocess.add_argument(
-        "--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS"
-    )
-    preprocess.add_argument(
-        "--split-special-tokens",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether a special token that a text spells out, such as <|endoftext|>, is text (default: yes)",
-    )
-    preprocess.add_argument("--workers", type=at_least_one, help="threads that encode (default: all cores)")
+    add = preprocess.add_argument
+    add("--input", nargs="+", required=True, help="files or folders")
+    add("--output-prefix", required=True, type=Path, help="path without suffix")
+    keys = "keys (Parquet: columns) that hold text; a dataset each"
+    add("--json-keys", nargs="+", default=["text"], help=keys)
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS")
+    as_text = "whether a special token that a text spells out, such as <|endoftext|>, is text (default: yes)"
+    add("--split-special-tokens", action=argparse.BooleanOptionalAction, default=True, help=as_text)
+    add("--workers", type=at_least_one, help="threads that encode (default: all cores)")
     preprocess.set_defaults(run=_preprocess)
     inspect = add_command(
         subcommands,

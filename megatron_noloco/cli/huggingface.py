@@ -37,20 +37,13 @@ def add_commands(commands: Commands) -> None:
         "write a checkpoint as a Hugging Face folder, and compare the logits",
         "export runs/my-run --output my-model",
     )
-    export.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
-    export.add_argument("--output", required=True, help="the folder to write")
-    export.add_argument(
-        "--combine", default="mean", metavar="mean|best|replica=K", help="of the replicas (default: mean)"
-    )
-    export.add_argument(
-        "--dtype",
-        type=dtype,
-        default="float32",
-        metavar="fp32|bf16|fp16",
-        help="of the weights (default: fp32)",
-    )
-    largest = "largest weight file (default: 500MB)"
-    export.add_argument("--max-shard-size", type=size, default=_SHARD_BYTES, help=largest)
+    add = export.add_argument
+    add("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
+    add("--output", required=True, help="the folder to write")
+    add("--combine", default="mean", metavar="mean|best|replica=K", help="of the replicas (default: mean)")
+    precisions = "fp32|bf16|fp16"
+    add("--dtype", type=dtype, default="float32", metavar=precisions, help="of the weights (default: fp32)")
+    add("--max-shard-size", type=size, default=_SHARD_BYTES, help="largest weight file (default: 500MB)")
     export.set_defaults(run=_export)
     _add_tokenizer(export)
 
@@ -60,9 +53,10 @@ def add_commands(commands: Commands) -> None:
         "write the config of a run that starts from a Hugging Face folder",
         "import models/Llama-3.2-1B --config configs/llama_3.2_1b.json --output my-run.json",
     )
-    import_.add_argument("folder", help="a Hugging Face model with safetensors")
-    import_.add_argument("--config", required=True, help="the run's JSON; its model block is replaced")
-    import_.add_argument("--output", required=True, help="the JSON to write")
+    add = import_.add_argument
+    add("folder", help="a Hugging Face model with safetensors")
+    add("--config", required=True, help="the run's JSON; its model block is replaced")
+    add("--output", required=True, help="the JSON to write")
     import_.set_defaults(run=_import)
 
     generate = add_command(
@@ -71,15 +65,13 @@ def add_commands(commands: Commands) -> None:
         "continue a text with a checkpoint or a Hugging Face folder",
         'generate runs/my-run --prompt "def "',
     )
-    generate.add_argument("model", nargs="+", type=Path, help=_MODEL)
-    generate.add_argument("--prompt", type=utf8, required=True, help='"": from the beginning of a document')
-    generate.add_argument(
-        "--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)"
-    )
-    generate.add_argument(
-        "--temperature", type=at_least_zero, default=0.8, help="0: always the likeliest token (default: 0.8)"
-    )
-    generate.add_argument("--seed", type=seed, default=0)
+    add = generate.add_argument
+    add("model", nargs="+", type=Path, help=_MODEL)
+    add("--prompt", type=utf8, required=True, help='"": from the beginning of a document')
+    add("--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)")
+    temperature = "0: always the likeliest token (default: 0.8)"
+    add("--temperature", type=at_least_zero, default=0.8, help=temperature)
+    add("--seed", type=seed, default=0)
     generate.set_defaults(run=_generate)
     _add_tokenizer(generate)
 
@@ -89,15 +81,12 @@ def add_commands(commands: Commands) -> None:
         "print loss and perplexity of each replica and of their mean",
         "evaluate runs/my-run --data other.txt",
     )
-    evaluate.add_argument("model", nargs="+", type=Path, help=_MODEL)
-    evaluate.add_argument(
-        "--data",
-        help="text, a folder of text, or a dataset's prefix (default: the run's own validation split)",
-    )
-    evaluate.add_argument(
-        "--samples", type=at_least_one, help="number of samples of each dataset (default: all)"
-    )
-    evaluate.add_argument("--seq-length", type=at_least_one, help="tokens in a sample (default: the model's)")
+    add = evaluate.add_argument
+    add("model", nargs="+", type=Path, help=_MODEL)
+    data = "text, a folder of text, or a dataset's prefix (default: the run's own validation split)"
+    add("--data", help=data)
+    add("--samples", type=at_least_one, help="number of samples of each dataset (default: all)")
+    add("--seq-length", type=at_least_one, help="tokens in a sample (default: the model's)")
     evaluate.set_defaults(run=_evaluate)
     _add_tokenizer(evaluate)
 

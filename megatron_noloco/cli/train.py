@@ -38,15 +38,10 @@ def add_commands(commands: Commands) -> None:
     config = train.add_mutually_exclusive_group(required=True)
     config.add_argument("config", nargs="?", help="the run's JSON")
     config.add_argument("--config", dest="named", help=argparse.SUPPRESS)  # as DeepSpeed's scripts have it
-    train.add_argument(
-        "--progress",
-        choices=("auto", "bar", "lines"),
-        default="auto",
-        help="auto: bar on a terminal, else lines",
-    )
-    train.add_argument(
-        "--replica", type=int, metavar="I", help="in a federation: the replica that this job is, from 0"
-    )
+    progress = "auto: bar on a terminal, else lines"
+    train.add_argument("--progress", choices=("auto", "bar", "lines"), default="auto", help=progress)
+    replica = "in a federation: the replica that this job is, from 0"
+    train.add_argument("--replica", type=int, metavar="I", help=replica)
     train.set_defaults(run=_train)
 
 

@@ -3,7 +3,7 @@
 import difflib
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -17,13 +17,8 @@ from megatron_noloco.fields import Path, dotted, expected_value, fields_of, show
 WIDTH = 100
 
 
-@dataclass(frozen=True)
-class Section:
-    """The fields of one block.
-
-    Attributes:
-        fields: name, what it takes, meaning.
-    """
+class Section(NamedTuple):
+    """The fields of one block: of each its name, what it takes, and its meaning."""
 
     path: Path
     title: str
@@ -54,11 +49,8 @@ def explain(only: str = "") -> str:
         parts.append("\n".join(lines))
     if not parts:
         near = difflib.get_close_matches(only, known, 1)
-        hint = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"the blocks are {', '.join(BLOCKS)}, optimizer, scheduler"
-        )
+        blocks = f"the blocks are {', '.join(BLOCKS)}, optimizer, scheduler"
+        hint = f"did you mean {near[0]}?" if near else blocks
         raise ValueError(f"config --explain {only}: there is no such block or field; {hint}")
     return "\n\n".join(parts) + "\n"
 

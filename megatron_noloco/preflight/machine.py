@@ -60,12 +60,11 @@ def check_gpus() -> Iterator[Finding]:
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             yield Finding("GPU", "note", "no bf16 arithmetic", 'use "fp16": {"enabled": true}')
     elif shutil.which("nvidia-smi"):
-        yield Finding(
-            "GPU",
-            "problem",
-            f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU",
-            "install torch for the driver's CUDA version (nvidia-smi shows it), see pytorch.org/get-started",
+        what = f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU"
+        advice = (
+            "install torch for the driver's CUDA version (nvidia-smi shows it), see pytorch.org/get-started"
         )
+        yield Finding("GPU", "problem", what, advice)
     else:
         yield Finding("GPU", "note", f"none; training runs on {psutil.cpu_count()} CPU cores, over gloo")
 
@@ -93,20 +92,16 @@ def check_network() -> Iterator[Finding]:
     except OSError:
         address = ""
     if not any(address in own for own in outside.values()):
-        yield Finding(
-            "network",
-            "note",
-            f"this host's name, {host}, resolves to {address or 'no address'}: of no use to other hosts",
-            f"set MASTER_ADDR for several hosts, such as {next(iter(outside.values()))[0]}",
-        )
+        what = f"this host's name, {host}, resolves to {address or 'no address'}: of no use to other hosts"
+        advice = f"set MASTER_ADDR for several hosts, such as {next(iter(outside.values()))[0]}"
+        yield Finding("network", "note", what, advice)
     if len(outside) > 1:
-        yield Finding(
-            "network",
-            "note",
+        what = (
             f"{len(outside)} interfaces: gloo takes the one that this host's name resolves to, Open MPI all of "
-            "them, NCCL InfiniBand or the first",
-            f"NIC={next(iter(outside))} before the launch scripts chooses one for all",
+            "them, NCCL InfiniBand or the first"
         )
+        advice = f"NIC={next(iter(outside))} before the launch scripts chooses one for all"
+        yield Finding("network", "note", what, advice)
 
 
 def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
@@ -133,13 +128,8 @@ def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
     if usable >= under_way:
         yield Finding("network", "ok", what)
         return
-    streams = math.ceil(under_way / usable)
-    yield Finding(
-        "network",
-        "note",
-        what,
-        f"set federation.streams to {streams} on both sides, or raise the last number of {', '.join(limits)}",
-    )
+    streams = f"set federation.streams to {math.ceil(under_way / usable)} on both sides"
+    yield Finding("network", "note", what, f"{streams}, or raise the last number of {', '.join(limits)}")
 
 
 def check_shared_memory() -> Iterator[Finding]:

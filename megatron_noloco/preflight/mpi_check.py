@@ -120,13 +120,8 @@ def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
             command += ["--map-by", "node", "--mca", "btl_tcp_progress_thread", "1"]
             command += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environ else []
         if _PROFILE.exists():
-            command = [
-                "sh",
-                "-c",
-                '. "$0"; run=$1; shift; exec "$run" $profile_passes "$@"',
-                str(_PROFILE),
-                *command,
-            ]
+            passing = '. "$0"; run=$1; shift; exec "$run" $profile_passes "$@"'
+            command = ["sh", "-c", passing, str(_PROFILE), *command]
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     else:  # MPICH and Intel MPI
         nic_option, hostfile_option = ["-iface"], "-machinefile"
