@@ -159,10 +159,7 @@ def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
     ]
     kept = [sizes for sizes in fitting if sizes[1:] == saved[1:]]
     replicas, pp, dp_size, tp_size = random.choice(kept if kept and random.random() < 0.25 else fitting)
-    changes: dict[str, Any] = {
-        "parallel": {"replicas": replicas},
-        "noloco": {"group_size": 2},
-    }
+    changes: dict[str, Any] = {"parallel": {"replicas": replicas}, "noloco": {"group_size": 2}}
     if replicas == 3:  # pairs make no cycle of 3
         changes["noloco"]["pairing"] = "random"
     if (pp, dp_size, tp_size) != saved[1:]:

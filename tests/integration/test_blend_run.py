@@ -53,11 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": str(folder),
         },
-        "training": {
-            "train_iters": STEPS,
-            "log_interval": 2,
-            "output_dir": str(folder / "run"),
-        },
+        "training": {"train_iters": STEPS, "log_interval": 2, "output_dir": str(folder / "run")},
         "checkpoint": {"save_interval": STEPS},
         "evaluation": {"iters": 4},
     }

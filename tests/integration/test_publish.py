@@ -149,10 +149,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         sizes(dp=3),
         MUON | {"model": {"num_layers": 2, "num_query_groups": 4}},
     ),
-    "experts, dp 2 x ep 2": (
-        sizes(dp=2, expert_model_parallel_size=2),
-        {"model": FAMILY_MODELS["mixtral"]},
-    ),
+    "experts, dp 2 x ep 2": (sizes(dp=2, expert_model_parallel_size=2), {"model": FAMILY_MODELS["mixtral"]}),
     "Muon, bf16, tied, 2 stages, dp 2": (sizes(2, dp=2), MUON | BF16 | {"model": TIED}),
 }
 
@@ -264,11 +261,7 @@ def test_the_mean_is_that_of_the_replicas(replicas: Any, tmp_path: Path) -> None
     assert "replica 1: validation loss 1.5000" in lines
     assert "mean model: validation loss 1.2500 (at step 2)" in lines
     card = (tmp_path / "mean" / "README.md").read_text()
-    for words in (
-        "mean of 3 replicas",
-        "local steps: 2",
-        "loss 2.0000",
-    ):
+    for words in ("mean of 3 replicas", "local steps: 2", "loss 2.0000"):
         assert words in card
     assert '"/' not in card, "no path of this machine"
 

@@ -28,10 +28,7 @@ TWO_BY_TWO: dict[str, Any] = {
     "noloco": {"local_steps": 8, "routing": "microbatch"},
     "model": {"hidden_dropout": 0.1},
 }
-DELAYED: dict[str, Any] = {
-    "parallel": {"replicas": 4},
-    "noloco": {"local_steps": 8, "overlap_steps": 7},
-}
+DELAYED: dict[str, Any] = {"parallel": {"replicas": 4}, "noloco": {"local_steps": 8, "overlap_steps": 7}}
 NOWHERE = Path("/nowhere")  # nobody asks there
 FOUR: dict[str, Any] = {"parallel": {"replicas": 4}, "noloco": {"local_steps": 8}}
 

@@ -25,10 +25,7 @@ ALONE = {
     ),
     "soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
     "bench_pairing": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
-    "bench_routing": (
-        "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
-        "median_over_off",
-    ),
+    "bench_routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
 OF_RANKS = {
     "bench_exchange": (2, "--megabytes 0.01 --repeats 1", "transport_time_over"),

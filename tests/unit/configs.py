@@ -15,12 +15,7 @@ GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "noloco": {
-        "recipe": "paper",
-        "local_steps": 5,
-        "final_average": False,
-        "routing": "round",
-    },
+    "noloco": {"recipe": "paper", "local_steps": 5, "final_average": False, "routing": "round"},
     "model": {
         "num_layers": 4,
         "hidden_size": 64,

@@ -20,11 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 FP16 = {"fp16": {"enabled": True}}
-EP2 = {
-    "model.family": "mixtral",
-    "parallel.data_parallel_size": 2,
-    "parallel.expert_model_parallel_size": 2,
-}
+EP2 = {"model.family": "mixtral", "parallel.data_parallel_size": 2, "parallel.expert_model_parallel_size": 2}
 STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 
 

@@ -235,8 +235,7 @@ def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "microbatches"),
-    [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, [])],
+    ("evaluation", "microbatches"), [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, [])]
 )
 def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
     config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))

@@ -74,7 +74,7 @@ class Replica:
             self.outer = OuterOptimizer(self.weights, transport, place, NolocoSettings(**PAPER))
             self.outer.slow_weights.add_(10.0)  # an evaluation between rounds: fast and slow weights differ
         engine: Any = SimpleNamespace(
-            groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank)),
+            groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank))
         )
         losses, means = (
             Exchange(transport, place, channel, deadline_seconds, stretch)

@@ -70,10 +70,7 @@ def test_the_line_of_a_wrong_setting_names_it_in_the_library_as_in_the_file() ->
     NolocoSettings(local_steps=2, fragments=2, overlap_steps=2)
 
 
-@pytest.mark.parametrize(
-    ("overlap_steps", "first", "longest"),
-    [(0, 0, 0), (3, 3, 3), ("auto", 0, 10)],
-)
+@pytest.mark.parametrize(("overlap_steps", "first", "longest"), [(0, 0, 0), (3, 3, 3), ("auto", 0, 10)])
 def test_the_first_and_the_longest_overlap(overlap_steps: Any, first: int, longest: int) -> None:
     noloco = NolocoSettings(overlap_steps=overlap_steps)
     assert (noloco.first_overlap_steps, noloco.longest_overlap_steps) == (first, longest)

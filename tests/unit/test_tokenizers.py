@@ -53,12 +53,7 @@ def write_tokenizer(folder: Path, pieces: int = 20, **config: Any) -> Path:
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        **config,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
