@@ -21,7 +21,18 @@ ROOT = Path(__file__).parents[2]
 
 FP16 = {"fp16": {"enabled": True}}
 EP2 = {"model.family": "mixtral", "parallel.data_parallel_size": 2, "parallel.expert_model_parallel_size": 2}
-STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
+RECOMPUTED = {"model.recompute_granularity": "full", "model.recompute_method": "block"}
+YARN = {"model.yarn_rotary_scaling_factor": 4.0, "model.yarn_original_max_position_embeddings": 64}
+TP4 = {"parallel.tensor_model_parallel_size": 4}
+VIRTUAL = {"parallel.virtual_pipeline_model_parallel_size": 2}
+
+
+def optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+def schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
 
 
 # How each form of a line reads, once: the key, its value, and what the line says of the key.
@@ -89,38 +100,30 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (FP16, "fp16 with a dynamic loss scale does not go together with routing"),
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
     # the optimizer and its schedules
-    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov needs a"),
-    ({"optimizer": {"type": "Adam", "params": {"fused": True}}}, "optimizer.params.fused is of torch's"),
-    ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, "adam_w_mode false has no effect"),
-    ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
+    (optimizer("SGD", nesterov=True), "optimizer.params.nesterov needs a momentum > 0"),
+    (optimizer("Adam", fused=True), "optimizer.params.fused is of torch's"),
+    (optimizer("AdamW", adam_w_mode=False), "adam_w_mode false has no effect on AdamW"),
+    (optimizer("Muon", nesterov=True), "optimizer.params.nesterov is not a"),
     (
-        {
-            "optimizer": {"type": "Muon", "params": {"adam_lr": 0.001}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}},
-        },
-        "scheduler.params.warmup_max_lr 0.01 would be the peak of all weights, but optimizer.params.muon_lr 0.02 "
-        "is not adam_lr 0.001; leave it out: WarmupLR then takes both from the optimizer",
+        optimizer("Muon", adam_lr=0.001) | schedule("WarmupLR", warmup_max_lr=0.01),
+        "would be the peak of all weights, but optimizer.params.muon_lr 0.02 is not adam_lr 0.001; leave it out",
     ),
+    (schedule("WarmupLR", warmup_min_lr=0.002), "warmup_min_lr 0.002 is more than the peak"),
     (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002}}},
-        "warmup_min_lr 0.002 is more than the",
-    ),
-    (
-        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 11}}},
+        schedule("WarmupCosineLR", total_num_steps=10, warmup_num_steps=11),
         "scheduler.params.warmup_num_steps 11 is more than scheduler.params.total_num_steps 10",
     ),
     (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-        "warmup_num_steps 1000 (DeepSpeed's default) is more than scheduler.params.total_num_steps 10 "
-        '("auto": training.train_iters)',
+        schedule("WarmupDecayLR", total_num_steps="auto"),
+        'warmup_num_steps 1000 (DeepSpeed\'s default) is more than scheduler.params.total_num_steps 10 ("auto": ',
     ),
     (
-        {"scheduler": {"type": "WSD", "params": {"total_num_steps": "auto", "decay_num_steps": 11}}},
-        'decay_num_steps 11 is more than total_num_steps 10 ("auto": training.train_iters)',
+        schedule("WSD", total_num_steps="auto", decay_num_steps=11),
+        'more than total_num_steps 10 ("auto": tra',
     ),
     ({"data.text": None, "data.data_path": "0.3 a 0.7 b"}, "data.data_path: a blend must be a list of"),
     (
-        {"scheduler": {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 9}}},
+        schedule("WSD", total_num_steps="auto", decay_num_steps=4, warmup_num_steps=9),
         "scheduler.params: warmup_num_steps 9 + decay_num_steps 4 is more than total_num_steps 10",
     ),
     # the data
@@ -146,14 +149,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model.family": "mixtral", "parallel.tensor_model_parallel_size": 2}, 'family "mixtral" needs'),
     ({"model.family": "mixtral", "model.moe_router_topk": 9}, "model.moe_router_topk 9 is more than"),
     ({"model.yarn_rotary_scaling_factor": 4.0}, "model.yarn_rotary_scaling_factor and"),
-    (
-        {
-            "model.yarn_rotary_scaling_factor": 4.0,
-            "model.yarn_original_max_position_embeddings": 64,
-            "model.rope_scaling_factor": 8.0,
-        },
-        "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out",
-    ),
+    (YARN | {"model.rope_scaling_factor": 8.0}, "model.rope_scaling_factor and YaRN scale the same rotary"),
     ({"model.hidden_size": 66}, "66 does not divide into 4 attention heads (66 / 4 = 16.50)"),
     ({"model.kv_channels": 15}, "model.kv_channels: a head of 15 channels has no rotary embedding"),
     ({"model.num_query_groups": 3}, "num_attention_heads 4 does not divide into model.num_query_groups 3"),
@@ -164,50 +160,28 @@ RULES: list[tuple[dict[str, Any], str]] = [
         'no layer of the family "llama" has "moe"',
     ),
     (
-        {
-            "model.recompute_granularity": "full",
-            "model.recompute_method": "block",
-            "model.recompute_num_layers": 3,
-        },
-        "model.recompute_num_layers 3 is more than the 2 layers of a model chunk",
+        RECOMPUTED | {"model.recompute_num_layers": 3},
+        "model.recompute_num_layers 3 is more than the 2 layers",
     ),
     (
-        {
-            "model.recompute_granularity": "full",
-            "model.recompute_method": "uniform",
-            "model.recompute_num_layers": 2,
-            "model.num_layers": 5,
-            "parallel.num_layers_in_first_pipeline_stage": 2,
-        },
+        RECOMPUTED
+        | {"model.recompute_method": "uniform", "model.recompute_num_layers": 2, "model.num_layers": 5}
+        | {"parallel.num_layers_in_first_pipeline_stage": 2},
         'model.recompute_method "uniform": the 3 layers of a model chunk do not divide into units of model.recom',
     ),
     # the parallel layout
     ({"model.num_layers": 3}, "3 layers (model.num_layers) do not divide into 2 stages"),
-    (
-        {"parallel.pipeline_model_parallel_size": 1, "parallel.virtual_pipeline_model_parallel_size": 2},
-        "size 2 needs parallel.pipeline_model_parallel_size > 1",
-    ),
-    (
-        {"parallel.virtual_pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 3},
-        "3 / 2 stages = 1.50",
-    ),
+    (VIRTUAL | {"parallel.pipeline_model_parallel_size": 1}, "size 2 needs parallel.pipeline_model_parallel"),
+    (VIRTUAL | {"gradient_accumulation_steps": 3}, "3 / 2 stages = 1.50"),
     ({"parallel.tensor_model_parallel_size": 3}, "model.num_attention_heads 4 does not divide by"),
-    ({"parallel.tensor_model_parallel_size": 4, "model.num_query_groups": 2}, "model.num_query_groups 2"),
-    ({"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 130}, "model.ffn_hidden_size 130"),
+    (TP4 | {"model.num_query_groups": 2}, "model.num_query_groups 2 does not divide by"),
+    (TP4 | {"model.ffn_hidden_size": 130}, "model.ffn_hidden_size 130 does not divide by"),
     (
-        {
-            "parallel.tensor_model_parallel_size": 4,
-            "model.vocab_size": 5,
-            "model.make_vocab_size_divisible_by": 3,
-        },
+        TP4 | {"model.vocab_size": 5, "model.make_vocab_size_divisible_by": 3},
         "the padded vocabulary 6 does not divide by parallel.tensor_model_parallel_size 4",
     ),
     (
-        {
-            "parallel.tensor_model_parallel_size": 4,
-            "parallel.sequence_parallel": True,
-            "model.seq_length": 30,
-        },
+        TP4 | {"parallel.sequence_parallel": True, "model.seq_length": 30},
         "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
     ),
     ({"parallel.expert_model_parallel_size": 2, "parallel.data_parallel_size": 2}, "has no experts"),
@@ -242,11 +216,7 @@ ACCEPTED: list[dict[str, Any]] = [
     FP16 | {"noloco.routing": "off"},
     FP16 | {"parallel.replicas": 1},
     {"fp16": {"enabled": True, "loss_scale": 128}},
-    {
-        "model.recompute_granularity": "full",
-        "model.recompute_method": "block",
-        "model.recompute_num_layers": 1,
-    },
+    RECOMPUTED | {"model.recompute_num_layers": 1},
 ]
 
 
