@@ -130,40 +130,26 @@ Damage = tuple[Callable[[Path], Any], str, str]  # what is done, the file or fol
 
 DAMAGES: dict[str, Damage] = {
     "truncated file": (lambda folder: edit(folder / TENSORS, lambda c: c[:-7]), TENSORS, "bytes instead of"),
-    "flipped bit": (
-        lambda folder: flip_a_bit(folder / TENSORS),
-        TENSORS,
-        "checksum does not match its manifest",
-    ),
+    "flipped bit": (lambda folder: flip_a_bit(folder / TENSORS), TENSORS, "checksum does not match its"),
     "missing file": (lambda folder: (folder / TENSORS).unlink(), TENSORS, "No such file"),
     "missing replica folder": (
-        lambda folder: shutil.rmtree(folder / "replica_01"),
-        "replica_01/stage_00_dp_00_tp_00.json",
-        "No such file",
+        lambda folder: shutil.rmtree(folder / "replica_01"), "replica_01/stage_00_dp_00_tp_00.json", "No such"
     ),
     "missing manifest": (lambda folder: (folder / MANIFEST).unlink(), MANIFEST, "No such file"),
     "half-written step": (
-        lambda folder: [path.unlink() for path in folder.rglob("*.json")],
-        "",
-        "no manifest; it was never completed",
+        lambda folder: [path.unlink() for path in folder.rglob("*.json")], "", "no manifest; it was never comp"
     ),
     "manifest cut short": (
-        lambda folder: edit(folder / MANIFEST, lambda c: c[:20]),
-        MANIFEST,
-        "not a manifest",
+        lambda folder: edit(folder / MANIFEST, lambda c: c[:20]), MANIFEST, "not a manifest"
     ),
     "manifest that is no text": (
-        lambda folder: edit(folder / MANIFEST, lambda _: b"\xff\x00"),
-        MANIFEST,
-        "not a manifest",
+        lambda folder: edit(folder / MANIFEST, lambda _: b"\xff\x00"), MANIFEST, "not a manifest"
     ),
     "manifest of another step": (lambda folder: edit_manifest(folder, {"step": 9}), "", "belong together"),
     "manifest of a later format": (
-        lambda folder: edit_manifest(folder, {"format": 99}),
-        MANIFEST,
-        "another version",
+        lambda folder: edit_manifest(folder, {"format": 99}), MANIFEST, "another version"
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -49,25 +49,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_run_whose_checkpoints_cannot_be_used_does_not_start_over(what: str, tmp_path: Path) -> None:
-    damage, reason = REFUSED[what]
-    checkpoints = tmp_path / "checkpoints"
-    for step in (5, 10):
-        damage(write_checkpoint(checkpoints, step, TOPOLOGY))
-    catalog.step_folder(checkpoints, 15).mkdir()
-    with pytest.raises(ValueError) as refusal:
-        start(tmp_path)
-    (line,) = str(refusal.value).splitlines()
-    assert line.startswith(
-        f"{checkpoints}: no checkpoint there can be continued ({checkpoints}/step_00000010"
-    )
-    assert reason in line
-    assert line.endswith('start anew with checkpoint.load "none"')
-    assert len(catalog.steps(checkpoints)) == 3, "nothing is set aside"
-    assert start(tmp_path, "none").folder is None
-
-
 def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     shutil.rmtree(write_checkpoint(checkpoints, 5, TOPOLOGY) / "replica_01")
@@ -85,6 +66,38 @@ def save(output_dir: Path, step: int, load: str = "auto") -> Path:
         manifest["config"]["checkpoint"]["load"] = load
         path.write_text(json.dumps(manifest))
     return folder
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["auto", "a step of another run"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_checkpoints_that_cannot_be_used_do_not_lead_back_to_where_the_run_began(
+    what: str, named: bool, tmp_path: Path
+) -> None:
+    damage, reason = REFUSED[what]
+    checkpoints, load = tmp_path / "checkpoints", "auto"
+    again = 'start anew with checkpoint.load "none"'
+    if named:
+        load = str(save(tmp_path / "another", 5))
+        again = f"delete its step folders to start from {load} again"
+    for step in (7, 9):
+        damage(save(tmp_path, step, load))
+    catalog.step_folder(checkpoints, 15).mkdir()
+    with pytest.raises(ValueError) as refusal:
+        start(tmp_path, load)
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith(
+        f"{checkpoints}: no checkpoint there can be continued ({checkpoints}/step_00000009"
+    )
+    assert reason in line
+    assert line.endswith(f"put it right, or {again}")
+    assert len(catalog.steps(checkpoints)) == 3, "nothing is set aside"
+    if not named:
+        assert start(tmp_path, "none").folder is None
+        return
+    shutil.rmtree(load)
+    _check_load(load, tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint there can be continued"):
+        start(tmp_path, load)
 
 
 @pytest.mark.parametrize("whose", ["own", "another"])
@@ -106,26 +119,6 @@ def test_a_run_starts_once_from_the_step_it_names(whose: str, tmp_path: Path) ->
     assert found.notes[1].endswith("without step_00000009, step_00000007 it would start from there again")
     flip_a_bit(saved[1] / "replica_00" / "stage_00_dp_00_tp_00.safetensors")
     assert start(own, load).folder == saved[0]
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_own_checkpoints_that_cannot_be_used_do_not_lead_back_to_the_step_it_names(
-    what: str, tmp_path: Path
-) -> None:
-    damage, reason = REFUSED[what]
-    load = save(tmp_path / "another", 5)
-    for step in (7, 9):
-        damage(save(tmp_path, step, str(load)))
-    with pytest.raises(ValueError) as refusal:
-        start(tmp_path, str(load))
-    (line,) = str(refusal.value).splitlines()
-    assert line.startswith(f"{tmp_path}/checkpoints: no checkpoint there can be continued ({tmp_path}/")
-    assert reason in line
-    assert line.endswith(f"put it right, or delete its step folders to start from {load} again")
-    shutil.rmtree(load)
-    _check_load(str(load), tmp_path)
-    with pytest.raises(ValueError, match="no checkpoint there can be continued"):
-        start(tmp_path, str(load))
 
 
 def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_step_it_names(tmp_path: Path) -> None:
@@ -186,7 +179,6 @@ def test_the_line_for_a_folder_that_is_no_step_says_which_would_be_right(tmp_pat
         step.parent: f"not a step folder; name one, such as {step}, {auto}",
         tmp_path
         / "empty": f"not a step folder; name one, such as OUTPUT_DIR/checkpoints/step_00001000, {auto}",
-        catalog.set_aside(save(tmp_path, 5)): "was set aside; rename it to step_00000005, and name that",
     }
     for folder, line in lines.items():
         with pytest.raises(ValueError) as refusal:
