@@ -8,7 +8,7 @@ import json
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import annotated_types
@@ -80,19 +80,10 @@ def settings_class(cls: type[_Class]) -> type[_Class]:
         try:
             checked(self, **given)
         except ValidationError as error:
-            problems = problems_of(error, made, (made.__name__,))
-            raise ValueError("\n".join(problem.text for problem in problems)) from None
+            raise ValueError("\n".join(problems_of(error, made, (made.__name__,)))) from None
 
     made.__init__ = __init__
     return made
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Holds one line for the user, and the place in the file that it is sorted by."""
-
-    path: Path
-    text: str
 
 
 def dotted(path: Iterable[str]) -> str:
@@ -169,12 +160,10 @@ def _bound(entry: Any) -> str:
     )
 
 
-def unknown_field(path: Path, known: Iterable[str]) -> Problem:
+def unknown_field(path: Path, known: Iterable[str]) -> str:
     """Return the line for a key that is not among the `known` keys of its block, with the nearest of them."""
     meant = nearest(path, known)
-    return Problem(
-        path, f"{dotted(path)} is not a known key; " + (f"did you mean {meant}?" if meant else "leave it out")
-    )
+    return f"{dotted(path)} is not a known key; " + (f"did you mean {meant}?" if meant else "leave it out")
 
 
 def nearest(path: Path, known: Iterable[str]) -> str:
@@ -188,25 +177,22 @@ def problems_of(
     error: ValidationError,
     block: type,
     path: Path = (),
-    unknown: Callable[[Path, Iterable[str]], Problem] = unknown_field,
-) -> list[Problem]:
-    """Return pydantic's errors as our lines; the branches of a union give one line, not one each.
+    unknown: Callable[[Path, Iterable[str]], str] = unknown_field,
+) -> list[str]:
+    """Return pydantic's errors as our lines, which begin with the field; a union gives one line, not one a branch.
 
     Args:
         block: what was checked.
         path: its place in the file.
         unknown: returns the line for a key that is not in its block.
     """
-    found: dict[tuple[Path, str], Problem] = {}
-    for entry in error.errors(include_url=False):
-        for problem in _problems(entry, block, path, unknown):
-            found.setdefault((problem.path, problem.text), problem)
-    return list(found.values())
+    entries = error.errors(include_url=False)
+    return list(dict.fromkeys(line for entry in entries for line in _lines(entry, block, path, unknown)))
 
 
-def _problems(
-    entry: Any, block: type, path: Path, unknown: Callable[[Path, Iterable[str]], Problem]
-) -> Iterator[Problem]:
+def _lines(
+    entry: Any, block: type, path: Path, unknown: Callable[[Path, Iterable[str]], str]
+) -> Iterator[str]:
     owner: type | None = block
     definition = None
     for name in map(str, entry["loc"]):
@@ -220,11 +206,10 @@ def _problems(
         owner = _inner_block(definition)
     if entry["type"] in ("value_error", "assertion_error"):
         mark = ": " if owner is None else "."  # of a field, or between fields
-        lines = str(entry["ctx"]["error"]).splitlines()
-        yield from (Problem(path, f"{dotted(path)}{mark}{line}") for line in lines)
+        yield from (f"{dotted(path)}{mark}{line}" for line in str(entry["ctx"]["error"]).splitlines())
         return
     assert definition is not None  # `block` is checked against objects only
-    yield Problem(path, f"{dotted(path)}{_wrong(entry, definition)}")
+    yield f"{dotted(path)}{_wrong(entry, definition)}"
 
 
 def _wrong(entry: Any, definition: FieldInfo) -> str:

@@ -14,7 +14,7 @@ from megatron_noloco.config import optimizer_block
 from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.wording import unknown_key, unknown_type
-from megatron_noloco.fields import Problem, problems_of
+from megatron_noloco.fields import problems_of
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTO = "auto"
@@ -159,7 +159,7 @@ def accepted(saved: dict[str, Any]) -> dict[str, Any]:
     return kept | {"optimizer": {"type": "AdamW"}}
 
 
-def check_params(values: dict[str, Any]) -> Iterator[Problem]:
+def check_params(values: dict[str, Any]) -> Iterator[str]:
     """Check the params of optimizer and scheduler, where the blocks have the form {type, params}."""
     for block, kinds in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
         chosen = values.get(block)
@@ -180,7 +180,7 @@ def _whatever_case(name: str) -> type[Block] | None:
     return {kind.lower(): params for kind, params in OPTIMIZERS.items() if kind != "SGD"}.get(name.lower())
 
 
-def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dict[str, Any], list[Problem]]:
+def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dict[str, Any], list[str]]:
     """Return what DeepSpeed is given, and what the rules between its keys refuse.
 
     Args:
@@ -199,26 +199,23 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
     return values, [*problems, *_batch(values, dp_size)]
 
 
-def _check_precision(values: dict[str, Any]) -> Iterator[Problem]:
+def _check_precision(values: dict[str, Any]) -> Iterator[str]:
     """Refuse two precisions, and settings of a precision or of a loss scale that the run does not have."""
     bf16, fp16 = values.get("bf16", {}), values.get("fp16", {})
     if bf16.get("enabled") and fp16.get("enabled"):
-        yield Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them")
+        yield "bf16 and fp16 are both enabled; choose one of them"
     if fp16 and "enabled" not in fp16:
-        yield Problem(
-            ("fp16",), "fp16.enabled is missing: without it the run is not fp16; set it to true or false"
-        )
+        yield "fp16.enabled is missing: without it the run is not fp16; set it to true or false"
     if scale := fp16.get("loss_scale"):
         for name in fp16.keys() - {"enabled", "loss_scale"}:
-            text = f"fp16.{name} has no effect beside the static fp16.loss_scale {scale:g}; leave one of them out"
-            yield Problem(("fp16", name), text)
+            yield f"fp16.{name} has no effect beside the static fp16.loss_scale {scale:g}; leave one of them out"
 
 
-def _batch(values: dict[str, Any], dp_size: int) -> Iterator[Problem]:
+def _batch(values: dict[str, Any], dp_size: int) -> Iterator[str]:
     """Apply DeepSpeed's rule to one replica: train_batch_size = micro batch x accumulation steps x dp."""
     given = {key: values[key] for key in (TRAIN, MICRO, STEPS) if values.get(key) is not None}
     if TRAIN not in given and MICRO not in given:
-        yield Problem((MICRO,), f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)")
+        yield f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)"
         return
     if len(given) == 1:  # as DeepSpeed does
         given[STEPS] = 1
@@ -228,18 +225,16 @@ def _batch(values: dict[str, Any], dp_size: int) -> Iterator[Problem]:
         if missing not in given:
             parts = given[other] * dp_size
             if given[TRAIN] % parts:
-                yield Problem(
-                    (TRAIN,),
+                yield (
                     f"{TRAIN} {given[TRAIN]} does not divide by {other} {given[other]} x "
-                    f"parallel.data_parallel_size {dp_size} = {parts} (per replica), so there is no {missing}",
+                    f"parallel.data_parallel_size {dp_size} = {parts} (per replica), so there is no {missing}"
                 )
                 return
             given[missing] = given[TRAIN] // parts
     product = given[MICRO] * given[STEPS] * dp_size
     if product != given[TRAIN]:
-        yield Problem(
-            (TRAIN,),
+        yield (
             f"{TRAIN} {given[TRAIN]} is not {MICRO} {given[MICRO]} x {STEPS} {given[STEPS]} x "
-            f"parallel.data_parallel_size {dp_size} = {product} (per replica)",
+            f"parallel.data_parallel_size {dp_size} = {product} (per replica)"
         )
     values.update(given)

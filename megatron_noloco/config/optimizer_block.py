@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
-from megatron_noloco.config.wording import Problem
 from megatron_noloco.engine.schedules import WSD, DecayType
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -164,19 +163,15 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
         values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
 
 
-def check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
+def check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[str]:
     """Refuse what torch's SGD refuses, and what has no effect beside the rest of the block as it was given."""
     params = {name: value for name, value in optimizer.get("params", {}).items() if value is not None}
     if params.get("nesterov") and not params.get("momentum"):
-        yield _of_params("nesterov needs a momentum > 0")
+        yield "optimizer.params.nesterov needs a momentum > 0"
     if "fused" in params and not params.get("torch_adam"):
-        yield _of_params("fused is of torch's kernel; give torch_adam true, too, or leave it out")
+        yield "optimizer.params.fused is of torch's kernel; give torch_adam true, too, or leave it out"
     if str(optimizer["type"]).lower() == "adamw" and params.get("adam_w_mode") is False:
-        yield _of_params("adam_w_mode false has no effect on AdamW; use type Adam, or leave it out")
-
-
-def _of_params(text: str) -> Problem:
-    return Problem(("optimizer",), f"optimizer.params.{text}")
+        yield "optimizer.params.adam_w_mode false has no effect on AdamW; use type Adam, or leave it out"
 
 
 def rates_of(optimizer: Mapping[str, Any]) -> dict[str, float]:
@@ -200,7 +195,7 @@ def with_peak(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_schedule(
     optimizer: Mapping[str, Any], scheduler: Mapping[str, Any], is_auto: bool
-) -> Iterator[Problem]:
+) -> Iterator[str]:
     """Yield what a schedule contradicts: itself, or the optimizer.
 
     Args:
@@ -214,14 +209,13 @@ def check_schedule(
         try:
             WSD(**params)
         except ValueError as error:
-            yield Problem(("scheduler",), f"scheduler.params: {error}{source}")
+            yield f"scheduler.params: {error}{source}"
         return
     total, (warm_up, by_default) = params.get("total_num_steps"), warm_up_of(schedule, params)
     if total is not None and warm_up > total:
-        yield Problem(
-            ("scheduler",),
+        yield (
             f"scheduler.params.warmup_num_steps {warm_up}{by_default} is more than "
-            f"scheduler.params.total_num_steps {total}{source}",
+            f"scheduler.params.total_num_steps {total}{source}"
         )
 
 
@@ -232,25 +226,19 @@ def warm_up_of(schedule: str, params: Mapping[str, Any]) -> tuple[int, str]:
     return params.get("warmup_num_steps", default), by_default
 
 
-def _check_one_rate(
-    rates: Mapping[str, float], schedule: str, params: Mapping[str, Any]
-) -> Iterator[Problem]:
+def _check_one_rate(rates: Mapping[str, float], schedule: str, params: Mapping[str, Any]) -> Iterator[str]:
     """Refuse one peak for an optimizer that has two, and a lowest rate above the peak."""
     peak, lowest = params.get("warmup_max_lr"), params.get("warmup_min_lr", 0)
     (name, rate), (other, other_rate) = min(rates.items(), key=_rate), max(rates.items(), key=_rate)
     if peak is not None and rate != other_rate:
-        yield Problem(
-            ("scheduler",),
+        yield (
             f"scheduler.params.warmup_max_lr {peak:g} would be the peak of all weights, but "
             f"optimizer.params.{other} {other_rate:g} is not {name} {rate:g}; leave it out: {schedule} then takes "
-            "both from the optimizer",
+            "both from the optimizer"
         )
     elif lowest > (rate if peak is None else peak):
         source = f"optimizer.params.{name} {rate:g}" if peak is None else f"warmup_max_lr {peak:g}"
-        yield Problem(
-            ("scheduler",),
-            f"scheduler.params.warmup_min_lr {lowest:g} is more than the peak, {source}; lower it",
-        )
+        yield f"scheduler.params.warmup_min_lr {lowest:g} is more than the peak, {source}; lower it"
 
 
 def _rate(entry: tuple[str, float]) -> float:

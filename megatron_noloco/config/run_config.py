@@ -1,5 +1,6 @@
 """The whole configuration of a run: its blocks, the rules between them, and the values that it stands for."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
@@ -24,7 +25,7 @@ from megatron_noloco.config.old_forms import in_todays_form, of_saved_run
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, unknown_key
 from megatron_noloco.data.sources import DocumentBorders
-from megatron_noloco.fields import Problem, fields_of, problems_of
+from megatron_noloco.fields import fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
@@ -114,7 +115,7 @@ class RunConfig:
         raw, translations = in_todays_form(raw)
         values = deepspeed_block.prepared(_with_recipe(raw))
         file: Any = None
-        problems: list[Problem] = []
+        problems: list[str] = []
         try:
             file = File.model_validate(values)
         except ValidationError as error:
@@ -127,7 +128,7 @@ class RunConfig:
                 file.training.train_iters,
             )
         if problems:
-            raise ConfigError(problem.text for problem in sorted(problems, key=lambda p: _place(p, raw)))
+            raise ConfigError(sorted(problems, key=lambda line: _place(line, raw)))
         blocks = {name: getattr(file, name) for name in BLOCKS}
         return cls(deepspeed=deepspeed, **blocks, translations=translations)
 
@@ -245,16 +246,13 @@ def _with_recipe(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"noloco": {**PAPER, **noloco}}
 
 
-def _place(problem: Problem, raw: dict[str, Any]) -> tuple[int, int]:
-    """Return the place of a problem's key in the file; what is missing comes last."""
-    keys = list(raw)
-    block = raw.get(problem.path[0])
-    inner = list(block) if isinstance(block, dict) else []
-    second = problem.path[1] if len(problem.path) > 1 else ""
-    return (
-        keys.index(problem.path[0]) if problem.path[0] in keys else len(keys),
-        inner.index(second) if second in inner else len(inner),
-    )
+def _place(line: str, raw: dict[str, Any]) -> tuple[int, int]:
+    """Return the place in the file of the key that a line begins with; what is missing comes last."""
+    names = [*re.split(r"[:\s]", line)[0].split("."), ""]
+    block = raw.get(names[0])
+    keys, inner = list(raw), list(block) if isinstance(block, dict) else []
+    places = [of.index(name) if name in of else len(of) for of, name in ((keys, names[0]), (inner, names[1]))]
+    return places[0], places[1]
 
 
 def _check_federation(

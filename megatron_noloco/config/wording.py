@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_noloco.fields import Path, Problem, dotted, nearest, shown, unknown_field
+from megatron_noloco.fields import Path, dotted, nearest, shown, unknown_field
 from megatron_noloco.model.families import FAMILIES
 
 # What users of Megatron, DeepSpeed, Hugging Face or DiLoCo write, in small letters, and the field that it is here,
@@ -94,7 +94,7 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ()) -> Problem:
+def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
     """Return the line for a misspelt key, with the field that is probably meant.
 
     Args:
@@ -104,14 +104,14 @@ def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ())
     hint = _hint(path)
     if not hint and (meant := _at_another_place(path[-1].lower(), elsewhere)):
         hint = f"did you mean {meant}?"
-    return Problem(path, f"{dotted(path)} is not a known key; {hint}") if hint else unknown_field(path, known)
+    return f"{dotted(path)} is not a known key; {hint}" if hint else unknown_field(path, known)
 
 
-def unknown_type(block: str, name: str, known: Iterable[str]) -> Problem:
+def unknown_type(block: str, name: str, known: Iterable[str]) -> str:
     """Return the line for an optimizer or a schedule that is not among the `known`."""
     meant = nearest((name,), known)
     hint = _hint((name,)) or (f"did you mean {meant}?" if meant else "known are " + ", ".join(known))
-    return Problem((block, "type"), f"{block}.type: {shown(name)} is not a known {block}; {hint}")
+    return f"{block}.type: {shown(name)} is not a known {block}; {hint}"
 
 
 def names_of_others() -> dict[str, str]:

@@ -377,7 +377,7 @@ class TestConfig:
         everywhere = [name for name, _ in fields_of(File)]
         known = {word for name in everywhere for word in name.split(".")}
         for name in set(names) - known - names_of_others().keys():
-            line = unknown_key((name,), block.model_fields, everywhere).text
+            line = unknown_key((name,), block.model_fields, everywhere)
             assert line == f"{name} is not a known key; leave it out"
 
     @pytest.mark.parametrize("schedule", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
