@@ -137,9 +137,7 @@ def test_arguments_of_tool_calls_are_not_escaped_twice(tmp_path: Path) -> None:
 
 
 def test_a_template_with_a_clock_is_refused_if_it_is_read(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"line 1: the chat template writes the present date \(strftime_now\)"
-    ):
+    with pytest.raises(ValueError, match=r"line 1: the chat template writes the present date"):
         load(tmp_path, DATED, [ASKED, ANSWER])
     fixed = "{% set date = strftime_now('%Y') if date_is_asked else '2025' %}{{ date }}" + TEMPLATE
     assert len(load(tmp_path, fixed, [ASKED, ANSWER])) == 1

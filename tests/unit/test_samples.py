@@ -61,9 +61,7 @@ def test_a_token_outside_the_vocabulary_is_found_when_its_sample_is_read(token: 
     ]
     for made in datasets:
         assert made[5].tokens[0] == 40
-        with pytest.raises(
-            VocabularyError, match=f"^sample 6 of the data holds token {token}, the vocabulary has"
-        ):
+        with pytest.raises(VocabularyError, match=f"^sample 6 of the data holds token {token}, the"):
             gather(made, np.array([0, 6]))
 
 
@@ -193,7 +191,5 @@ def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
     documents = DocumentBorders(ByteTokenizer.end_of_document, **{field: True})
     source = IndexedSource(Blend.parse(str(tmp_path / "a")), None, None)
     needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
-    with pytest.raises(
-        ValueError, match=rf"^data.{field}: .*a holds no end-of-document token \(256\), .*--append-eod$"
-    ):
+    with pytest.raises(ValueError, match=rf"^data.{field}: .*a holds no end-of-document token \(256\)"):
         build_datasets(source, ByteTokenizer(), needs)

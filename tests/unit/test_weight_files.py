@@ -228,9 +228,7 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_read(value: float
     write(tmp_path, model, weights)
     with PretrainedWeights(tmp_path, read_architecture(tmp_path)) as read:
         for reading in (read.hf_tensors, read.check_finite):
-            with pytest.raises(
-                NotFiniteWeightError, match=f"model.safetensors: {NORM} holds NaN or infinite"
-            ):
+            with pytest.raises(NotFiniteWeightError, match=f"model.safetensors: {NORM} holds NaN or"):
                 reading()
 
 
