@@ -7,6 +7,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tools.matrix.combinations import COMBINATIONS
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -31,3 +33,18 @@ def test_gpu_check_has_them_too() -> None:
     listed = bounds((ROOT / "requirements-gpu-check.txt").read_text().splitlines())
     for name, versions in listed.items():
         assert not versions or versions == INSTALLED[name], name
+
+
+def test_every_supported_python_has_a_combination() -> None:
+    supported = SpecifierSet(PROJECT["requires-python"])
+    pythons = {f"3.{minor}" for minor in range(30) if supported.contains(f"3.{minor}.0")}
+    assert {one.python for one in COMBINATIONS} == pythons
+
+
+def test_the_oldest_versions_are_those_that_are_allowed() -> None:
+    (oldest,) = (one for one in COMBINATIONS if one.name == "oldest")
+    for line in oldest.constraints:
+        name, _, version = line.partition("==")
+        assert f">={version.removesuffix('.*')}" in map(str, INSTALLED[name])
+    bounded = {name for name, versions in INSTALLED.items() if ">=" in str(versions)}
+    assert {line.partition("==")[0] for line in oldest.constraints} == bounded
