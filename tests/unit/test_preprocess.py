@@ -297,17 +297,6 @@ def _stopped_at(last: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> bool:
     return False
 
 
-def test_what_a_tokenizer_remembers_of_its_model_does_not_cut_texts(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    tokenizer.enable_truncation(3)
-    tokenizer.enable_padding(length=9)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    found = FastTokenizer(tmp_path)
-    assert found.decode(found.encode("two three four five")) == "two three four five"
-    assert len(found.encode("two three four five")) != 9
-
-
 NO_END = "no end-of-document token; name it as eos_token"
 
 
@@ -326,19 +315,6 @@ def test_broken_files_of_a_tokenizer(tmp_path: Path, name: str, content: str, li
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=line):
         FastTokenizer(tmp_path)
-
-
-def test_a_fast_tokenizer_is_the_one_that_transformers_loads(tmp_path: Path, fast: Path) -> None:
-    from transformers import AutoTokenizer
-
-    ours = FastTokenizer(fast, split_special_tokens=False)
-    ours.save(tmp_path, max_length=64)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    text = "two three <end> Größe\n"
-    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
-    assert (theirs.eos_token_id, theirs.model_max_length) == (ours.end_of_document, 64)
-    assert ours.vocab_size == len(theirs)
-    assert ours.decode([*ours.encode("two six\n"), ours.end_of_document]) == "two six\n"
 
 
 def test_a_file_of_another_name_is_saved_and_renders(tmp_path: Path, fast: Path) -> None:

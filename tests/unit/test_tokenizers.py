@@ -64,15 +64,15 @@ def change(file: Path, **fields: Any) -> None:
 
 class TestDigest:
     def test_it_is_that_of_the_content_not_of_the_file(self, tmp_path: Path) -> None:
-        """Order, indents, fields that newer files have, and what texts are cut to decide no token."""
+        """Order, indents, fields that newer files have, what texts are cut or padded to decide no token."""
         first = FastTokenizer(write_tokenizer(tmp_path / "first"))
         file = write_tokenizer(tmp_path / "second") / "tokenizer.json"
         content = json.loads(file.read_text())
         del content["model"]["ignore_merges"]
         content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
-        content["truncation"] = {
-            "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
-        }  # fmt: skip
+        cut = {"max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        filled = {"strategy": {"Fixed": 99}, "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"}
+        content["truncation"], content["padding"] = (one | {"direction": "Right"} for one in (cut, filled))
         file.write_text(json.dumps(dict(reversed(content.items()))))
         second = FastTokenizer(file.parent)
         assert second.encode(TEXT[0]).tolist() == first.encode(TEXT[0]).tolist()
