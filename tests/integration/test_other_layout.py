@@ -15,7 +15,7 @@ from megatron_noloco.checkpoint.ensemble import Ensemble, inspect
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.plans.topology import Position
-from tests.harness import by_hand, run_ranks
+from tests.harness import run_ranks
 from tests.integration.chaos import Run
 from tests.integration.test_resume import starts
 from tests.integration.tiny import (
@@ -31,7 +31,7 @@ from tests.unit.test_checkpoint_files import flip_a_bit
 
 SAVED, STEPS = 5, 10
 K = 3  # does not divide SAVED: the checkpoint lies in the middle of a round
-FP32_LOSS, BF16_LOSS = 2e-6, 2e-3  # by which losses of about 5 may differ where sums have another order
+FP32_LOSS = 2e-6  # by which losses of about 5 may differ where sums have another order
 BF16 = {"bf16": {"enabled": True}}
 EXPERTS = {"model": FAMILY_MODELS["mixtral"]}
 TIED = {"model": {"untie_embeddings_and_output_weights": False}}
@@ -95,26 +95,10 @@ CASES: dict[str, tuple[list[Changes], Changes, Changes]] = {
     "tp 1 to 2": ([], padded(3, layout()), padded(32, layout(tp=2))),
     "pp 2 to dp 2, tied, under way": ([TIED, LATE], layout(pp=2), layout(dp=2)),
     "dp 2 to pp 2 x vpp 2, Muon": ([MUON], layout(dp=2), layout(pp=2, vpp=2)),
-    "ep 2 to none": (
-        [EXPERTS],
-        layout(dp=2, expert_model_parallel_size=2),
-        layout(expert_model_parallel_size=1),
-    ),
-    "tp 2 x dp 2 to pp 2 x sequence parallel tp 2, bf16": (
-        [BF16],
-        layout(tp=2, dp=2),
-        layout(pp=2, tp=2, sequence_parallel=True),
-    ),
 }
 
 
-BY_HAND = (
-    "ep 2 to none",
-    "tp 2 x dp 2 to pp 2 x sequence parallel tp 2, bf16",
-)  # the state of experts goes there and back below
-
-
-@pytest.mark.parametrize("name", by_hand(CASES, BY_HAND))
+@pytest.mark.parametrize("name", CASES)
 def test_the_losses_are_those_without_the_change(name: str, tmp_path: Path) -> None:
     both, before, after = CASES[name]
     unchanged = saved_run(tmp_path / "unchanged", [*both, before], STEPS)
@@ -125,7 +109,7 @@ def test_the_losses_are_those_without_the_change(name: str, tmp_path: Path) -> N
     assert "changed: parallel." in reported
     found, expected = losses(moved), losses(unchanged)
     assert torch.equal(found[:, :SAVED], expected[:, :SAVED])
-    allowed = (BF16_LOSS if BF16 in both else FP32_LOSS) * (MUON_ROUNDING if MUON in both else 1)
+    allowed = FP32_LOSS * (MUON_ROUNDING if MUON in both else 1)
     torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
     assert (expected[:, SAVED:] - expected[:, SAVED - 1 : -1]).abs().min() > 10 * allowed, "steps are larger"
 

@@ -29,7 +29,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.joined import checkpoint_settings
-from tests.harness import by_hand, call, run_ranks
+from tests.harness import call, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     HF_SIZES,
@@ -139,7 +139,6 @@ def sizes(pp: int = 1, tp: int = 1, dp: int = 1, **others: int) -> dict[str, int
 
 # Models of other families on several ranks, tied, are in test_families.py.
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "4 stages, 2 tp": (sizes(4, 2), {}),
     "virtual stages": (sizes(2, virtual_pipeline_model_parallel_size=2), {}),
     "one key/value head": (sizes(2), {"model": {"num_query_groups": 1}}),
     "a key/value head per query": (sizes(tp=2), {"model": {"num_query_groups": None}}),
@@ -150,14 +149,10 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         MUON | {"model": {"num_layers": 2, "num_query_groups": 4}},
     ),
     "experts, dp 2 x ep 2": (sizes(dp=2, expert_model_parallel_size=2), {"model": FAMILY_MODELS["mixtral"]}),
-    "Muon, bf16, tied, 2 stages, dp 2": (sizes(2, dp=2), MUON | BF16 | {"model": TIED}),
 }
 
 
-BY_HAND = ("4 stages, 2 tp", "Muon, bf16, tied, 2 stages, dp 2")  # their parts are in other cases
-
-
-@pytest.mark.parametrize("case", by_hand(CASES, BY_HAND))
+@pytest.mark.parametrize("case", CASES)
 def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path) -> None:
     parallel, changes = CASES[case]
     model = {"parallel": parallel, "model": LOUD | changes.get("model", {})}

@@ -20,7 +20,7 @@ from megatron_noloco.checkpoint.resume import describe_replicas
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
-from tests.harness import by_hand, run_ranks
+from tests.harness import run_ranks
 from tests.integration.chaos import Outcome, Run, assert_same_state, command
 from tests.integration.tiny import MUON, already_joined, build_run, metrics, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
@@ -59,33 +59,19 @@ OFF = {"noloco": {"enabled": False}}
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "4 replicas": (config(4), 4),
     "2 replicas x 2 stages, routed, dropout": (config(2, STAGES, DROPOUT, routing="microbatch"), 4),
-    "2 replicas x dp 2": (config(2, dp=2), 4),
     "2 replicas x tp 2, sequence parallel": (config(2, SEQUENCE), 4),
-    "2 replicas x 2 stages, bf16, tied": (
-        config(2, STAGES, TIED, BF16, routing="microbatch", outer_momentum=0.3, consensus_weight=0.4),
-        4,
-    ),
-    "2 replicas x dp 2, bf16, DiLoCo": (config(2, BF16, dp=2, method="diloco"), 4),
     "2 replicas x dp 2, Muon, plain averages, WSD": (
         config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int8"),
         4,
     ),
-    "2 replicas x 2 stages, bf16, Muon, dropout": (
-        config(2, STAGES, MUON, BF16, DROPOUT, routing="microbatch"),
-        4,
-    ),
-    "2 replicas, saved while an exchange is under way": (config(2, overlap_steps=3), 2),
     "3 replicas in one group, bf16, int4, saved while an exchange is under way": (
         config(3, BF16, group_size=3, payload="int4", overlap_steps=3),
         3,
     ),
-    **{
-        f"2 replicas x {of}2 stages, tied, in fragments, saved while two are under way": (
-            config(2, STAGES, TIED, dp=dp, fragments=3, overlap_steps=2),
-            4 * dp,
-        )
-        for dp, of in ((1, ""), (2, "dp 2 x "))
-    },
+    "2 replicas x 2 stages, tied, in fragments, saved while two are under way": (
+        config(2, STAGES, TIED, fragments=3, overlap_steps=2),
+        4,
+    ),
     "dp 2 without outer optimizer, dropout": (config(1, OFF, DROPOUT, dp=2), 2),
 }
 
@@ -100,20 +86,12 @@ def codes(outcomes: list[Outcome]) -> list[int]:
     return [outcome.code for outcome in outcomes]
 
 
-# What other cases have in other combinations.
-SLOW = (
-    "2 replicas x dp 2 x 2 stages, tied, in fragments, saved while two are under way",
-    "2 replicas x dp 2",
-    "2 replicas x dp 2, bf16, DiLoCo",
-    "2 replicas x 2 stages, bf16, tied",
-    "2 replicas x 2 stages, bf16, Muon, dropout",
-    "2 replicas, saved while an exchange is under way",
-)
-
-
-@pytest.mark.parametrize("name", by_hand(RUNS, SLOW))
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """The last checkpoint is removed, as if the run had been killed before it; test_chaos.py kills runs."""
+    """The last checkpoint is removed, as if the run had been killed before it; test_chaos.py kills runs.
+
+    Other combinations of these are drawn by test_any_config.py.
+    """
     changes, ranks = RUNS[name]
     straight = Run(tmp_path / "straight", changes)
     straight.change(saving())
