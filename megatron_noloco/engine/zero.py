@@ -174,9 +174,14 @@ class Zero3Weights(TorchWeights):
         super().__init__(_without_padding(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups))
 
     def refresh(self) -> None:
-        """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank."""
+        """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank.
+
+        On a GPU waits for the rounding: DeepSpeed gathers the others on a stream of its own, which does not.
+        """
         for group in range(len(self._optimizer.fp32_partitioned_groups_flat)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if kept := self._optimizer.persistent_parameters:
             kept[0].partition(kept, has_been_updated=False)
             kept[0].all_gather(kept)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
