@@ -150,6 +150,7 @@ def _show_memory(plan: "Plan") -> None:
         [
             *((part, shown(size)) for part, size in memory.device.items() if size),
             ("total on its device", shown(memory.device_bytes)),
+            ("beside it on a GPU, NCCL", shown(memory.nccl)),
             *((f"{part}, in host memory", shown(size)) for part, size in memory.host.items()),
         ],
     )
@@ -175,7 +176,7 @@ def _show_fit(
 
 
 def _fits(plan: "Plan", accelerator: "Accelerator") -> bool:
-    return plan.memory.device_bytes / 1e9 <= _USABLE * accelerator.gigabytes
+    return plan.memory.gpu_bytes / 1e9 <= _USABLE * accelerator.gigabytes
 
 
 def _show_time(plan: "Plan", network: "Network | None") -> None:

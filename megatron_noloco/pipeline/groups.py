@@ -4,7 +4,6 @@ With `use_local_synchronization` only the members of a group make it, so that th
 with the number of replicas.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,6 +40,16 @@ class Groups:
     collection: ProcessGroupCollection  # the same groups under Megatron-core's names
 
     @property
+    def used(self) -> list[ProcessGroup]:
+        """Groups over which tensors of the device are sent, in one order on all ranks."""
+        found: list[ProcessGroup | None] = [self.tp, self.dp, self.mp]
+        if self.topology.ep > 1:
+            found += [self.ep, self.collection.tp_ep, self.expert_dp]
+        if self.topology.pp > 1:
+            found += [self.tied_embedding, self.forward_hops, self.backward_hops]
+        return [group for group in found if group is not None]
+
+    @property
     def first_stage(self) -> bool:
         return self.position.stage == 0
 
@@ -49,25 +58,14 @@ class Groups:
         return self.position.stage == self.topology.pp - 1
 
 
-def _connect(groups: Sequence[ProcessGroup | None]) -> None:
-    """Make NCCL connect the ranks of each group, in the order in which all ranks made the groups.
-
-    Otherwise NCCL connects at the first collective, for hops pair by pair: in the middle of a schedule whose
-    kernels already wait for each other.
-    """
-    for group in groups:
-        if group is not None and group.size() > 1:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    torch.cuda.synchronize()
-
-
 def build_groups(
     topology: Topology, routed: bool, tied: bool = False, patience: timedelta = PATIENCE
 ) -> Groups:
     """Make this rank's groups; all ranks of the world must call this function with the same arguments.
 
     All ranks make the kinds of groups in one order, so that ranks waiting for each other cannot form a cycle; and
-    equally many groups, since torch names a group after its ranks and the number of groups made before.
+    equally many groups, since torch names a group after its ranks and the number of groups made before. All groups
+    of this rank alone are the same: NCCL takes memory for each (`preflight.memory` counts them).
 
     Args:
         routed: whether microbatches may leave their replica; if not, the hop groups stay inside it.
@@ -79,14 +77,18 @@ def build_groups(
     own = grid[at.replica - topology.slot]
     myself = own[at.stage, at.dp, [at.tp]]
 
-    def group(ranks: np.ndarray) -> ProcessGroup:
+    def made(ranks: np.ndarray) -> ProcessGroup:
         members = sorted(ranks.ravel().tolist())
         return dist.new_group(members, timeout=patience, use_local_synchronization=True)
+
+    alone = made(myself)
+
+    def group(ranks: np.ndarray) -> ProcessGroup:
+        return made(ranks) if ranks.size > 1 else alone
 
     tp = group(own[at.stage, at.dp, :])
     pp = group(own[:, at.dp, at.tp])
     dp = group(own[at.stage, :, at.tp])
-    alone = group(myself)
     ep, tp_ep, expert_dp = alone, tp, dp
     if topology.ep > 1:
         first = at.dp // topology.ep * topology.ep
@@ -100,13 +102,9 @@ def build_groups(
         if at.stage in (0, topology.pp - 1):
             tied_embedding = group(own[[0, -1], at.dp, at.tp])
         else:
-            group(myself)  # unused, but keeps the number of groups equal
+            made(myself)  # unused, but keeps the number of groups equal
     reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable), group(reachable)
-    if torch.cuda.is_available():
-        _connect(
-            [tp, dp, tp_ep, expert_dp, mp, tied_embedding, forward_hops, backward_hops]
-        )  # nothing is sent over pp
 
     collection = ProcessGroupCollection()
     collection.tp, collection.pp, collection.mp = tp, pp, mp
@@ -123,7 +121,38 @@ def build_groups(
         collection,
     )  # fmt: skip
     _set_parallel_state(groups, alone)
+    if torch.cuda.is_available():
+        connect(groups, torch.device("cuda"))
+        torch.cuda.synchronize()
     return groups
+
+
+def connect(groups: Groups, device: torch.device) -> None:
+    """Use each group once, and each hop that routes can take, in one order on all ranks; nothing is sent over pp.
+
+    NCCL connects a group at its first collective, and two ranks at their first message. That would otherwise be in
+    the middle of a schedule whose kernels wait for each other, and with routes for as long as new pairs come up:
+    memory would grow for hours. Groups of one rank are used as well: DeepSpeed broadcasts every parameter in them.
+    """
+    for group in groups.used:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    at, stages = groups.position, groups.topology.pp
+
+    def reached(stage: int) -> list[int]:
+        ranks = dist.get_process_group_ranks(groups.forward_hops)
+        return [rank for rank in ranks if groups.topology.position(rank).stage == stage % stages]
+
+    around = groups.topology.vpp > 1  # from the last stage to the first
+    after = reached(at.stage + 1) if around or not groups.last_stage else []
+    before = reached(at.stage - 1) if around or not groups.first_stage else []
+    for group, receivers, senders in (
+        (groups.forward_hops, after, before),
+        (groups.backward_hops, before, after),
+    ):
+        hops = [(dist.isend, rank) for rank in receivers] + [(dist.irecv, rank) for rank in senders]
+        messages = [dist.P2POp(way, torch.zeros(1, device=device), rank, group) for way, rank in hops]
+        for message in dist.batch_isend_irecv(messages) if messages else []:
+            message.wait()
 
 
 def _set_parallel_state(groups: Groups, alone: ProcessGroup) -> None:

@@ -40,7 +40,7 @@ def shortage(
     present = psutil.Process().memory_info().rss if started else 0
     on_host = memory.host_bytes + max(0, LIBRARIES_BYTES - present)
     if torch.cuda.is_available():
-        needed, free = sharing * memory.device_bytes, torch.cuda.mem_get_info()[0]
+        needed, free = sharing * memory.gpu_bytes, torch.cuda.mem_get_info()[0]
         if needed > free:
             return _short(sharing, "a GPU", needed, free, "training may run out of it")
     else:
@@ -96,7 +96,7 @@ def changes_that_save(
 
     Each is a change by itself. Those that the config's checks refuse are left out.
     """
-    now = fullest_stage(config, architecture, topology)[2].device_bytes
+    now = fullest_stage(config, architecture, topology)[2].gpu_bytes
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     candidates: list[dict[str, Any]] = [
         {"noloco": {"slow_weights": "host"}},
@@ -127,7 +127,7 @@ def changes_that_save(
             dp=parallel.data_parallel_size,
             ep=parallel.expert_model_parallel_size,
         )
-        needed = fullest_stage(changed, architecture, layout)[2].device_bytes
+        needed = fullest_stage(changed, architecture, layout)[2].gpu_bytes
         if needed < now:
             yield _shown(change), layout.replica_size, needed
 

@@ -16,6 +16,11 @@ from megatron_noloco.plans.topology import Topology
 
 WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, of a gradient that is sent, of an activation
 _FP32 = 4
+# NCCL 2.28.9 takes 512 MB for a communicator, also of one rank (NVIDIA/nccl issue 2363); other versions take less.
+_COMMUNICATOR = 512_000_000
+# 8 H100 with 32 channels: 4.34 GB, of which 1.06 before the first messages to 7 others (NVIDIA/nccl issue 1685).
+_CHANNEL = 7_300_000  # of a connection, one way
+HOP_CHANNELS = 4  # NCCL_MAX_P2P_NCHANNELS
 _STEP = "step of the inner optimizer"
 # DeepSpeed pads each group of parameters to a multiple of this number of elements per data-parallel rank.
 _ALIGNMENT = 2
@@ -50,14 +55,20 @@ class Memory:
     Attributes:
         device: memory of its GPU. On a CPU this, too, is in the memory of the host.
         host: memory of the host.
+        nccl: memory of its GPU that NCCL takes; none on a CPU.
     """
 
     device: dict[str, int]
     host: dict[str, int]
+    nccl: int
 
     @property
     def device_bytes(self) -> int:
         return sum(self.device.values())
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.device_bytes + self.nccl
 
     @property
     def host_bytes(self) -> int:
@@ -152,14 +163,38 @@ def memory_of(
     }
     stepping = {_STEP: _step(config, held)}
     device |= computing if sum(computing.values()) > stepping[_STEP] else stepping  # never both at a time
+    routed = config.routing(topology).active
+    shares_embedding = architecture.tied_embeddings and stage in (0, topology.pp - 1)
+    nccl = _nccl(topology, routed, shares_embedding, stage)
     if not config.noloco.enabled:
-        return Memory(device, {})
+        return Memory(device, {}, nccl)
     of_state = bytes_of_state(config.noloco, topology.ensemble)
     of_rounds = bytes_of_rounds(config.noloco, topology.ensemble, kept_aside=bool(topology.slots))
     state = {" and ".join(of_state): round(held.owned * sum(of_state.values()))}
     rounds = {"rounds": round(held.owned * sum(of_rounds.values()))}
     on_host = config.noloco.slow_weights == "host"
-    return Memory(device, state | rounds) if on_host else Memory(device | state, rounds)
+    return Memory(device, state | rounds, nccl) if on_host else Memory(device | state, rounds, nccl)
+
+
+def communicators(topology: Topology, routed: bool, tied: bool) -> int:
+    """Return how many of a rank's groups NCCL connects; see `pipeline.groups.build_groups`.
+
+    Args:
+        routed: whether microbatches may leave their replica.
+        tied: whether the rank's stage shares the embedding weights with another one.
+    """
+    t = topology
+    hops = t.pp * (t.replicas if routed else 1)
+    sizes = [t.tp, t.dp, t.pp * t.tp, *[t.ep, t.ep * t.tp, t.dp // t.ep] * (t.ep > 1)]
+    sizes += ([2] * tied + [hops, hops]) * (t.pp > 1)
+    return sum(size > 1 for size in sizes) + (1 in sizes)  # all groups of one rank are the same
+
+
+def _nccl(topology: Topology, routed: bool, tied: bool, stage: int) -> int:
+    """Return the bytes of a rank's communicators, and of its connections for activations and their gradients."""
+    neighbours = 2 if topology.vpp > 1 else (stage > 0) + (stage < topology.pp - 1)
+    hops = 2 * neighbours * (topology.replicas if routed else 1)
+    return _COMMUNICATOR * communicators(topology, routed, tied) + _CHANNEL * HOP_CHANNELS * hops
 
 
 def activation_bytes(

@@ -145,7 +145,7 @@ class Plan:
             "replicas": self.topology.ensemble,
             "stage": self.stage,
             "weights_of_rank": asdict(self.held),
-            "memory_bytes": {"device": self.memory.device, "host": self.memory.host},
+            "memory_bytes": asdict(self.memory),
             "step_seconds": self.step_seconds,
             "gathered_bytes_per_round": self.gathered_bytes,
             "routed_bytes_per_step": self.routed_bytes,

@@ -33,6 +33,7 @@ from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage
+from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.settings import shared
 from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
 from megatron_noloco.transport.interface import Transport
@@ -129,6 +130,11 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     if cuda:  # before anything is allocated
         if topology.tp > 1:  # Megatron-core queues messages before the products that are to hide them
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if prepared.config.routing(
+            topology
+        ).active:  # each rank then has hops to and from those of all replicas
+            os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(HOP_CHANNELS))
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # activations and gradients at once
         alone = topology.replica_size == 1
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
     record_collectives(Path(prepared.config.training.output_dir) if cuda else None)

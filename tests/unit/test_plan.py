@@ -225,7 +225,7 @@ def test_memory_that_is_short_on_this_machine(
     assert f"\nall on this machine: {line}" in capsys.readouterr().out
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * planned.device_bytes - 1, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * planned.gpu_bytes - 1, 0))
     monkeypatch.setattr(fit, "available_bytes", lambda: 2 * (planned.host_bytes + fit.LIBRARIES_BYTES))
     assert fit.shortage(run, architecture, topology, 2) is None
     assert "memory for 2 ranks on a GPU: " in (fit.shortage(run, architecture, topology, 2, 2) or "")
