@@ -36,6 +36,9 @@ export OMPI_MCA_btl_tcp_progress_thread=1
 
 "$python" -m megatron_noloco config --check "$config" --world-size "$SLURM_NTASKS"
 
+# Since Slurm 22.05 srun does not take this number over from sbatch: each task would have one core.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
+
 # `srun --mpi=list` shows what the site supports. Without pmix, or if mpi4py's library does not work with it, use
 # --mpi=none: exchanges then use torch.distributed.
 requeue=no

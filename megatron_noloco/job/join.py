@@ -35,16 +35,27 @@ if TorchVersion(torch.__version__) < "2.9":
     _RECORDER_ENTRIES, _RECORDER_FILES = _RECORDER_ENTRIES[::-1], _RECORDER_FILES[::-1]
 
 
-def ranks_on_this_host() -> int:
-    """Return how many ranks run on this rank's host. A collective, for the start only."""
-    return of_all_ranks(socket.gethostname()).count(socket.gethostname())
+def cores_on_this_host() -> list[set[int]]:
+    """Return the cores that each rank of this rank's host may use. A collective, for the start only."""
+    host = socket.gethostname()
+    return [cores for where, cores in of_all_ranks((host, os.sched_getaffinity(0))) if where == host]
+
+
+def threads_among(own: set[int], ranks: Sequence[set[int]]) -> float:
+    """Return this rank's share of the cores that it may use; below 1 where more ranks may use them than there are.
+
+    Args:
+        own: these cores.
+        ranks: those of each rank of the host, this one included.
+    """
+    return len(own) / sum(not own.isdisjoint(cores) for cores in ranks)
 
 
 def check_gpus(replica_size: int) -> int:
     """Return how many ranks use this rank's GPU. A collective, for the start only.
 
     Raises ValueError where ranks of one replica share a GPU: NCCL would fail at the first message. Replicas of
-    one rank may share one: they need no NCCL.
+    one rank may share one: none of their groups has ranks of two replicas.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     sharing = of_all_ranks(own).count(own)

@@ -23,9 +23,10 @@ from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
     choose_transport,
+    cores_on_this_host,
     join,
-    ranks_on_this_host,
     record_collectives,
+    threads_among,
 )
 from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.notice import notice_of
@@ -139,13 +140,14 @@ def _join_ranks(prepared: Prepared) -> list[str]:
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
     record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
-    neighbours = ranks_on_this_host()  # a collective: on every rank, whether the variable below is set or not
-    _warn_of_shortage(prepared, neighbours, check_gpus(topology.replica_size) if cuda else 1)
-    cores = os.cpu_count() or 1
+    neighbours = cores_on_this_host()  # a collective: on every rank, whether the variable below is set or not
+    _warn_of_shortage(prepared, len(neighbours), check_gpus(topology.replica_size) if cuda else 1)
+    own = os.sched_getaffinity(0)
+    share = threads_among(own, neighbours)
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
-        torch.set_num_threads(max(1, cores // neighbours))
-    if not cuda and neighbours > cores:
-        return [f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn"]
+        torch.set_num_threads(max(1, int(share)))
+    if not cuda and share < 1:
+        return [f"this host has more ranks ({len(neighbours)}) than cores ({len(own)}): they compute in turn"]
     return []
 
 

@@ -1,11 +1,12 @@
 """Joining for real, under every launcher that one machine has."""
 
+import os
 import socket
 import subprocess
 import sys
 from typing import Any
 
-from megatron_noloco.job.join import ranks_on_this_host
+from megatron_noloco.job.join import cores_on_this_host
 from tests.harness import run_mpi, run_ranks, run_torchrun, said
 
 MODULE = "tests.distributed.join_world"
@@ -39,10 +40,11 @@ def test_alone() -> None:
     assert (line["launcher"], line["outcomes"]) == ("single", {"auto": "torch"})
 
 
-def counted(rank: int, world_size: int, hosts: list[str]) -> int:
+def cores(rank: int, world_size: int, hosts: list[str]) -> list[set[int]]:
     socket.gethostname = lambda: hosts[rank]
-    return ranks_on_this_host()
+    os.sched_getaffinity = lambda process: {rank}
+    return cores_on_this_host()
 
 
-def test_ranks_on_this_host() -> None:
-    assert run_ranks(4, counted, ["a", "b", "a", "a"]) == [3, 1, 3, 3]
+def test_ranks_on_this_host_and_their_cores() -> None:
+    assert run_ranks(4, cores, ["a", "b", "a", "a"]) == [[{0}, {2}, {3}], [{1}], *[[{0}, {2}, {3}]] * 2]

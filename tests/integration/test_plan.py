@@ -104,7 +104,7 @@ def warned(rank: int, world_size: int, config: str) -> tuple[str, list[str]]:
     """What a start says on a host with one core and without memory: on stderr, and in the log."""
     already_joined()
     fit.available_bytes = lambda: 1_000_000
-    os.cpu_count = lambda: 1
+    os.sched_getaffinity = lambda _: {0}
     with redirect_stderr(io.StringIO()) as said:
         start = join_job(prepare(load_config(config), os.environ)).start
     return said.getvalue(), start.notes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_noloco.job.join import choose_transport, join, mpi_world_size
+from megatron_noloco.job.join import choose_transport, join, mpi_world_size, threads_among
 from megatron_noloco.job.launcher import World, local_device, master_port, read_world
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -114,3 +114,16 @@ def test_each_process_has_a_gpu_of_its_own() -> None:
     assert [local_device(place(local_rank), 2, shared=True) for local_rank in range(4)] == [0, 1, 0, 1]
     with pytest.raises(ValueError, match=r"^rank 5: local rank 2, but this host has 2 GPUs; start one "):
         local_device(place(2), 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shares"),
+    [
+        ([{0, 1, 2, 3}] * 2, [2, 2]),
+        ([{0, 1}, {2, 3, 4}], [2, 3]),
+        ([{0}] * 2, [0.5, 0.5]),
+    ],
+    ids=["all share all cores", "each is bound to its own", "more ranks than cores"],
+)
+def test_ranks_divide_the_cores_that_they_may_use(ranks: list[set[int]], shares: list[float]) -> None:
+    assert [threads_among(own, ranks) for own in ranks] == shares
