@@ -8,7 +8,7 @@ each step: whether each gradient is finite (fp16), whether the norm is, and the 
 group. With `read_norm_once` it reads the norm once, as a Python number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
+
+_AT_ONCE = 1 << 24  # elements of a gradient whose norm is computed at a time
 
 # Partial gradients
 
@@ -101,7 +103,23 @@ def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> float:
     groups = range(len(optimizer.bit16_groups))
     gradients = [gradient for group in groups for gradient in optimizer.averaged_gradients[group]]
     parameters = [parameter for group in groups for parameter in optimizer.params_in_partition[group]]
-    return float(optimizer.get_grad_norm_direct(gradients, parameters))
+    return float(optimizer.get_grad_norm_direct(*in_pieces(gradients, parameters)))
+
+
+def in_pieces(
+    gradients: Iterable[Tensor], parameters: Iterable[nn.Parameter]
+) -> tuple[list[Tensor], list[nn.Parameter]]:
+    """Cut long gradients, of which DeepSpeed's norm makes copies in fp64, and name the parameter of each piece.
+
+    Leaves out DeepSpeed's padding, which belongs to no parameter.
+    """
+    real = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+    cut = [
+        (piece, parameter)
+        for gradient, parameter in zip(real, parameters, strict=False)
+        for piece in ([gradient] if gradient.numel() <= _AT_ONCE else gradient.view(-1).split(_AT_ONCE))
+    ]
+    return [piece for piece, _ in cut], [parameter for _, parameter in cut]
 
 
 def _unscale_and_clip(optimizer: DeepSpeedZeroOptimizer, gradients: Sequence[Tensor], norm: float) -> None:
