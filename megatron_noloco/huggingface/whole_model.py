@@ -1,5 +1,6 @@
 """Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,21 @@ from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture, Compute
-from megatron_noloco.model.families import family_of
+from megatron_noloco.model.families import family_of, table_of
 from megatron_noloco.plans.topology import Topology
+
+_FP32 = 4  # bytes of a weight
+_SPACIOUS = 1.2  # of the memory of a model's weights: its cache of keys and values, and products
 
 
 class WholeModel:
-    """The trainer's model, unsplit, in fp32, on the GPU if there is one. Call `load` first."""
+    """The trainer's model, unsplit, in fp32, on the GPU if there is one. Call `load` first.
+
+    Raises ValueError where the GPU has no room for the weights.
+    """
 
     def __init__(self, architecture: Architecture) -> None:
+        check_room(_FP32 * sum(math.prod(row.shape) for row in table_of(architecture)))
         before_engines()
         from megatron_noloco.model.dropout import seed_dropout
         from megatron_noloco.model.stage import empty_stage
@@ -66,6 +74,16 @@ class WholeModel:
         return self._stage.chunks[0](tokens, None, documents, labels=labels).float().cpu()
 
 
+def check_room(weights_bytes: int) -> None:
+    """Raise ValueError where there is a GPU, but no room on it for this many bytes."""
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else weights_bytes
+    if weights_bytes > free:
+        raise ValueError(
+            f"the whole model needs {weights_bytes / 1e9:.0f} GB in fp32, the GPU has {free / 1e9:.0f} GB free; "
+            "put CUDA_VISIBLE_DEVICES= before the command to compute on the host"
+        )
+
+
 def generate(
     folder: Path, load: Callable[[Path], Any], prompt: str, tokens: int, temperature: float, seed: int
 ) -> None:
@@ -89,7 +107,10 @@ def generate(
         raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     # Without a prompt, start at the beginning of a document: with its BOS, or after the end of another.
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else [tokenizer.eos_token_id] * (not prompt)
-    inputs = torch.tensor([[*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > _SPACIOUS * model.get_memory_footprint():
+        model = model.to("cuda")
+    ids = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    inputs = torch.tensor([ids], device=model.device)
     context = model.config.max_position_embeddings
     prompted = inputs.size(1)
     room = context - prompted

@@ -33,6 +33,7 @@ from megatron_noloco.huggingface.pretrained import (
     read_architecture,
     tokenizer_of,
 )
+from megatron_noloco.huggingface.whole_model import check_room
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from tests.harness import REPOSITORY, full_disk
@@ -760,3 +761,12 @@ def test_every_byte_decodes_as_ours_does(tokenizer: Any) -> None:
 def test_the_end_of_a_document_is_a_token(tokenizer: Any) -> None:
     assert tokenizer.eos_token_id == ByteTokenizer.end_of_document == len(tokenizer) - 1
     assert tokenizer.model_max_length == 32
+
+
+def test_a_model_for_which_a_gpu_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_room(80_000_000_001)  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80_000_000_000, 0))
+    check_room(80_000_000_000)
+    with pytest.raises(ValueError, match="put CUDA_VISIBLE_DEVICES= before the command"):
+        check_room(80_000_000_001)
