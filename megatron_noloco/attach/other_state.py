@@ -15,6 +15,7 @@ from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.held import parameters_of, plain, shapes_of, trained_in
 from megatron_noloco.federation.session import checksum_of
 from megatron_noloco.outer import Weights
+from megatron_noloco.outer.weights import Joined
 from megatron_noloco.plans.canonical import Block, Matrix, matrices
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 
@@ -64,7 +65,7 @@ def digest_of_replica(ranks: Sequence[Fingerprint | str]) -> str:
 
 
 def _sums_of_weights(weights: Weights, held: Sequence[Block] | None) -> dict[Block, int]:
-    parts, memory = weights.parts(), torch.empty(min(weights.length, _ELEMENTS))
+    parts, memory = Joined(weights.parts()), torch.empty(min(weights.length, _ELEMENTS))
     if held is None:
         held = [Block(0, Matrix(0, 1, weights.length), 0, 0, 1, weights.length)]
 

@@ -20,7 +20,7 @@ from megatron_noloco.attach.sharded_module import (
     reshard,
 )
 from megatron_noloco.outer import TorchWeights, Weights
-from megatron_noloco.outer.weights import check_sound, overlaps
+from megatron_noloco.outer.weights import Joined, check_sound
 
 _REMEDIES = (
     "wrap the model in DistributedDataParallel, with "
@@ -132,7 +132,7 @@ class ReplicatedWeights(TorchWeights):
     def _part(self, place: int) -> list[Tensor]:
         """Return views of the elements that the rank at this place of the group exchanges."""
         start, stop = self._bounds(place)
-        return [view for view, _ in overlaps(super().parts(), start, stop - start)]
+        return [view for view, _ in Joined(super().parts()).overlaps(start, stop - start)]
 
 
 def _within(place: int, length: int) -> int:

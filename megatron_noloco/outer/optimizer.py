@@ -274,7 +274,7 @@ class OuterOptimizer:
         if "correction" not in state:
             return
         cut_elsewhere = moved and len(self._fragments) > 1
-        if cut_elsewhere or not torch.equal(state["delayed_with"], self._schedule):
+        if cut_elsewhere or not torch.equal(state["delayed_with"].cpu(), self._schedule):
             self.weights.add(state["correction"])
             return
         for numbers in state["delayed_rounds"]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import step
 from megatron_noloco.outer.finite_mean import MeanPiece, gathered
-from megatron_noloco.outer.weights import Weights
+from megatron_noloco.outer.weights import Joined, Weights
 from megatron_noloco.settings import NolocoSettings
 
 HOST = torch.device("cpu")
@@ -165,7 +165,7 @@ class OuterVectors:
             combined: shape [spans.length], on any device.
             snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
         """
-        beta, gamma, parts = self.settings.outer_lr, self.settings.gamma, self.weights.parts()
+        beta, gamma, parts = self.settings.outer_lr, self.settings.gamma, Joined(self.weights.parts())
         for ours, place in _in_cache(spans):
             phi, c = self.slow_weights[place], combined[ours]
             piece = c if c.device == phi.device else torch.empty_like(phi)
@@ -216,7 +216,7 @@ class OuterVectors:
     @torch.no_grad()
     def merge(self, spans: Spans, correction: Tensor, spare: Tensor) -> None:
         """Move the fast weights by the correction; `spare` is overwritten. Both have shape [spans.length]."""
-        parts = self.weights.parts()
+        parts = Joined(self.weights.parts())
         with self.weights.writing() as write:
             for ours, place in _in_cache(spans):
                 shift, theta = correction[ours], spare[ours]

@@ -1,6 +1,7 @@
 """The weights of one rank as one flat vector: the interface between the outer optimizer and a model or engine."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -52,13 +53,13 @@ class Weights(ABC):
         return self.parts()[0].device
 
     @torch.no_grad()
-    def read_into(self, flat: Tensor, start: int = 0, parts: Sequence[Tensor] | None = None) -> None:
+    def read_into(self, flat: Tensor, start: int = 0, parts: "Joined | None" = None) -> None:
         """Fill `flat` (fp32, shape [n], any device) with elements start..start + n.
 
         Args:
-            parts: `parts()`, for many short reads.
+            parts: those of `parts()`, for many short reads.
         """
-        for part, place in overlaps(self.parts() if parts is None else parts, start, len(flat)):
+        for part, place in (parts or Joined(self.parts())).overlaps(start, len(flat)):
             flat[place].copy_(part)
 
     def read(self) -> Tensor:
@@ -73,11 +74,11 @@ class Weights(ABC):
 
         After an exception nothing is refreshed: a refresh may be a collective, which other ranks would not join.
         """
-        parts = self.parts()
+        parts = Joined(self.parts())
 
         @torch.no_grad()
         def write(start: int, piece: Tensor) -> None:
-            for part, place in overlaps(parts, start, len(piece)):
+            for part, place in parts.overlaps(start, len(piece)):
                 part.copy_(piece[place])
 
         yield write
@@ -140,16 +141,26 @@ def check_sound(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}, of shape {list(tensor.shape)} and {tensor.dtype}, {problem}")
 
 
-def overlaps(parts: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yield views of the tensors that hold elements start..start + length, each with its place among those.
+class Joined:
+    """Finds elements of a flat vector in the flat tensors that it consists of, one after the other."""
 
-    Raises ValueError when the vector has no such elements.
-    """
-    end, stop = 0, start + length
-    for part in parts:
-        begin, end = end, end + part.numel()
-        first, last = max(start, begin), min(stop, end)
-        if first < last:
-            yield part[first - begin : last - begin], slice(first - start, last - start)
-    if not 0 <= start <= stop <= end:
-        raise ValueError(f"elements {start} to {stop} lie outside a vector of {end}")
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(part.numel() for part in parts))
+
+    def overlaps(self, start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
+        """Yield views of the tensors that hold elements start..start + length, each with its place among those.
+
+        Raises ValueError when the vector has no such elements.
+        """
+        stop, all_of = start + length, self._ends[-1] if self._ends else 0
+        if not 0 <= start <= stop <= all_of:
+            raise ValueError(f"elements {start} to {stop} lie outside a vector of {all_of}")
+        for index in range(bisect_right(self._ends, start), len(self._parts)):
+            part, end = self._parts[index], self._ends[index]
+            begin = end - part.numel()
+            if begin >= stop:
+                break
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield part[first - begin : last - begin], slice(first - start, last - start)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.finite_mean import MeanPiece, gathered
+from megatron_noloco.outer.weights import Joined
 from tests.unit.fleet import noise
 
 
@@ -28,6 +29,22 @@ def test_torch_weights_are_one_vector_in_the_order_of_the_parameters() -> None:
     outside = pytest.raises(ValueError, match="elements 9 to 12 lie outside a vector of 11")
     with outside, weights.writing() as write:
         write(9, torch.ones(3))
+
+
+@pytest.mark.parametrize("start", range(8))
+@pytest.mark.parametrize("stop", range(8))
+def test_every_range_lies_in_the_tensors_that_have_it(start: int, stop: int) -> None:
+    """Tensors without elements, at the ends and in between, are never yielded."""
+    lengths = [0, 3, 0, 0, 1, 3, 0]
+    parts = torch.arange(sum(lengths)).split(lengths)
+    if start > stop or stop > 7:
+        with pytest.raises(ValueError, match="outside a vector of 7"):
+            list(Joined(parts).overlaps(start, stop - start))
+        return
+    found = list(Joined(parts).overlaps(start, stop - start))
+    assert torch.equal(torch.cat([part for part, _ in found] or [parts[0]]), torch.arange(start, stop))
+    assert [place.stop for _, place in found[:-1]] == [place.start for _, place in found[1:]]
+    assert all(len(part) for part, _ in found)
 
 
 @pytest.mark.parametrize("wrong", [[], [torch.ones(2, dtype=torch.int64)], [torch.ones(2, 3).t()]])
