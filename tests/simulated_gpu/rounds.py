@@ -1,0 +1,88 @@
+"""Rounds of replicas whose weights lie on simulated GPUs, or on CPUs: for the tests, and for the mutants."""
+
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer import Channel, Exchange, OuterOptimizer, TorchWeights, mean_model
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import PAPER, NolocoSettings
+from megatron_noloco.transport.interface import Transport
+from tests.simulated_gpu import Gpu, Order, Wait
+from tools.loopback import loopback_world
+
+REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 2_501, 2, 3
+AT_ONCE = 700  # elements that are formed at a time: a vector has several pieces, some of two tensors
+CHUNK_BYTES = 2048
+
+Method = Mapping[str, Any]
+Found = dict[str, Tensor]
+
+
+def after_rounds(order: Order | None, method: Method, waits: Counter[Wait] | None = None) -> list[Found]:
+    """Return what each replica has in the end.
+
+    Args:
+        order: of the streams of its GPU; None: on a CPU.
+        method: differences to the settings of the paper.
+        waits: to it those of replica 0 are added.
+    """
+    settings = NolocoSettings(**{**PAPER, "local_steps": LOCAL_STEPS, "deadline_seconds": 60.0, **method})
+
+    def replica(transport: Transport) -> Found:
+        with nullcontext() if order is None else Gpu(order) as gpu:
+            found = _trained(transport, settings, "cpu" if order is None else "cuda")
+        if gpu is not None and waits is not None and transport.rank == 0:
+            waits.update(gpu.waits)
+        return found
+
+    with ThreadPoolExecutor(REPLICAS) as threads:
+        return list(threads.map(replica, loopback_world(REPLICAS, CHUNK_BYTES)))
+
+
+def _trained(transport: Transport, settings: NolocoSettings, device: str) -> Found:
+    """Train, save, finish, evaluate the mean model, average all, and restore."""
+    start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0)).tensor_split([1000, 1300])
+    own = [part.clone().to(device) for part in start]
+    place = Place(transport.rank, REPLICAS)
+    outer = OuterOptimizer(TorchWeights(own), transport, place, settings)
+    draw = torch.Generator().manual_seed(transport.rank + 1)
+    found = {}
+
+    def note(name: str) -> None:
+        found[name] = torch.cat([part.cpu() for part in own])
+
+    steps = ROUNDS * LOCAL_STEPS + 1
+    for step in range(steps):
+        for part in own:
+            # From pinned memory, as batches are: the copy does not wait for the local steps queued before.
+            noise = torch.randn(len(part), generator=draw)
+            part.add_(noise if device == "cpu" else noise.to(device, non_blocking=True), alpha=0.01)
+        outer.after_local_step(step + 1)
+        outer.progress()
+    saved = {name: tensor.cpu().clone() for name, tensor in outer.state().items()}
+    outer.finish()
+    note("trained")
+    with mean_model(outer, Exchange(transport, place, Channel.MEAN_MODEL), 7):
+        note("mean model")
+    outer.average_all(steps)
+    note("averaged")
+    outer.restore(saved)
+    outer.finish()
+    note("restored")
+    return found | saved | {name: tensor.cpu().clone() for name, tensor in outer.state().items()}
+
+
+def differences(expected: list[Found], found: list[Found]) -> list[str]:
+    """Return the names of what is not equal bit for bit, with the replica."""
+    return [
+        f"{name} of replica {replica}"
+        for replica, (one, other) in enumerate(zip(expected, found, strict=True))
+        for name in one.keys() | other.keys()
+        if not (name in one and name in other and torch.equal(one[name], other[name]))
+    ]

@@ -1,0 +1,64 @@
+"""The tests of this folder fail for faults that no test on a CPU finds: each mutant has a single line changed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.harness import REPOSITORY
+
+
+class Mutant(NamedTuple):
+    """A change of the package, and the tests that are to fail for it (a file of this folder, and pytest's -k)."""
+
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, str]
+
+
+ROUNDS = "test_outer.py", "are_those_of_a_cpu"
+MUTANTS = {
+    "the side stream is not waited for": Mutant(
+        "outer/vectors.py", "self._stream.synchronize()", "pass", ROUNDS
+    ),
+    "a vector is sent before it is formed": Mutant("outer/vectors.py", "wait_for(self.home)", "pass", ROUNDS),
+    "weights are read without waiting": Mutant(
+        "outer/weights.py", "flat[place].copy_(part)", "flat[place].copy_(part, non_blocking=True)", ROUNDS
+    ),
+    "the mean stays on the host": Mutant(
+        "outer/vectors.py", "c = c.to(delta.device, non_blocking=True)", "pass", ROUNDS
+    ),
+    "zeros are made on the host": Mutant(
+        "outer/vectors.py", "torch.zeros_like(phi)", "torch.zeros(len(phi))", ROUNDS
+    ),
+    "weights are written on a stream of their own": Mutant(
+        "outer/round.py",
+        "self._vectors.weights.writing() as write, self._vectors.side.used()",
+        "self._vectors.weights.writing() as write, torch.cuda.stream(torch.cuda.Stream())",
+        ROUNDS,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_mutant_is_found(name: str, tmp_path: Path) -> None:
+    mutant = MUTANTS[name]
+    for part in ("megatron_noloco", "tests", "tools", "configs"):
+        shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    changed = tmp_path / "megatron_noloco" / mutant.file
+    source = changed.read_text()
+    assert source.count(mutant.before) == 1, "the mutant is to be written anew"
+    changed.write_text(source.replace(mutant.before, mutant.after))
+    file, names = mutant.tests
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-k", names]
+    command += [f"tests/simulated_gpu/{file}"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+    assert found.returncode == 1, found.stdout
