@@ -33,6 +33,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.preflight.search import bracket
 from tools.options import add_changes, apply, command_line
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 from tools.simulator.trained import train
@@ -114,11 +115,7 @@ class Runs:
 
     def _tuned(self, name: str, start: float, seed: int) -> list[float]:
         """Return the learning rates tried, the best one first."""
-        losses = {rate: self._loss(Key(name, rate, seed)) for rate in (start, 2 * start, start / 2)}
-        while (best := min(losses, key=losses.__getitem__)) in (max(losses), min(losses)):
-            rate = 2 * best if best == max(losses) else best / 2
-            losses[rate] = self._loss(Key(name, rate, seed))
-        return sorted(losses, key=losses.__getitem__)
+        return list(bracket(lambda rate: self._loss(Key(name, rate, seed)), start))
 
     def _loss(self, key: Key) -> float:
         raw = configure(self.study, *key)

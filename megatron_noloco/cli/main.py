@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, huggingface, invitation, preflight, reading, train
+from megatron_noloco.cli import config, data, huggingface, invitation, preflight, reading, train, tune
 from megatron_noloco.cli.errors import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_commands(commands)
     config.add_commands(commands)
     preflight.add_commands(commands)
+    tune.add_commands(commands)
     data.add_commands(commands)
     keys = add_command(
         commands, "keys", "make the key of a federation, which every replica needs", "keys my-run.key"

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"plans", "outer", "job", "model", "engine"},
     "huggingface": {"plans", "job", "pipeline", "model", "data", "config", "checkpoint"},
     "federation": {"plans", "transport", "job", "outer"},
-    "preflight": {"plans", "transport", "outer", "model", "engine", "config"},
+    "preflight": {"plans", "transport", "outer", "monitor", "model", "engine", "config"},
     "invitation": {"data", "config", "preflight"},
     "training": {
         "plans",

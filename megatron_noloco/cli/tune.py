@@ -1,0 +1,62 @@
+"""The command `tune`: learning rates, from short runs."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from megatron_noloco.cli.errors import StoppedError, naming
+from megatron_noloco.cli.options import Commands, add_command, say
+from megatron_noloco.files import writing
+
+_MORE = """\
+Trains with the model, the data and the rounds of the file, but a tenth and a quarter as long, with learning
+rates doubled and halved until the best lie between worse ones; their trend is followed to the length of the file.
+An optimizer's rates are multiplied alike. What follows "--" starts the trainer; the path of a config is appended:
+
+  tune my-run.json -- launch/mpirun.sh 8
+  tune my-run.json -- torchrun --nproc-per-node 8 -m megatron_noloco train
+
+A run of one rank needs none. The same command continues a search that was stopped."""
+
+
+def add_commands(commands: Commands) -> None:
+    tune = add_command(
+        commands,
+        "tune",
+        "find learning rates by short runs, and print the block to paste",
+        "tune my-run.json -- launch/mpirun.sh 8",
+        _MORE,
+    )
+    tune.add_argument("config", help="the run's JSON")
+    tune.add_argument("launcher", nargs="*", metavar="-- LAUNCHER", help="what starts the trainer's ranks")
+    tune.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="for the runs (default: training.output_dir with -tune)"
+    )
+    tune.set_defaults(run=_tune)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from megatron_noloco.config import load_config
+    from megatron_noloco.preflight.search import search
+    from megatron_noloco.preflight.trials import Trials
+
+    config = load_config(args.config)
+    if config.world_size != 1 and not args.launcher:
+        ranks = "as many ranks as there are" if config.world_size is None else f"{config.world_size} ranks"
+        raise ValueError(
+            f'{args.config}: {ranks} need a launcher; give it after "--", as in tune {args.config} -- '
+            f"launch/mpirun.sh {config.world_size or 'N'}"
+        )
+    command = args.launcher or [sys.executable, "-m", "megatron_noloco", "train"]
+    folder = args.output or Path(f"{config.training.output_dir}-tune")
+    with naming(args.config):
+        trials = Trials(config, command, folder, say)
+    with writing(folder, "--output"):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        factor = search(trials.loss, trials.lengths, config.training.train_iters)
+    except RuntimeError as error:
+        raise StoppedError(str(error)) from None
+    say("", f"for {config.training.train_iters:,} local steps:", json.dumps(trials.block(factor)))
+    return 0

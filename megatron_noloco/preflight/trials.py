@@ -1,0 +1,164 @@
+"""Short runs of the trainer itself, with other learning rates and another length than the user's file."""
+
+import hashlib
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
+from megatron_noloco.monitor.run_log import ReplicaLog
+
+_FRACTIONS = (10, 4)  # a short run has a tenth or a quarter of the local steps
+_FEWEST_STEPS, _FEWEST_ROUNDS = 20, 2  # of a short run; fewer say nothing
+_PHASES = ("decay_num_steps", "total_num_steps")  # of schedules, beside the warm-up
+_PEAKS = ("warmup_min_lr", "warmup_max_lr")  # of schedules: learning rates in place of the optimizer's
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Makes runs, each once: their losses are in a file, and a run that was stopped continues.
+
+    Attributes:
+        config: of the long run.
+        command: starts the trainer; the path of a config is appended.
+        folder: of that file, and of the run under way.
+        show: is given a line before a run and after it.
+
+    Raises ConfigError for a run that cannot be shortened, or that the command would not start.
+    """
+
+    config: RunConfig
+    command: Sequence[str]
+    folder: Path
+    show: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        config, shortest = self.config, self.lengths[0]
+        if config.federation.slots is not None:
+            yield "federation: tune trains in one job; leave the block out, and give parallel.replicas"
+        if not config.evaluation.iters:
+            yield "evaluation.iters 0: tune compares losses of the validation split; give at least 1"
+        if config.checkpoint.load not in ("auto", "none"):
+            yield (
+                f"checkpoint.load {config.checkpoint.load}: the runs of tune start anew; leave it out, or start "
+                "from weights with training.pretrained"
+            )
+        fewest = max(_FEWEST_STEPS, _FEWEST_ROUNDS * config.noloco.local_steps * config.noloco.enabled)
+        if shortest < fewest:
+            yield (
+                f"training.train_iters {config.training.train_iters}: the shortest runs of tune would have "
+                f"{shortest} local steps, and need {fewest}; give at least {_FRACTIONS[0] * fewest}"
+            )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the local steps of short runs, ascending."""
+        return [self.config.training.train_iters // fraction for fraction in _FRACTIONS]
+
+    def block(self, factor: float) -> dict[str, Any]:
+        """Return the blocks of the file that have learning rates, with these times `factor`, in three digits."""
+        raw = shortened(self.config, self.config.training.train_iters, factor)
+        scheduler = raw.get("scheduler", {"params": {}})
+        blocks = {"optimizer": rates_of(raw["optimizer"]), "scheduler": _peaks(scheduler["params"])}
+        return {
+            name: raw[name]
+            | {"params": raw[name]["params"] | {rate: float(f"{value:.3g}") for rate, value in rates.items()}}
+            for name, rates in blocks.items()
+            if rates
+        }
+
+    def loss(self, steps: int, factor: float) -> float:
+        """Return the mean model's loss after `steps` local steps with the learning rates times `factor`.
+
+        Nats per token of the validation split; infinity where it is not finite. Raises RuntimeError for a run
+        that has ended early.
+        """
+        raw = shortened(self.config, steps, factor)
+        name = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
+        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in rates_of(raw["optimizer"]).items())
+        known, folder = self._known(), self.folder / name
+        if name not in known:
+            self.show(f"{steps:,} local steps, {rates}: under way, its log is {folder / 'log.txt'}")
+            self._run(raw, folder)
+            known[name] = _last_loss(folder, steps)
+            row = {"run": name, "steps": steps, "rates": rates, "loss": known[name]}
+            with (self.folder / "losses.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            shutil.rmtree(folder)
+        loss = known[name]
+        self.show(f"{steps:,} local steps, {rates}: " + ("diverged" if loss is None else f"loss {loss:.4f}"))
+        return math.inf if loss is None else loss
+
+    def _known(self) -> dict[str, float | None]:
+        """Return the losses of finished runs by name, without a line that a crash has cut short."""
+        path = self.folder / "losses.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return {row["run"]: row["loss"] for row in rows}
+
+    def _run(self, raw: Mapping[str, Any], folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        training = raw["training"] | {"output_dir": str(folder)}
+        (folder / "config.json").write_text(json.dumps({**raw, "training": training}, indent=1))
+        command = [*self.command, str(folder / "config.json")]
+        with (folder / "log.txt").open("a") as log:
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            except OSError as error:
+                raise ValueError(f"{self.command[0]}: cannot be started: {error.strerror}") from None
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                process.wait()  # it was interrupted as well, and saves
+                raise
+
+
+def shortened(config: RunConfig, steps: int, factor: float) -> dict[str, Any]:
+    """Return the JSON of a run of `steps` local steps, with learning rates times `factor`.
+
+    All phases of its schedule are shortened alike. It evaluates the mean model at its end, and writes little.
+    """
+    raw = config.to_dict()
+    whole = config.training.train_iters
+    if (scheduler := raw.get("scheduler")) is not None:
+        params = scheduler["params"]
+        warm_up, _ = warm_up_of(scheduler["type"], params)
+        phases = {"warmup_num_steps": warm_up} | {name: params[name] for name in _PHASES if name in params}
+        # Rounded down, so that together they are no longer than the run.
+        phases = {name: max(min(1, phase), phase * steps // whole) for name, phase in phases.items()}
+        peaks = {name: peak * factor for name, peak in _peaks(params).items()}
+        raw["scheduler"] = {**scheduler, "params": {**params, **phases, **peaks}}
+    optimizer = raw["optimizer"]
+    rates = {name: rate * factor for name, rate in rates_of(optimizer).items()}
+    raw["optimizer"] = {**optimizer, "params": {**optimizer["params"], **rates}}
+    raw["training"] |= {"train_iters": steps, "output_dir": "", "exit_duration_minutes": None}
+    raw["checkpoint"] |= {"save_interval": 0, "load": "auto"}
+    raw["evaluation"] |= {"interval": 0, "mean_model": True}
+    raw["tensorboard"] |= {"enabled": False}
+    raw["wandb"] |= {"enabled": False}
+    return raw
+
+
+def _peaks(params: Mapping[str, Any]) -> dict[str, float]:
+    """Return the learning rates among the params of a schedule."""
+    return {name: params[name] for name in _PEAKS if params.get(name) is not None}
+
+
+def _last_loss(folder: Path, steps: int) -> float | None:
+    """Return the mean model's loss after the last step, None where it is not finite; raises RuntimeError."""
+    log = ReplicaLog(folder / "replica_00")
+    log.update()
+    for row in log.rows_of("evaluation"):
+        if row["step"] == steps:
+            return row["validation/mean_model_loss"]
+    raise RuntimeError(f"a short run has ended before its last local step; see {folder / 'log.txt'}")

@@ -1,0 +1,138 @@
+"""The command `tune`, with a program in the trainer's place that computes the loss from the learning rate."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.engine.schedules import rates_in
+from megatron_noloco.preflight.search import best_factor, bracket, extrapolate
+from megatron_noloco.preflight.trials import shortened
+from tests.unit.configs import SMALLEST, edited
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# The best rate is steps ** -0.4; five times as much diverges.
+TRAINER = """
+import json, math, sys
+from pathlib import Path
+config = json.loads(Path(sys.argv[1]).read_text())
+assert config["evaluation"]["mean_model"] and not config["wandb"]["enabled"]
+steps, rate = config["training"]["train_iters"], config["optimizer"]["params"]["lr"]
+too_high = rate * steps**0.4
+loss = 1 + math.log(too_high) ** 2 if too_high < 5 else None
+folder = Path(config["training"]["output_dir"]) / "replica_00"
+folder.mkdir()
+row = {"kind": "evaluation", "step": steps, "validation/mean_model_loss": loss}
+(folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    raw: dict[str, Any] = SMALLEST | {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+        "parallel": {"replicas": 1},
+        "training": {"train_iters": 1000, "output_dir": str(tmp_path / "run")},
+    }
+    path = tmp_path / "my-run.json"
+    path.write_text(json.dumps(raw))
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    return path
+
+
+def tune(file: Path, *launcher: str) -> int:
+    return main(["tune", str(file), "--", *launcher])
+
+
+def test_the_block_to_paste_has_the_rate_of_the_files_length(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(file, sys.executable, str(file.parent / "trainer.py")) == 0
+    shown = capsys.readouterr().out
+    assert "diverged" in shown
+    found = json.loads(shown.splitlines()[-1])["optimizer"]
+    assert found["type"] == "AdamW"
+    assert found["params"]["lr"] == pytest.approx(1000**-0.4, rel=0.02)
+    # What was run is not run again.
+    assert tune(file, "false") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == shown.splitlines()[-1]
+
+
+def test_a_short_run_that_fails_ends_the_search_with_its_log(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(file, "false") == 1
+    line = capsys.readouterr().err
+    assert re.search(
+        r"a short run has ended before its last local step; see \S+run-tune/\w+/log\.txt\n$", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"parallel": {"replicas": 4}}, r'4 ranks need a launcher; give it after "--", as in tune \S+ -- launch'),
+        ({"evaluation": {"iters": 0}}, r"evaluation\.iters 0: tune compares losses .*; give at least 1"),
+        ({"training": {"train_iters": 100}}, r"train_iters 100: .* 10 local steps, .* at least 200"),
+        ({"noloco": {"local_steps": 300}}, r"would have 100 local steps, and need 600; give at least 6000"),
+        ({"checkpoint": {"load": "runs/x/step_5"}}, r"checkpoint\.load runs/x/step_5: .*; leave it out"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_searched_is_refused_in_one_line(
+    file: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], line: str
+) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert tune(file) == 2
+    error = capsys.readouterr().err
+    assert re.match(rf"{re.escape(str(file))}: .*{line}", error)
+    assert error.count("\n") == 1
+
+
+def test_a_program_that_is_not_there_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(file, "no-such-launcher") == 2
+    assert capsys.readouterr().err == "no-such-launcher: cannot be started: No such file or directory\n"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "llama_125m_recipe"])
+def test_a_shortened_run_is_valid_and_its_schedule_has_the_same_shape(name: str) -> None:
+    whole = load_config(CONFIGS / f"{name}.json")
+    raw = shortened(whole, whole.training.train_iters // 4, 2.0)
+    raw["training"]["output_dir"] = "runs/short"
+    of_peak, last = [], []
+    for run in (whole, RunConfig.from_dict(raw)):
+        steps = run.training.train_iters
+        rates = rates_in(run.deepspeed["scheduler"], [1.0], range(1, steps + 1))
+        of_peak.append(max(rates, key=lambda step: rates[step]) / steps)
+        last.append(rates[steps][0])
+    assert of_peak[1] == pytest.approx(of_peak[0], abs=0.05)
+    assert last[1] == pytest.approx(last[0], abs=0.01)
+
+
+def test_peaks_of_the_schedule_are_multiplied_too() -> None:
+    scheduler = {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 1e-3, "total_num_steps": 10, "warmup_num_steps": 2},
+    }
+    raw = shortened(RunConfig.from_dict(edited({"scheduler": scheduler})), 5, 4.0)
+    assert raw["scheduler"]["params"]["warmup_max_lr"] == raw["optimizer"]["params"]["lr"] == 4e-3
+    assert raw["scheduler"]["params"]["total_num_steps"] == 5
+
+
+def test_the_best_of_a_parabola_is_found_from_any_start() -> None:
+    for start in (0.01, 1.0, 30.0):
+        losses = bracket(lambda factor: (math.log(factor) - math.log(0.7)) ** 2, start)
+        assert best_factor(losses) == pytest.approx(0.7)
+    with pytest.raises(ValueError, match="training diverges at the learning rates of the file"):
+        bracket(lambda factor: math.inf, 1.0)
+
+
+def test_short_runs_say_half_of_how_the_best_rate_falls() -> None:
+    """0.4 is the power of other runs; here ten times the steps want a tenth of the rate."""
+    assert extrapolate({100: 1.0}, 1000) == pytest.approx(10**-0.4)
+    assert extrapolate({10: 10.0, 100: 1.0}, 1000) == pytest.approx(10**-0.7)
