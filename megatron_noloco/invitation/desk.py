@@ -150,7 +150,7 @@ class Desk:
 
     def _tokenizer(self) -> dict[str, str]:
         with tempfile.TemporaryDirectory() as folder:
-            build_tokenizer(self._config.tokenizer).keep_in(kept := Path(folder) / "tokenizer")
+            build_tokenizer(self._config.data.tokenizer).keep_in(kept := Path(folder) / "tokenizer")
             files = [path for path in kept.rglob("*") if path.is_file()]
             return {
                 str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in files

@@ -229,7 +229,7 @@ def proposed(raw: dict[str, Any], gpus: tuple[int, ...]) -> tuple[dict[str, Any]
 
 
 def _device_bytes(config: RunConfig, ranks: int) -> int:
-    tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.tokenizer).vocab_size
+    tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.data.tokenizer).vocab_size
     return fullest_stage(config, config.architecture(tokens), config.topology(ranks))[2].device_bytes
 
 
