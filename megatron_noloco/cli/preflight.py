@@ -16,6 +16,7 @@ from megatron_noloco.cli.options import (
     bandwidth,
     duration,
     latency,
+    rate,
     say,
     share,
 )
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
     from megatron_noloco.model.architecture import Architecture
     from megatron_noloco.preflight.accelerators import Accelerator
+    from megatron_noloco.preflight.departures import Departures
     from megatron_noloco.preflight.machine import Finding
     from megatron_noloco.preflight.plan import Network, Plan
 
@@ -57,6 +59,14 @@ def add_commands(commands: Commands) -> None:
         "ranks that share a link (default: 1; with --gpu 8, or those of a replica if there are at most 8)"
     )
     add("--gpus-per-node", type=at_least_one, metavar="N", help=per_node)
+    add("--preemptions", type=rate, metavar="RATE", help="of a federation's machines together, such as 6/h")
+    add(
+        "--notice",
+        type=latency,
+        default=0.0,
+        metavar="TIME",
+        help="with --preemptions: before each, such as 30s",
+    )
     add("--json", action="store_true", help=_JSON)
     plan.set_defaults(run=_plan)
 
@@ -80,6 +90,7 @@ def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preflight.accelerators import peak_tflops
+    from megatron_noloco.preflight.departures import departures_of
     from megatron_noloco.preflight.plan import Network, computing_seconds, plan_of
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
@@ -112,8 +123,21 @@ def _plan(args: argparse.Namespace) -> int:
         per_node = args.gpus_per_node or (of_node if args.gpu else 1)
         network = Network(args.bandwidth, args.latency, per_node)
     plan = plan_of(config, architecture, topology, network, step)
+    departures = None
+    if args.preemptions is not None:
+        if step is None or not topology.slots:
+            raise ValueError(
+                "--preemptions: needs a federation, and the time of a local step (--step or --gpu)"
+            )
+        costs = (config, architecture, topology.ensemble, step, args.preemptions)
+        departures = [departures_of(*costs, notice) for notice in (0.0, args.notice)]
+    elif args.notice:
+        raise ValueError("--notice: give --preemptions as well")
     if args.json:
-        say(json.dumps(plan.as_json() | ({} if accelerator is None else {"fits": _fits(plan, accelerator)})))
+        more: dict[str, object] = {} if accelerator is None else {"fits": _fits(plan, accelerator)}
+        if departures is not None:
+            more |= {"without_notice": asdict(departures[0]), "with_notice": asdict(departures[1])}
+        say(json.dumps(plan.as_json() | more))
     else:
         _show_memory(plan)
         if accelerator is not None:
@@ -121,6 +145,8 @@ def _plan(args: argparse.Namespace) -> int:
             if step is None:
                 say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
         _show_time(plan, network)
+        if departures is not None:
+            _show_departures(departures, args.notice, config.federation.leave_seconds)
     return 0
 
 
@@ -212,6 +238,21 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
         rows.append(row)
     say("")
     _table(head, rows)
+
+
+def _show_departures(departures: Sequence["Departures"], notice: float, leave_seconds: float) -> None:
+    from megatron_noloco.monitor.figures import megabytes, percent
+
+    rows = [
+        (name, f"{found.lost_steps:.2f}", percent(found.share_lost))
+        for name, found in zip(("without notice", f"{notice:g} s of notice"), departures, strict=True)
+        if name == "without notice" or notice
+    ]
+    say("")
+    _table(("machines that are taken away", "local steps lost each time", "of all local steps"), rows)
+    if notice > leave_seconds:
+        say(f"of the notice federation.leave_seconds uses {leave_seconds:g} s")
+    say(f"a replica that comes back without its disk takes over {megabytes(departures[0].state_bytes)} MB")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

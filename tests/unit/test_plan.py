@@ -13,6 +13,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.preflight import fit
+from megatron_noloco.preflight.departures import lost_steps
 from megatron_noloco.preflight.memory import RankParameters, fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes, plan_of
 from megatron_noloco.settings import TrainerSettings, grouping_of
@@ -111,6 +112,29 @@ def test_the_json_of_plan_has_bytes_and_seconds_of_each_method(capsys: pytest.Ca
     own = ways["this config"]
     seconds = own["seconds_per_exchange"] + own["local_steps"] * (0.5 + routed)
     assert own["share_lost"] == pytest.approx(1 - own["local_steps"] * 0.5 / seconds)
+
+
+def test_what_departures_cost_with_and_without_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    """k = 5, steps of 1 s: a notice of 3 s is enough from the second step on."""
+    assert lost_steps(5, 1.0, 0.0) == (0 + 1 + 2 + 3 + 4) / 5
+    assert lost_steps(5, 1.0, 3.0) == (0 + 1) / 5
+    assert lost_steps(5, 1.0, 5.0) == 0
+    command = ["plan", str(CONFIGS / "federation.json"), "--step", "1s"]
+    departures = ["--preemptions", "6/h", "--notice", "3s"]
+    assert main([*command, *departures, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["without_notice"]["share_lost"] == pytest.approx(2 * 6 / 3600 / 3)
+    assert plan["with_notice"]["lost_steps"] == 0.2
+    vectors = 4  # fast and slow weights, two moments of AdamW
+    assert plan["with_notice"]["state_bytes"] == vectors * 4 * 139_712
+    assert main([*command, *departures]) == 0
+    out = re.sub(" +", " ", capsys.readouterr().out)
+    assert "without notice 2.00" in out
+    assert "3 s of notice 0.20" in out
+    assert main([*command, "--notice", "3s"]) == 2
+    assert main([*command[:2], *departures]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--preemptions", "often"])
 
 
 def test_exchanges_are_those_of_the_rank_with_most_weights() -> None:
