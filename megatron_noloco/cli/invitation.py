@@ -57,6 +57,7 @@ def add_commands(commands: Commands) -> None:
     )
     add("--pretrained", type=Path, help="the folder of the weights with which the run began, if it did")
     add("--listen", default="tcp://*:0", help='see federation.listen; "off" behind a router')
+    add("--notice-command", metavar="COMMAND", help="see federation.notice_command")
     add("--start", action="store_true", help="start the job, in place of printing how")
     join.set_defaults(run=_join)
 
@@ -116,6 +117,7 @@ def _join(args: argparse.Namespace) -> int:
         dict(_field(entry) for entry in args.data),
         None if args.pretrained is None else str(args.pretrained),
         args.listen,
+        args.notice_command,
         newcomer.gpus_here(),
     )
     with newcomer.Visit(ticket_of(line)) as visit:

@@ -1,0 +1,138 @@
+"""From an invitation to a common model, on hosts that share no network but slow links."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.monitor.run_log import RunLog
+from tests.integration.tiny import tiny, write_text
+from tools.netlab.lab import Lab, LabUnavailableError, lab
+from tools.netlab.network import Link
+from tools.netlab.relay import address_of
+
+STEPS, SECONDS = 500, 600.0
+
+
+class Host:
+    """A machine with a folder that was empty."""
+
+    def __init__(self, there: Lab, name: str, folder: Path) -> None:
+        self._there, self.name, self.folder = there, name, folder
+        folder.mkdir()
+
+    @contextmanager
+    def runs(self, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a command of the program, or of another module, with its output in the folder."""
+        module = command if command[0].startswith("torch") else ("megatron_noloco", *command)
+        path, root = self.folder / f"{command[0]}.log", str(Path(__file__).parents[2])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
+        with path.open("wb") as log:
+            process = subprocess.Popen(
+                self._there.on(self.name, sys.executable, "-m", *module),
+                **{"stdout": log, "stderr": log, "cwd": self.folder, "env": environment},  # type: ignore[call-overload]
+            )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def log(self, command: str) -> str:
+        path = self.folder / f"{command}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def until(self, pattern: str, command: str) -> str:
+        """Wait until a command has written something; return it."""
+        deadline = time.monotonic() + SECONDS
+        while (found := re.search(pattern, self.log(command))) is None:
+            assert time.monotonic() < deadline, self.log(command)[-3000:]
+            time.sleep(0.1)
+        return found[0]
+
+    def step(self) -> int:
+        rows = [row for log in RunLog(self.folder / "joined" / "run").replicas for row in log.rows_of("step")]
+        return max((row["step"] for row in rows), default=0)
+
+
+def config_of(folder: Path, address: str) -> dict[str, Any]:
+    Keys.make(folder / "key")
+    seeds = f"tcp://{address}:29600"
+    changes = {
+        "noloco": {"local_steps": 10, "routing": "off"},
+        "parallel": {},
+        "federation": {"slots": 4, "rendezvous": seeds, "key_file": str(folder / "key")},
+        "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder / "run")},
+        "data": {"text": write_text(folder)},
+        "checkpoint": {"save_interval": 50},
+    }
+    raw: dict[str, Any] = tiny(changes)
+    del raw["parallel"]
+    return raw
+
+
+@pytest.mark.slow
+def test_three_commands_lead_to_one_model_and_machines_come_and_go(tmp_path: Path) -> None:
+    """The fourth has two ranks, and comes in the middle; the second leaves with a notice; the third is killed."""
+    with ExitStack() as stack:
+        try:
+            there = stack.enter_context(lab([Link(rate=100e6, delay=0.005)] * 4))
+        except LabUnavailableError as error:
+            pytest.skip(str(error))
+        hosts = [Host(there, name, tmp_path / name) for name in there.names]
+        first, leaves, dies, late = hosts
+        (first.folder / "my-run.json").write_text(json.dumps(config_of(first.folder, address_of(0))))
+        text = f"text={first.folder / 'text.txt'}"
+
+        stack.enter_context(first.runs("train", "my-run.json", "--replica", "0"))
+        stack.enter_context(first.runs("invite", "my-run.json", "--serve", "--address", address_of(0)))
+        lines = [first.until(r"noloco-\S+", "invite")]
+        for _ in range(2):
+            printed = there.on(first.name, sys.executable, "-m", "megatron_noloco", "invite", "my-run.json")
+            printed += ["--address", address_of(0)]
+            output = subprocess.run(printed, cwd=first.folder, capture_output=True, text=True, check=True)
+            lines.append(output.stdout.strip())
+
+        leaving = stack.enter_context(leaves.runs("join", lines[0], "--data", text, "--start"))
+        dying = stack.enter_context(dies.runs("join", lines[1], "--data", text, "--start"))
+        for host in (leaves, dies):
+            host.until(r"taken over from replica", "join")
+        with late.runs("join", lines[2], "--data", text) as join:
+            assert join.wait(SECONDS) == 0, late.log("join")
+        path = late.folder / "joined" / "config.json"
+        own = json.loads(path.read_text()) | {"parallel": {"pipeline_model_parallel_size": 2}}
+        path.write_text(json.dumps(own))
+        slot = late.until(r"config of replica \d", "join")[-1]
+        launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_noloco", "train")
+        last = stack.enter_context(late.runs(*launcher, str(path), "--replica", slot))
+        late.until(r"taken over from replica", launcher[0])
+
+        leaving.send_signal(signal.SIGTERM)
+        assert leaving.wait(SECONDS) == 0
+        assert re.search(
+            r"replicas \d and \d exchanged once more|stopped after iteration \d+0 ", leaves.log("join")
+        )
+        dying.kill()
+        assert last.wait(SECONDS) == 0, late.log(launcher[0])[-3000:]
+        first.until(r"rounds had a partner", "train")
+        losses = [
+            RunLog(folder)
+            .replicas[0 if folder == first.folder / "run" else int(slot)]
+            .rows_of("evaluation")[-1]
+            for folder in (first.folder / "run", late.folder / "joined" / "run")
+        ]
+        assert losses[0]["step"] == losses[1]["step"] == STEPS
+        assert losses[0]["validation/loss"] == pytest.approx(losses[1]["validation/loss"], rel=1e-5)
+        for line in lines:
+            logs = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log"))
+            assert line not in logs.replace(f"megatron-noloco join {lines[0]}", ""), "the first is printed"
