@@ -109,6 +109,7 @@ def _join(args: argparse.Namespace) -> int:
     if line in sys.argv:
         _hide(line)
 
+    from megatron_noloco.files import write_text
     from megatron_noloco.invitation import newcomer
     from megatron_noloco.invitation.ticket import ticket_of
 
@@ -129,12 +130,15 @@ def _join(args: argparse.Namespace) -> int:
     say(
         f"{path}: the config of replica {welcome.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside it"
     )
-    command = ["python", "-m", *newcomer.arguments_of(path, ranks, welcome.slot)]
+    command = [sys.executable, "-m", *newcomer.arguments_of(path.absolute(), ranks, welcome.slot)]
+    script = path.with_name("start.sh")
+    write_text(script, f"exec {shlex.join(command)}\n")
     ready = _looked_at(path, link)
-    say("", "Start it with:" if not args.start else "Starting it:", "", f"  {shlex.join(command)}")
     if args.start and ready:
+        say("", f"Starting it; later: sh {script}")
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *command[1:]])
+        os.execv(command[0], command)
+    say("", f"Start it with: sh {script}")
     return 0
 
 

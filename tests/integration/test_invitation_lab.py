@@ -35,6 +35,8 @@ class Host:
     def runs(self, *command: str) -> Iterator[subprocess.Popen[bytes]]:
         """Run a command of the program, or of another module, with its output in the folder."""
         module = command if command[0].startswith("torch") else ("megatron_noloco", *command)
+        if command[0] == "join":
+            module += ("--folder", str(self.folder / "joined"))
         path, root = self.folder / f"{command[0]}.log", str(Path(__file__).parents[2])
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
         with path.open("wb") as log:
@@ -91,14 +93,15 @@ def test_three_commands_lead_to_one_model_and_machines_come_and_go(tmp_path: Pat
             pytest.skip(str(error))
         hosts = [Host(there, name, tmp_path / name) for name in there.names]
         first, leaves, dies, late = hosts
-        (first.folder / "my-run.json").write_text(json.dumps(config_of(first.folder, address_of(0))))
+        config = str(first.folder / "my-run.json")  # nsenter changes the working directory
+        Path(config).write_text(json.dumps(config_of(first.folder, address_of(0))))
         text = f"text={first.folder / 'text.txt'}"
 
-        stack.enter_context(first.runs("train", "my-run.json", "--replica", "0"))
-        stack.enter_context(first.runs("invite", "my-run.json", "--serve", "--address", address_of(0)))
+        stack.enter_context(first.runs("train", config, "--replica", "0"))
+        stack.enter_context(first.runs("invite", config, "--serve", "--address", address_of(0)))
         lines = [first.until(r"noloco-\S+", "invite")]
         for _ in range(2):
-            printed = there.on(first.name, sys.executable, "-m", "megatron_noloco", "invite", "my-run.json")
+            printed = there.on(first.name, sys.executable, "-m", "megatron_noloco", "invite", config)
             printed += ["--address", address_of(0)]
             output = subprocess.run(printed, cwd=first.folder, capture_output=True, text=True, check=True)
             lines.append(output.stdout.strip())

@@ -1,5 +1,6 @@
-"""The manifest of launch/: its form, and what its shell script makes of a signal. No cluster is at hand."""
+"""What launch/ has for Kubernetes and for cloud-init: its form, and what its scripts do. No cloud is at hand."""
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_noloco.cli import invitation
+
+USER_DATA = Path(__file__).parents[2] / "launch" / "cloud-init.yaml"
 MANIFEST = Path(__file__).parents[2] / "launch" / "kubernetes.yaml"
 VERSION = "1.31"  # of Kubernetes
 
@@ -62,3 +66,33 @@ sys.exit({code})
         if asked_to_stop:
             pod.send_signal(signal.SIGTERM)
         assert pod.wait(60) == expected
+
+
+def test_a_spot_machine_joins_once_and_then_goes_on(tmp_path: Path) -> None:
+    """The script of the user data, with programs that print what they were called with."""
+    data = yaml.safe_load(USER_DATA.read_text())
+    assert USER_DATA.read_text().startswith("#cloud-config\n")
+    files = {file["path"]: file for file in data["write_files"]}
+    assert files["/root/invitation"]["permissions"] == "0600"
+    assert "ExecStart=/bin/sh /root/train.sh" in files["/etc/systemd/system/federation.service"]["content"]
+    script = files["/root/train.sh"]["content"].replace("/root", str(tmp_path))
+    python = tmp_path / "megatron_noloco" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat\n')
+    python.chmod(0o700)
+    (tmp_path / "invitation").write_text("noloco-line")
+
+    def output() -> str:
+        return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+
+    called, _, line = output().rpartition("\n")
+    assert line == "noloco-line"
+    parser = argparse.ArgumentParser()
+    invitation.add_commands(parser.add_subparsers())
+    args = parser.parse_args(called.splitlines()[2:])
+    assert (args.line, args.start, args.folder) == ("-", True, Path("joined"))
+    assert args.data == [f"text={tmp_path}/texts"]
+    assert args.notice_command.endswith("instance/preempted | grep -q TRUE")
+    (tmp_path / "joined").mkdir()
+    (tmp_path / "joined" / "start.sh").write_text("echo goes on\n")
+    assert output() == "goes on\n"
