@@ -73,7 +73,12 @@ def config_of(folder: Path, address: str) -> dict[str, Any]:
     changes = {
         "noloco": {"local_steps": 10, "routing": "off"},
         "parallel": {},
-        "federation": {"slots": 4, "rendezvous": seeds, "key_file": str(folder / "key")},
+        "federation": {
+            "slots": 4,
+            "rendezvous": seeds,
+            "key_file": str(folder / "key"),
+            "leave_seconds": 120.0,
+        },
         "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder / "run")},
         "data": {"text": write_text(folder)},
         "checkpoint": {"save_interval": 50},
