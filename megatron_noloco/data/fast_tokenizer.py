@@ -44,10 +44,8 @@ class FastTokenizer:
             split_special_tokens: whether a special token that a text spells out is text.
             prepend_bos: whether each document begins with the tokenizer's BOS.
         """
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise ValueError("Hugging Face tokenizers need a package: pip install tokenizers") from None
+        from tokenizers import Tokenizer
+
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise ValueError(

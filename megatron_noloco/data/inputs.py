@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any, Literal, NamedTuple
 
 from megatron_noloco.data.corpus import (
@@ -142,22 +141,14 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             if compression is None:
                 yield raw, raw
             else:
-                stream = _pyarrow(path).CompressedInputStream(raw, compression)
+                import pyarrow  # optional
+
+                stream = pyarrow.CompressedInputStream(raw, compression)
                 yield raw, io.BufferedReader(stream, PIECE_BYTES)
     except OSError as error:
         if path.suffix.lower() not in COMPRESSIONS:
             raise
         raise ValueError(f"{path}: cannot be decompressed ({error})") from None
-
-
-def _pyarrow(path: Path) -> ModuleType:
-    try:
-        import pyarrow
-    except ImportError:
-        raise ValueError(
-            f"{path}: Parquet and compressed files need a package: pip install pyarrow"
-        ) from None
-    return pyarrow
 
 
 def _read_lines(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
@@ -187,7 +178,7 @@ def _read_text(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[byte
 
 
 def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
-    pyarrow = _pyarrow(item.path)
+    import pyarrow  # optional
     from pyarrow import parquet
 
     try:

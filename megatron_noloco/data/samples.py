@@ -60,8 +60,6 @@ class TokenDataset:
     def __init__(self, tokens: np.ndarray, needs: Needs, name: str = "dataset") -> None:
         """Raises ValueError when there are fewer than S + 1 tokens."""
         self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
-        if self.seq_length < 1:
-            raise ValueError(f"seq_length must be at least 1, not {self.seq_length}")
         if len(tokens) < self.seq_length + 1:
             raise ValueError(
                 f"corpus too small: {name} has {len(tokens)} tokens, one sample needs "

@@ -95,8 +95,6 @@ def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
             raise ValueError(f"environment: {name}={text!r} is not a number; it must be 0, 1, 2, ...")
         values[name] = int(text)
     size = values[names.world_size]
-    if size < 1:
-        raise ValueError(f"environment: {names.world_size}=0; a world has at least one rank")
     for name in (names.rank, names.local_rank):
         if values[name] >= size:
             raise ValueError(
