@@ -140,8 +140,6 @@ def read_manifests(folder: Path) -> list[Manifest]:
 
     Raises DamagedCheckpointError, naming the first one that is missing (IncompleteError) or unreadable.
     """
-    if not folder.is_dir():
-        raise DamagedCheckpointError(f"{folder}: no such folder")
     try:
         replicas = [path for path in folder.iterdir() if path.name.startswith("replica_")]
         files = [file for replica in replicas for file in replica.iterdir()]

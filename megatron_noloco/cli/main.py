@@ -13,6 +13,7 @@ from megatron_noloco import __version__
 from megatron_noloco.cli import config, data, huggingface, invitation, preflight, reading, train, tune
 from megatron_noloco.cli.errors import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
+from megatron_noloco.files import writing
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
 
 
@@ -98,10 +99,8 @@ def _parser() -> argparse.ArgumentParser:
 def _keys(args: argparse.Namespace) -> int:
     from megatron_noloco.federation.keys import Keys
 
-    try:
+    with writing(args.file, "file"):
         Keys.make(Path(args.file))
-    except OSError as error:
-        raise ValueError(f"keys: cannot write {args.file}: {error.strerror}") from None
     say(f"{args.file}: copy it to each replica's host, readable by you alone; federation.key_file names it")
     return 0
 

@@ -31,6 +31,7 @@ from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_toke
 from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
+from megatron_noloco.files import writing
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, check_fits, check_tokenizer
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines
@@ -241,12 +242,10 @@ def _check_kernel(optimizer: Mapping[str, Any]) -> None:
 def _check_writable(output_dir: Path) -> None:
     """Raise ValueError where no file can be made in the folder, or in the existing one that will contain it."""
     folder = output_dir.absolute()
-    try:
+    with writing(output_dir, "training.output_dir"):
         there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
-    except OSError as error:
-        raise ValueError(f"training.output_dir: cannot write in {output_dir}: {error.strerror}") from None
 
 
 def _check_load(load: str, output_dir: Path) -> None:

@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a folder that cannot be made": (
         {"training": {"output_dir": "/dev/null/run"}},
-        ("training.output_dir: cannot write in /dev/null/run", "Not a directory"),
+        ("/dev/null/run: cannot be written: Not a directory; give another training.output_dir",),
     ),
     "missing data": (
         {"data": {"text": "/no/such/text"}},
@@ -84,7 +84,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a checkpoint that is not there": (
         {"checkpoint": {"load": "/no/such/step"}},
-        ("checkpoint.load: /no/such/step: no such folder",),
+        ("checkpoint.load: /no/such/step: No such file or directory",),
     ),
     "corpus too small to evaluate": (
         {"evaluation": {"iters": 1000}},

@@ -220,7 +220,7 @@ def test_a_place_without_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
         "b": "a Hugging Face model, no checkpoint" + remedy,
         "c": "this run has saved no checkpoint yet (checkpoint.save_interval, or Ctrl-C)" + remedy,
         "d": "there is no such folder" + remedy,
-        "step_00000010": "no such folder",
+        "step_00000010": "No such file or directory",
     }.items():
         assert inspect(tmp_path / name)[::2] == (2, [f"{tmp_path / name}: {line}"])
 

@@ -164,7 +164,7 @@ def test_a_run_goes_back_again_after_it_has_gone_on_in_another_way(tmp_path: Pat
 
 def test_the_step_it_has_started_from_may_be_removed(tmp_path: Path) -> None:
     load = str(tmp_path / "gone" / "step_00000005")
-    with pytest.raises(ValueError, match=r"^checkpoint\.load: .*/gone/step_00000005: no such folder"):
+    with pytest.raises(ValueError, match=r"^checkpoint\.load: .*/gone/step_00000005: No such file"):
         _check_load(load, tmp_path)
     save(tmp_path, 7, load)
     _check_load(load, tmp_path)
