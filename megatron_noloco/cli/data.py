@@ -4,15 +4,10 @@ import argparse
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
 from megatron_noloco.job.leaving import INTERRUPTED
-
-if TYPE_CHECKING:
-    from megatron_noloco.data.sources import TokenizerChoice
 
 _PREPROCESS = """\
 Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one per row) and text
@@ -64,12 +59,13 @@ def _preprocess(args: argparse.Namespace) -> int:
     from megatron_noloco.data.inputs import find_inputs
     from megatron_noloco.data.open_datasets import spelled_out
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
+    from megatron_noloco.data.sources import TokenizerChoice
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
-    tokenizer = replace(
-        _tokenizer(args), split_special_tokens=args.split_special_tokens, prepend_bos=args.prepend_bos
+    tokenizer = TokenizerChoice(
+        args.tokenizer_type, args.tokenizer_model, args.split_special_tokens, args.prepend_bos
     )
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -92,22 +88,11 @@ def _preprocess(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(args: argparse.Namespace) -> "TokenizerChoice":
-    from megatron_noloco.data.sources import TokenizerChoice
-
-    if args.tokenizer_type == "byte" and args.tokenizer_model is not None:
-        raise ValueError("--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer")
-    if args.tokenizer_type != "byte" and args.tokenizer_model is None:
-        raise ValueError(
-            f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model, a folder with its files"
-        )
-    return TokenizerChoice(args.tokenizer_type, args.tokenizer_model)
-
-
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import IndexedTokens, report
+    from megatron_noloco.data.sources import TokenizerChoice
     from megatron_noloco.data.tokenizer import build_tokenizer
 
-    tokenizer = build_tokenizer(_tokenizer(args))
+    tokenizer = build_tokenizer(TokenizerChoice(args.tokenizer_type, args.tokenizer_model))
     say(*report(IndexedTokens(args.prefix), tokenizer, args.samples))
     return 0

@@ -128,10 +128,10 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
         yield "data.valid_data_path goes together with data.train_data_path, which is missing"
     if data.train_data_path is not None and data.split != DataConfig.model_fields["split"].default:
         yield f'data.split "{data.split}" has no effect: data.train_data_path is read whole; leave it out'
-    if data.tokenizer_type == "byte" and data.tokenizer_model is not None:
-        yield 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'
-    elif data.tokenizer_type != "byte" and data.tokenizer_model is None:
-        yield f'data.tokenizer_type "{data.tokenizer_type}" needs data.tokenizer_model, a folder with its files'
+    try:
+        _ = data.tokenizer
+    except ValueError as error:
+        yield f"data.{error}"
     if not evaluation.iters:
         return
     if data.train_data_path is not None and data.valid_data_path is None:

@@ -118,9 +118,21 @@ class Needs:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """A tokenizer by name, "byte" or a Hugging Face fast tokenizer with its folder, and how it reads text."""
+    """A tokenizer by name, "byte" or a Hugging Face fast tokenizer with its folder, and how it reads text.
+
+    Raises ValueError for fields that contradict one another.
+    """
 
     tokenizer_type: str = "byte"
     tokenizer_model: str | None = None
     split_special_tokens: bool = True  # a special token that a text spells out is text
     prepend_bos: bool = False  # each document begins with BOS
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_type != "byte":
+            if self.tokenizer_model is None:
+                raise ValueError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
+        elif self.tokenizer_model is not None:
+            raise ValueError('tokenizer_model needs tokenizer_type "HuggingFaceTokenizer"')
+        elif self.prepend_bos:
+            raise ValueError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")

@@ -99,14 +99,8 @@ Tokenizer = ByteTokenizer | FastTokenizer
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Build the tokenizer of a run; raises ValueError when its files are missing or broken, or it lacks a BOS."""
-    if choice.tokenizer_type == "byte":
-        if choice.prepend_bos:
-            raise ValueError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")
-        return ByteTokenizer()
     if choice.tokenizer_model is None:
-        raise ValueError(
-            f"tokenizer_type {choice.tokenizer_type} needs tokenizer_model: a folder with a tokenizer.json"
-        )
+        return ByteTokenizer()
     return FastTokenizer(Path(choice.tokenizer_model), choice.split_special_tokens, choice.prepend_bos)
 
 

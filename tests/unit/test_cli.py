@@ -155,11 +155,7 @@ def test_quantities_with_units() -> None:
         ("config", "megatron_noloco config: give --explain or --check FILE"),
         (
             "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-model y",
-            "--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer",
-        ),
-        (
-            "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-type HuggingFaceTokenizer",
-            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a folder with its files",
+            'tokenizer_model needs tokenizer_type "HuggingFaceTokenizer"',
         ),
         (
             "data preprocess --input {file} --output-prefix /proc/x",

@@ -392,7 +392,6 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),
     ("a.jsonl", b"{}", {"json_keys": ("a/b",)}, r"^--json-keys a/b: "),
     ("a.jsonl", b"{}", {"json_keys": ("a", "b", "a")}, r"^--json-keys a: is given more than once; give each"),
-    ("a.txt", b"x", {"tokenizer": TokenizerChoice("HuggingFaceTokenizer")}, r"needs tokenizer_model"),
     (
         "a.txt",
         b"x",

@@ -227,8 +227,6 @@ class TestBeginningOfDocument:
         folder = write_tokenizer(tmp_path / "tok", bos_token=None)
         with pytest.raises(ValueError, match=f"prepend_bos: tokenizer_model {folder} has no BOS; name one"):
             FastTokenizer(folder, prepend_bos=True)
-        with pytest.raises(ValueError, match="prepend_bos: the byte tokenizer has no BOS"):
-            build_tokenizer(TokenizerChoice("byte", prepend_bos=True))
 
 
 def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
