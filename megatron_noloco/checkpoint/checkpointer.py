@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
@@ -19,6 +20,7 @@ from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.outer import VECTORS, Rounds
+from megatron_noloco.outer.vectors import Buffers
 from megatron_noloco.plans.sample_order import BatchPlan
 
 
@@ -52,6 +54,7 @@ class Checkpointer:
         self.position = engine.groups.position
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._copies = Buffers()
         self.saved_step = plan.start_step
         self.last_save_failed = False
 
@@ -62,7 +65,9 @@ class Checkpointer:
         self.saved_step = step
         # In the background only copies are written, since training changes the tensors.
         copy = self.settings.async_save
-        tensors = {name: tensor.to("cpu", copy=copy) for name, tensor in self._tensors().items()}
+        tensors = {name: self._on_host(name, tensor, copy) for name, tensor in self._tensors().items()}
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
         numbers = self.engine.numbers()
         self._writing = self._writer.submit(self._write, step, tensors, numbers, counters)
         error = None if copy else self.wait()
@@ -70,6 +75,16 @@ class Checkpointer:
         if error_before is not None:
             return SaveReport(step_before, pause_seconds, error_before)
         return SaveReport(step, pause_seconds, error)
+
+    def _on_host(self, name: str, tensor: Tensor, copy: bool) -> Tensor:
+        """Return a tensor in host memory; from a GPU it is there once the current stream has come here.
+
+        The memory of such copies is kept for the next save: pinned, since copies to other memory are several times
+        slower, and to pin it takes seconds.
+        """
+        if tensor.device.type == "cpu":
+            return tensor.to("cpu", copy=copy)
+        return self._copies.get(name, tensor.dtype, *tensor.shape).copy_(tensor, non_blocking=True)
 
     def wait(self) -> str | None:
         """Wait until the last save has finished; return why it failed, None if it did not."""

@@ -41,6 +41,7 @@ def shortage(
     on_host = memory.host_bytes + max(0, LIBRARIES_BYTES - present)
     if torch.cuda.is_available():
         needed, free = sharing * memory.gpu_bytes, torch.cuda.mem_get_info()[0]
+        on_host += memory.saved_bytes
         if needed > free:
             return _short(sharing, "a GPU", needed, free, "training may run out of it")
     else:

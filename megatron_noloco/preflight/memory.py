@@ -71,6 +71,11 @@ class Memory:
         return self.device_bytes + self.nccl
 
     @property
+    def saved_bytes(self) -> int:
+        """Memory of the host in which a checkpoint keeps copies of what is on a GPU."""
+        return self.device["master weights"] + self.device["inner optimizer"]
+
+    @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
