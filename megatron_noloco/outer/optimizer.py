@@ -1,5 +1,6 @@
 """The outer optimizer of one rank: when rounds begin and are merged, and what a checkpoint keeps of them."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,8 +142,11 @@ class OuterOptimizer:
             running.finish()
         return self._ended(running)
 
-    def progress(self) -> None:
+    def progress(self, seconds: float = math.inf) -> None:
         """Move the exchanges under way, if any, and use what has arrived, without waiting.
+
+        Args:
+            seconds: after which no further piece is used.
 
         Call it often between local steps, such as at every microbatch: many MPI libraries move messages, and open
         connections, only when called.
@@ -150,8 +154,9 @@ class OuterOptimizer:
         self._contacts.progress()
         if self._under_way:
             with self._paused():
+                until = time.monotonic() + seconds
                 for running in self._under_way:
-                    running.progress()
+                    running.progress(until)
 
     def wait(self) -> None:
         """Wait for the exchanges under way, if any. Their rounds are merged when they are due, not now.
@@ -363,7 +368,7 @@ class NoRounds:
         """Return no reports: no round is ever due."""
         return []
 
-    def progress(self) -> None:
+    def progress(self, seconds: float = math.inf) -> None:
         """Do nothing: no exchange is ever under way."""
 
     def wait(self) -> None:

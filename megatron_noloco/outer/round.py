@@ -33,6 +33,8 @@ with the same replicas after the same local steps. They lie at different places 
 them are in fragment 0. docs/exchange-details.md says more about the cuts.
 """
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -134,6 +136,9 @@ class Round:
         self._exchange = exchange
         self._longest = longest
         self._buffers = Buffers()
+        self._arriving: Iterator[MeanPiece] | None = (
+            None  # of a call of `progress` that ended before its pieces
+        )
         self.index = self.due = 0
         self.fragment = Fragment(())
         self.complete = True
@@ -149,7 +154,7 @@ class Round:
 
     def finish(self) -> None:
         """Wait for the exchange of a round without delay, and move the slow and the fast weights."""
-        with self._vectors.weights.writing() as write, self._vectors.side.used():
+        with self._vectors.weights.writing(waits=False) as write, self._vectors.side.used():
             for mean in self._vectors.to_step(self._exchange.finish()):
                 for start, phi in self._vectors.outer_step(
                     self.fragment, mean, None, self._exchange.rounding
@@ -157,20 +162,28 @@ class Round:
                     write(start, phi)
         self.complete = True
 
-    def progress(self) -> None:
-        """Use the pieces of a delayed round that have arrived, without waiting."""
+    def progress(self, until: float = math.inf) -> None:
+        """Use the pieces of a delayed round that have arrived, without waiting, and none after `until`."""
         if not self.complete:
-            self._use(self._exchange.progress())
+            self._arriving = self._arriving or self._vectors.to_step(self._exchange.progress())
+            for mean in self._arriving:
+                self._step(mean)
+                if time.monotonic() >= until:
+                    return
+            self._arriving = None
 
     def wait(self) -> None:
         """Wait for the exchange of a delayed round, if it is under way."""
         if not self.complete:
-            self._use(self._exchange.finish())
+            if self._arriving is not None:
+                self.progress()
+            for mean in self._vectors.to_step(self._exchange.finish()):
+                self._step(mean)
             self.complete = True
 
     def merge(self) -> None:
         """Move the fast weights by the correction of a delayed round that is complete."""
-        self._vectors.merge(self.fragment, self.correction, self.combined[: self.fragment.length])
+        self._vectors.merge(self.fragment, self.correction)
 
     @property
     def combined(self) -> Tensor:
@@ -203,6 +216,5 @@ class Round:
     def _snapshot(self) -> Tensor | None:
         return self.correction if self.due else None
 
-    def _use(self, means: Iterator[MeanPiece]) -> None:
-        for mean in self._vectors.to_step(means):
-            self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)
+    def _step(self, mean: MeanPiece) -> None:
+        self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)

@@ -4,6 +4,7 @@ import math
 import mmap
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from megatron_noloco.outer import step
 from megatron_noloco.outer.finite_mean import MeanPiece, gathered
-from megatron_noloco.outer.weights import Joined, Weights
+from megatron_noloco.outer.weights import Joined, Weights, wait_for
 from megatron_noloco.settings import NolocoSettings
 
 HOST = torch.device("cpu")
 _PORTABLE = 1  # cudaHostRegisterPortable
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
+_AHEAD = 3  # such pieces under way from a GPU
 
 
 def buffer(length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -125,12 +127,6 @@ class SideStream:
         self._stream.synchronize()
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until the current stream has done what is queued."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 class OuterVectors:
     """Holds phi and delta of one rank, and applies `step` to ranges of them, piece by piece.
 
@@ -165,18 +161,38 @@ class OuterVectors:
             combined: shape [spans.length], on any device.
             snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
         """
-        beta, gamma, parts = self.settings.outer_lr, self.settings.gamma, Joined(self.weights.parts())
-        for ours, place in _in_cache(spans):
+        beta, gamma = self.settings.outer_lr, self.settings.gamma
+        for ours, place, theta in self._read(spans, combined if snapshot is None else snapshot):
             phi, c = self.slow_weights[place], combined[ours]
             piece = c if c.device == phi.device else torch.empty_like(phi)
-            theta = piece if snapshot is None else snapshot[ours]
-            self.weights.read_into(theta, place.start, parts)
             step.combine(theta, phi, beta, gamma, out=piece)
             if self.rounding is not None:
                 piece.add_(self.rounding[place])
             if piece is not c:
                 c.copy_(piece, non_blocking=True)
         wait_for(self.home)
+
+    def _read(self, spans: Spans, into: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield the fast weights of these ranges in pieces, each with its places; see `_in_cache`.
+
+        From a GPU to the host some pieces are under way while the caller computes with one.
+
+        Args:
+            into: where they are put; where it does not lie with phi, pieces have memory of their own.
+        """
+        parts, crosses = Joined(self.weights.parts()), self.weights.device != self.home
+        under_way = deque[tuple[slice, slice, Tensor, torch.cuda.Event | None]]()
+        for ours, place in _in_cache(spans):
+            phi = self.slow_weights[place]
+            theta = into[ours] if into.device == phi.device else torch.empty_like(phi)
+            self.weights.read_into(theta, place.start, parts, waits=False)
+            under_way.append(
+                (ours, place, theta, torch.cuda.current_stream().record_event() if crosses else None)
+            )
+            if len(under_way) > _AHEAD * crosses:
+                yield _there(*under_way.popleft())
+        while under_way:
+            yield _there(*under_way.popleft())
 
     def to_step(self, means: Iterator[MeanPiece]) -> Iterator[MeanPiece]:
         """Return the pieces for `outer_step`; for slow weights on an accelerator, gathered into larger ones."""
@@ -214,15 +230,24 @@ class OuterVectors:
         return moved
 
     @torch.no_grad()
-    def merge(self, spans: Spans, correction: Tensor, spare: Tensor) -> None:
-        """Move the fast weights by the correction; `spare` is overwritten. Both have shape [spans.length]."""
+    def merge(self, spans: Spans, correction: Tensor) -> None:
+        """Move the fast weights, where they lie, by the correction, of shape [spans.length]."""
         parts = Joined(self.weights.parts())
-        with self.weights.writing() as write:
+        with self.weights.writing():
             for ours, place in _in_cache(spans):
-                shift, theta = correction[ours], spare[ours]
-                theta = theta if theta.device == shift.device else torch.empty_like(shift)
-                self.weights.read_into(theta, place.start, parts)
-                write(place.start, step.merge(theta, shift, out=theta))
+                for theta, within in parts.overlaps(place.start, place.stop - place.start):
+                    shift = correction[ours][within].to(theta.device, non_blocking=True)
+                    step.merge(theta, shift, out=theta)
+            if correction.device != self.weights.device:
+                wait_for(self.weights.device)  # before the correction is that of another round
+
+
+def _there(
+    ours: slice, place: slice, theta: Tensor, copied: torch.cuda.Event | None
+) -> tuple[slice, slice, Tensor]:
+    if copied is not None:
+        copied.synchronize()
+    return ours, place, theta
 
 
 def _in_cache(spans: Spans) -> Iterator[tuple[slice, slice]]:

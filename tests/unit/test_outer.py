@@ -130,6 +130,20 @@ def test_a_round_begins_after_its_local_step_and_is_reported_when_it_is_merged(
             assert max(map(len, vectors)) - min(map(len, vectors)) <= 1
 
 
+def test_progress_without_time_uses_one_piece_of_a_round_at_a_call() -> None:
+    at_once, bit_by_bit = (fleet_of(2, overlap_steps=2) for _ in range(2))
+    for fleet in (at_once, bit_by_bit):
+        fleet.run(K)
+    before, moved = bit_by_bit.phi.clone(), []
+    for _ in range(4):
+        bit_by_bit.each(lambda outer: outer.progress(0.0))
+        moved.append(int((bit_by_bit.phi != before).all(0).sum()))
+    assert moved[:3] == [16, 32, ELEMENTS], "a chunk is 16 elements"
+    for fleet in (at_once, bit_by_bit):
+        fleet.run(2)
+    assert_equal(at_once, bit_by_bit)
+
+
 def test_a_round_at_a_step_is_one_that_is_asked_for() -> None:
     at_steps, asked_for = fleet_of(4), fleet_of(4)
     at_steps.run(3 * K)
