@@ -1,5 +1,6 @@
 """Trains one replica: Megatron-core's pipeline runs forward and backward, DeepSpeed the rest of a step."""
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,14 +20,16 @@ from megatron_noloco.monitor.metrics import (
     Record,
     Reduction,
     largest,
-    timed,
     total,
     unrecorded,
 )
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
+from megatron_noloco.pipeline.stream_clock import StreamClock
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.routing import Routes
+
+_POLL_SECONDS = 1e-4
 
 
 class ReplicaEngine:
@@ -50,6 +53,13 @@ class ReplicaEngine:
         self._deepspeed = build_deepspeed(stage, groups, ds_config)
         self._gradients = PartialGradients(stage, groups, self._optimizer, self._tied)
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
+        self._device = torch.device(self.pipeline.communicator.device)
+        self._computing, self._stepping = StreamClock(self._device), StreamClock(self._device)
+        self._reducing = "reducing gradients and clipping them with the other ranks of the replica"
+        if self._device.type == "cuda" and groups.topology.pp > 1:  # queued, and waited for in the norm
+            self._reducing += (
+                ", or on the GPU still in a hop between stages, which NCCL's flight recorder names"
+            )
         if stage.config.fp16:
             stage.config.grad_scale_func = lambda loss: loss * self._optimizer.loss_scale
 
@@ -72,19 +82,30 @@ class ReplicaEngine:
         Returns the losses on the last stage, an empty list elsewhere.
         """
         self._deepspeed.module.train()
-        with timed(self.record, "time/forward_backward_seconds", PER_STEP):
+        with self._computing.running():
             losses = self.pipeline.run(read, routes, self.microbatches, after_backward=self._reduce_one)
+        self.record("time/forward_backward_seconds", self._computing.take(), PER_STEP)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
-        now.part("reducing gradients and clipping them with the other ranks of the replica")
-        with timed(self.record, "time/optimizer_seconds", PER_STEP):
+        now.part(self._reducing)
+        with self._stepping.running():
             self._gradients.complete()
             self._deepspeed.allreduce_gradients()
+            self._progress_while_computing()
             self._deepspeed.step()
+        self.record("time/optimizer_seconds", self._stepping.take(), PER_STEP)
         self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
         self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
         # `overflow`: the gradient's norm was not finite, and neither weights nor moments changed.
         self.record("train/skipped_steps", int(self._optimizer.overflow), Reduction(total, largest))
         return losses
+
+    def _progress_while_computing(self) -> None:
+        """On a GPU, have rounds progress until it has done what is queued; the norm would wait for that."""
+        if self._device.type != "cuda":
+            return
+        queued = torch.cuda.current_stream().record_event()
+        while self.pipeline.between_microbatches() and not queued.query():
+            time.sleep(_POLL_SECONDS)
 
     def _reduce_one(self) -> None:
         """With ZeRO 2, reduce the gradients of one microbatch and keep this rank's part of them."""

@@ -142,8 +142,10 @@ class OuterOptimizer:
             running.finish()
         return self._ended(running)
 
-    def progress(self, seconds: float = math.inf) -> None:
+    def progress(self, seconds: float = math.inf) -> bool:
         """Move the exchanges under way, if any, and use what has arrived, without waiting.
+
+        Returns whether something of them is left to be done.
 
         Args:
             seconds: after which no further piece is used.
@@ -157,6 +159,7 @@ class OuterOptimizer:
                 until = time.monotonic() + seconds
                 for running in self._under_way:
                     running.progress(until)
+        return not all(running.arrived for running in self._under_way)
 
     def wait(self) -> None:
         """Wait for the exchanges under way, if any. Their rounds are merged when they are due, not now.
@@ -368,8 +371,9 @@ class NoRounds:
         """Return no reports: no round is ever due."""
         return []
 
-    def progress(self, seconds: float = math.inf) -> None:
-        """Do nothing: no exchange is ever under way."""
+    def progress(self, seconds: float = math.inf) -> bool:
+        """Return False: no exchange is ever under way."""
+        return False
 
     def wait(self) -> None:
         """Return at once: nothing is ever under way."""

@@ -10,7 +10,6 @@ activations and gradients travel in two groups, so that with two stages, where n
 stage, the directions cannot be mistaken for each other.
 """
 
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from megatron_noloco.job.activity import now
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
+from megatron_noloco.pipeline.stream_clock import StreamClock
 from megatron_noloco.plans.routing import Routes
 from megatron_noloco.plans.topology import Position
 
@@ -42,7 +42,7 @@ class RoutedCommunicator(P2PCommunicator):
     the pipeline group stays that of the replica, so that the schedules' warm-up counts do not change.
 
     Attributes:
-        wait_seconds: seconds spent waiting for activations and gradients since `begin`.
+        waits: seconds spent waiting for activations and gradients.
         bytes_to_others: bytes sent to other replicas since `begin`.
     """
 
@@ -53,13 +53,13 @@ class RoutedCommunicator(P2PCommunicator):
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         )
-        self.wait_seconds = 0.0
+        self.waits = StreamClock(self.device)
         self.bytes_to_others = 0
         self._awaited: list[str] = []  # descriptions of the messages under way
 
     def begin(self, routes: Routes, microbatches: int) -> None:
         """Prepare the hops of the next pass of the schedule over `microbatches`."""
-        self.wait_seconds, self.bytes_to_others = 0.0, 0
+        self.bytes_to_others = 0
         me, stages = self.groups.position, self.groups.topology.pp
         last_boundary = stages * self.vpp - 1
 
@@ -108,10 +108,9 @@ class RoutedCommunicator(P2PCommunicator):
         requests += self._post(tensor_send_next, self._send_next, received_prev, self._recv_prev, forward)
         requests += self._post(tensor_send_prev, self._send_prev, received_next, self._recv_next, backward)
         now.part(f"waiting for {' and '.join(self._awaited)}")
-        started = time.perf_counter()
-        for request in requests:
-            request.wait()
-        self.wait_seconds += time.perf_counter() - started
+        with self.waits.running():
+            for request in requests:
+                request.wait()
         now.part("")
         for received in (received_prev, received_next):
             if received is not None:

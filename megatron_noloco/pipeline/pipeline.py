@@ -42,7 +42,8 @@ class Pipeline:
     """Runs one batch through this rank's stage: forward and backward, or forward only.
 
     Attributes:
-        between_microbatches: called before each forward pass of a microbatch; by default it does nothing.
+        between_microbatches: called before each forward pass of a microbatch; by default it does nothing. Returns
+            whether it has more to do.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Pipeline:
         self.communicator = RoutedCommunicator(groups, stage.config)
         self.micro_batch_size = micro_batch_size
         self.seq_length = seq_length
-        self.between_microbatches: Callable[[], None] = lambda: None
+        self.between_microbatches: Callable[[], bool] = lambda: False
         virtual = self.communicator.vpp
         self._schedule = get_forward_backward_func(groups.topology.pp, virtual if virtual > 1 else None)
 
@@ -124,13 +125,14 @@ class Pipeline:
             p2p_communicator=self.communicator,
             pg_collection=groups.collection,
         )
+        waited = self.communicator.waits.take()
         if not forward_only:
+            self.record("routing/wait_seconds", waited, MEAN)
             self._record(losses, microbatches)
         return losses
 
     def _record(self, losses: list[MicrobatchLoss], microbatches: int) -> None:
-        """Record waits, bytes and losses of the pass; tensor-parallel ranks have equal losses, so one records."""
-        self.record("routing/wait_seconds", self.communicator.wait_seconds, MEAN)
+        """Record bytes and losses of the pass; tensor-parallel ranks have equal losses, so one records."""
         self.record("total/routed_bytes", self.communicator.bytes_to_others, TOTAL)
         balance = take_load_balancing_loss()
         if balance is not None:

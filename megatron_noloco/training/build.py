@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
@@ -34,6 +35,9 @@ from megatron_noloco.training.replica_state import ReplicaState
 from megatron_noloco.training.rounds import OverlapChoice, build_final_average, build_outer
 from megatron_noloco.training.run import Run, Schedule
 
+# Of a call between microbatches: a GPU has more queued than that, or is asked again behind the backward pass.
+_PROGRESS_SECONDS = 0.005
+
 
 def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     """Return this rank's part of the run, in the state that `joined.start` names."""
@@ -56,6 +60,8 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         membership.keeper = ReplicaState(engine, outer, apart.movement, optimizer, seed, monitor.say)
         membership.say = monitor.say
     engine.pipeline.between_microbatches = outer.progress
+    if torch.cuda.is_available() and membership is None:  # else a round ends in one call
+        engine.pipeline.between_microbatches = partial(outer.progress, _PROGRESS_SECONDS)
     checkpointer = Checkpointer(
         checkpoint_settings(config, topology, tokenizer=prepared.tokenizer), engine, outer, plan
     )

@@ -136,9 +136,10 @@ def test_progress_without_time_uses_one_piece_of_a_round_at_a_call() -> None:
         fleet.run(K)
     before, moved = bit_by_bit.phi.clone(), []
     for _ in range(4):
-        bit_by_bit.each(lambda outer: outer.progress(0.0))
+        left = bit_by_bit.each(lambda outer: outer.progress(0.0))
         moved.append(int((bit_by_bit.phi != before).all(0).sum()))
     assert moved[:3] == [16, 32, ELEMENTS], "a chunk is 16 elements"
+    assert left == [False, False]
     for fleet in (at_once, bit_by_bit):
         fleet.run(2)
     assert_equal(at_once, bit_by_bit)
