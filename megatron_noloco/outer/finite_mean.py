@@ -111,9 +111,10 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
         deviation = float(torch.dot(difference, difference)) / 2
         mean = torch.add(*members, out=out).mul_(0.5) if math.isfinite(deviation) else out
     else:
-        total = torch.stack(tuple(members))
-        deviation = float(total.var(dim=0).sum())
-        mean = _mean_of_rows(total, out) if math.isfinite(deviation) else out
+        members = torch.stack(tuple(members)).unbind()  # since `out` may be one of them
+        mean = _mean_of_rows(members, out)
+        differences = (member - mean for member in members)  # torch.var along this axis is 40 times as slow
+        deviation = sum(float(torch.dot(one, one)) for one in differences) / (len(members) - 1)
     if math.isfinite(deviation):
         report.squared_deviation += deviation
         report.compared_elements += len(out)
@@ -123,7 +124,7 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
     return _mean_of_rows(torch.stack(finite), out)
 
 
-def _mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
+def _mean_of_rows(rows: Tensor | Sequence[Tensor], out: Tensor) -> Tensor:
     """Fill `out`, row by row: `torch.mean` adds the last elements in another order than the others."""
     out.copy_(rows[0])
     for row in rows[1:]:
