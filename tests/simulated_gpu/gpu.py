@@ -57,7 +57,9 @@ class Gpu(TorchFunctionMode):
             return own(self, function, args, kwargs)
         device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
         if device is None:
-            made = function(*args, **kwargs)
+            # A function of C++ makes memory where its first argument lies.
+            beside = not hasattr(function, "__code__") and bool(args) and on_device(args[0])
+            made = self._made("beside" if beside else None, function, args, kwargs)
         elif _is_cuda(device):
             made = self._made("device", function, args, {**kwargs, "device": "cpu"})
             if function in (torch.tensor, torch.as_tensor):
@@ -66,12 +68,12 @@ class Gpu(TorchFunctionMode):
             made = self._made("host", function, args, kwargs)
         return pin(made) if pinned else made
 
-    def _made(self, where: str, function: Any, args: Any, kwargs: Any) -> Any:
-        self._operators.makes = where
+    def _made(self, where: str | None, function: Any, args: Any, kwargs: Any) -> Any:
+        before, self._operators.makes = self._operators.makes, where
         try:
             return function(*args, **kwargs)
         finally:
-            self._operators.makes = None
+            self._operators.makes = before
 
     # In the place of functions and methods of torch
 

@@ -1,7 +1,7 @@
 """Operators on device memory: queued on the current stream, with CUDA's rules for devices and for waiting."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated_gpu.memory import device_memory, is_pinned, on_device
-from tests.simulated_gpu.streams import Device, Kernel, outside_modes
+from tests.simulated_gpu.streams import Device, Kernel, Order, outside_modes
 
 aten = torch.ops.aten
 
@@ -42,7 +42,8 @@ class Operators(TorchDispatchMode):
     """Sees every operator below autograd, and queues those on device memory.
 
     Attributes:
-        makes: where factories make memory: on the "device", on the "host", or where their arguments lie (None).
+        makes: where factories make memory: on the "device", as are the results of all that they call, on the
+            "host", or where their arguments lie (None). "beside": as None, but on the device without arguments.
     """
 
     def __init__(self, device: Device) -> None:
@@ -63,14 +64,15 @@ class Operators(TorchDispatchMode):
         is_factory = any(argument.name == "device" for argument in function._schema.arguments)
         if not any(there):
             made = function(*args, **kwargs)
-            return self._made(function, made) if self.makes == "device" else made
+            is_made = self.makes == "device" or (self.makes == "beside" and is_factory and not tensors)
+            return self._made(function, made) if is_made else made
         if self.makes == "host" and is_factory:
             return function(*args, **kwargs)
         if function.namespace in ("c10d", "_c10d_functional"):
             # NCCL's stream waits for the current one, the host does not. Here the call is done on return.
             self.device.current.run()
             return self._claimed(function(*args, **kwargs))
-        self._check_devices(function, tensors, there)
+        self._check_devices(function, args, tensors, there)
         return self._on_device(function, args, kwargs)
 
     def _on_device(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -79,6 +81,9 @@ class Operators(TorchDispatchMode):
         if function in _READ_NUMBERS or _by_mask(function, args):
             self.device.wait(str(function))
             return self._claimed(function(*args, **kwargs))
+        if self.device.order is Order.AT_ONCE:  # nothing is ever queued
+            with _drawing(None) if torch.Tag.nondeterministic_seeded in function.tags else nullcontext():
+                return self._claimed(function(*args, **kwargs))
         schema = function._schema
         writes = [one for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
         if writes:
@@ -141,9 +146,9 @@ class Operators(TorchDispatchMode):
                 device_memory.set(one, self.device.current)
         return made
 
-    def _check_devices(self, function: Any, tensors: list[Tensor], there: list[bool]) -> None:
+    def _check_devices(self, function: Any, args: Any, tensors: list[Tensor], there: list[bool]) -> None:
         if function in _INDEX and there[0]:
-            if not all(there[1:]):
+            if not all(index is None or on_device(index) for index in args[1]):
                 self.device.wait("copy of an index to the device")
             return
         for tensor, is_there in zip(tensors, there, strict=True):
