@@ -13,18 +13,18 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.routing import Routing
 from tests.harness import by_hand, run_ranks
 from tests.integration.test_engine import BF16, RECOMPUTE
-from tests.integration.tiny import FAMILY_MODELS, MUON, build, microbatch, tiny
+from tests.integration.tiny import FAMILY_MODELS, build, microbatch, tiny
 from tests.simulated_gpu import Gpu, Order, Wait
+from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess
 
 STEPS, LAYERS = 3, 2
-TORCH_ADAM = {"params": {"torch_adam": True}}  # DeepSpeed would compile its own beside a GPU
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-    "Muon": MUON,
+    "Muon": WITH_MUON,
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
     "recompute": {"model": RECOMPUTE},
     "mixture": {"model": FAMILY_MODELS["mixtral"]},
@@ -48,8 +48,7 @@ def of_all(rank: int, world_size: int, cases: list[str], order: Order | None) ->
 def trained(changes: dict[str, Any], order: Order | None) -> dict[str, Any]:
     """Return the numbers of local steps on a device, without `order` on a CPU, and the waits of the last one."""
     with nullcontext() if order is None else Gpu(order) as gpu:
-        optimizer = {} if changes is MUON else {"optimizer": TORCH_ADAM}
-        raw = tiny({"model": {"num_layers": LAYERS}, **optimizer, "scheduler": None})
+        raw = tiny({"model": {"num_layers": LAYERS}, **TORCH_ADAM, "scheduler": None})
         config, groups, stage = build(tiny(changes, raw), 1)
         noted: list[tuple[str, Any]] = []
         engine = ReplicaEngine(

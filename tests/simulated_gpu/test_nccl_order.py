@@ -14,20 +14,20 @@ from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline.groups import build_groups
 from tests.harness import by_hand, run_ranks
 from tests.integration.test_other_layout import BF16, EXPERTS, TIED, Changes, layout, ranks
-from tests.integration.tiny import MUON, VOCABULARY, tiny
+from tests.integration.tiny import VOCABULARY, tiny
 from tests.simulated_gpu.gpu import Gpu
 from tests.simulated_gpu.nccl_order import Communicator, Kernel, Op, OrderError, Program, play, record
+from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess
 from tests.simulated_gpu.streams import Order
 
 STEPS = 2
 SMALL = {
-    "optimizer": {"params": {"torch_adam": True}},  # DeepSpeed would compile its own beside a GPU
+    **TORCH_ADAM,
     "model": {"num_layers": 2, "seq_length": 8},
     "noloco": {"routing": "microbatch"},
 }
 FOUR_LAYERS = {"model": {"num_layers": 4}}
-WITH_MUON = tiny({"optimizer": {"params": {"torch_adam": None}}}, MUON)
 ZERO_2 = {"zero_optimization": {"stage": 2}}
 
 # name: changes of the tiny config; the last one is its layout

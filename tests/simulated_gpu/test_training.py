@@ -1,0 +1,95 @@
+"""Whole trainings on simulated GPUs, each rank with its own: the weights of CPUs, and the same after a resume."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import by_hand, run_ranks
+from tests.integration.test_engine import BF16, RECOMPUTE
+from tests.integration.test_other_layout import EXPERTS, TIED, Changes, layout, ranks
+from tests.integration.tiny import run_whole, tiny, write_config, write_text
+from tests.simulated_gpu import Gpu, Order, installed
+from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
+from tests.simulated_gpu.process import GpuProcess
+
+STEPS, SAVED = 4, 3
+RUN: dict[str, Any] = {
+    **TORCH_ADAM,
+    "model": {"num_layers": 2},
+    "noloco": {"local_steps": 2, "routing": "microbatch"},
+    "training": {"train_iters": STEPS},
+    "checkpoint": {"save_interval": SAVED},
+}
+UNDER_WAY = {"noloco": {"overlap_steps": 2}}  # begun after step 2, merged after step 4
+ON_DEVICE = {"noloco": {"slow_weights": "device"}}
+DROPOUT = {"model": {"hidden_dropout": 0.1, **RECOMPUTE}}
+
+# name: changes of the tiny config; the last one is its layout
+CASES: dict[str, list[Changes]] = {
+    "routes, a round under way": [TIED, UNDER_WAY, ON_DEVICE, layout(pp=2)],
+    "tp 2, sequence parallelism": [layout(tp=2, replicas=1, sequence_parallel=True)],
+    "dp 2, ZeRO 2": [{"zero_optimization": {"stage": 2}}, layout(dp=2, replicas=1)],
+    "ep 2": [EXPERTS, layout(dp=2, replicas=1, expert_model_parallel_size=2)],
+    "dropout": [DROPOUT, UNDER_WAY, {"noloco": {"payload": "int4"}}, layout()],
+}
+BY_HAND: dict[str, list[Changes]] = {
+    "dp 2, bf16, tied": [BF16, TIED, layout(dp=2)],
+    "Muon, dp 2": [WITH_MUON, layout(dp=2)],
+    "final average, evaluations": [
+        {"noloco": {"payload": "int8", "final_average": True}, "evaluation": {"iters": 2, "interval": 2}},
+        layout(),
+    ],
+    "three fragments": [UNDER_WAY, {"noloco": {"fragments": 2}}, layout(pp=2, vpp=2)],
+}
+ALL = CASES | BY_HAND
+every_case = pytest.mark.parametrize("name", by_hand(ALL, BY_HAND))
+
+
+def on_gpu(rank: int, world_size: int, config: str) -> dict[str, Any]:
+    with installed(f"gpu {rank}"), Gpu(Order.LATE):
+        return {
+            name: None if found is None else found.cpu()
+            for name, found in run_whole(rank, world_size, config).items()
+        }
+
+
+def config_in(folder: Path, changes: list[Changes]) -> str:
+    raw = tiny(
+        {"data": {"text": write_text(folder)}, "training": {"output_dir": str(folder / "run")}}, tiny(RUN)
+    )
+    for change in changes:
+        raw = tiny(change, raw)
+    return write_config(folder, raw)
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for name in one:
+            same = one[name] is other[name] or torch.equal(one[name], other[name])
+            assert same, f"{name} of rank {rank}"
+
+
+def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]], rounding: float) -> None:
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for name in ("master", "slow"):
+            apart = (one[name] - other[name]).norm() / other[name].norm()
+            assert apart < rounding, f"{name} of rank {rank}"
+
+
+@every_case
+def test_a_training_is_that_of_cpus_and_goes_on_from_a_checkpoint(
+    name: str, gpu_process: GpuProcess, tmp_path: Path
+) -> None:
+    config = config_in(tmp_path, ALL[name])
+    count = ranks(ALL[name][-1])
+    whole = gpu_process.run_ranks(count, on_gpu, config)
+    (last,) = (tmp_path / "run" / "checkpoints").glob(f"*{STEPS}")
+    shutil.rmtree(last)
+    assert_same(gpu_process.run_ranks(count, on_gpu, config), whole)
+    if DROPOUT not in ALL[name]:  # a GPU draws from another generator
+        shutil.rmtree(tmp_path / "run")
+        rounding = 1e-2 if BF16 in ALL[name] or WITH_MUON in ALL[name] else 1e-4
+        assert_close(whole, run_ranks(count, run_whole, config), rounding)
