@@ -60,7 +60,11 @@ class NolocoSettings:
     method: Literal["noloco", "diloco"] = field(
         "noloco", 'Replicas that average in a round: "noloco": those of a random group, "diloco": all.'
     )
-    local_steps: Positive = field(10, "k: inner optimizer steps between two rounds.")
+    local_steps: Positive = field(
+        10,
+        'k: inner optimizer steps between two rounds. "auto" (in `train`, replicas in one job) is 1 with '
+        "most_waiting 0.1.",
+    )
     outer_momentum: Annotated[StrictFloat, Field(ge=0, lt=1)] = field(
         0.0, "alpha: the share of the outer momentum buffer kept from round to round."
     )
@@ -162,6 +166,11 @@ class TrainerSettings(NolocoSettings):
     recipe: Literal["recommended", "paper"] = field(
         "recommended",
         f"Values of fields that are left out: the defaults here, or those of the paper: {_PAPER}.",
+    )
+    most_waiting: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = field(
+        None,
+        "Largest share of the time that training may wait for exchanges: after the first rounds, which are "
+        "measured, k becomes the smallest number with which it waits no longer; null: k stays local_steps.",
     )
     enabled: StrictBool = field(True, "Whether replicas average at all; false: each trains on its own.")
     final_average: StrictBool = field(

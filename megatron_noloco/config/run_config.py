@@ -113,7 +113,7 @@ class RunConfig:
     def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
         """Return the configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
         raw, translations = in_todays_form(raw)
-        values = deepspeed_block.prepared(_with_recipe(raw))
+        values = deepspeed_block.prepared(_with_choices(raw))
         file: Any = None
         problems: list[str] = []
         try:
@@ -238,12 +238,16 @@ class RunConfig:
         return "fp16" if self.deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
 
 
-def _with_recipe(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the file with the values of the recipe that it names."""
+def _with_choices(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the file with the values of the recipe that it names, and those of local_steps "auto"."""
     noloco = raw.get("noloco")
-    if not isinstance(noloco, dict) or noloco.get("recipe") != "paper":
+    if not isinstance(noloco, dict):
         return raw
-    return raw | {"noloco": {**PAPER, **noloco}}
+    if noloco.get("recipe") == "paper":
+        noloco = {**PAPER, **noloco}
+    if noloco.get("local_steps") == "auto":
+        noloco = {"most_waiting": 0.1, **noloco, "local_steps": 1}
+    return raw | {"noloco": noloco}
 
 
 def _place(line: str, raw: dict[str, Any]) -> tuple[int, int]:
@@ -270,6 +274,8 @@ def _check_federation(
         yield f"parallel.replicas {parallel.replicas}: a job of a federation is one replica; leave it out"
     if noloco.transport != "auto":
         yield f'noloco.transport "{noloco.transport}": a federation has a transport of its own; leave it out'
+    if noloco.most_waiting is not None:
+        yield 'noloco.local_steps "auto" and most_waiting: jobs of a federation cannot agree on it; give a number'
     if noloco.routing != "off" and parallel.pipeline_model_parallel_size > 1:
         yield (
             f'noloco.routing "{noloco.routing}": a local step would wait for replicas that are '
@@ -279,6 +285,8 @@ def _check_federation(
 
 def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: int | None) -> Iterator[str]:
     """Yield why there is no round at all; of a resumed run all steps count, not those that are left."""
+    if noloco.most_waiting is not None and noloco.routing == "round":
+        yield 'noloco.routing "round" needs a fixed number of noloco.local_steps; use "microbatch", or give one'
     if noloco.enabled and replicas != 1 and noloco.local_steps > training.train_iters:
         yield (
             f"noloco.local_steps {noloco.local_steps} is more than training.train_iters {training.train_iters}: "

@@ -102,7 +102,10 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     if method == "none":
         return "none (no rounds" + ("; the replicas do not average)" if replicas > 1 else ")")
     momentum = f"{noloco.outer_momentum}{' (Nesterov)' if noloco.outer_nesterov else ''}"
-    knobs = f"{method} in {noloco.payload}, k = {noloco.local_steps}, alpha = {momentum}, beta = {noloco.outer_lr}"
+    k = f"k = {noloco.local_steps}"
+    if noloco.most_waiting is not None:
+        k += f" at first, then as many as keep waiting below {100 * noloco.most_waiting:g} %"
+    knobs = f"{method} in {noloco.payload}, {k}, alpha = {momentum}, beta = {noloco.outer_lr}"
     if replicas == 1:
         return f"{knobs}; 1 replica, which takes outer steps without a partner"
     n = noloco.group_size_among(replicas)
@@ -170,8 +173,7 @@ def _overlap(noloco: NolocoSettings) -> str:
         return "none, training waits for every exchange"
     if noloco.overlap_steps == "auto":
         when = (
-            f"as many local steps after it began as hide the exchanges of the first rounds (auto, at most "
-            f"{noloco.local_steps})"
+            "as many local steps after it began as hide the exchanges of the first rounds (auto, at most k)"
         )
     else:
         when = f"{count(noloco.overlap_steps, 'local step')} after it began"

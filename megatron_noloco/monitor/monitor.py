@@ -27,8 +27,6 @@ from megatron_noloco.monitor.metrics import (
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.sample_order import BatchPlan
 
-DELAY_STEPS = "delay_steps"  # counter of the chosen overlap, as checkpoints name it
-
 _LARGEST_EXPONENT = 700.0  # exp overflows beyond
 
 
@@ -226,11 +224,10 @@ class Monitor:
         if self.console is not None:
             self.console.say(line)
 
-    def overlap_chosen(self, done: int, overlap_steps: int) -> None:
-        """Record the chosen overlap, which is that of rounds which begin after local step `done` or later."""
-        self.metrics.count(DELAY_STEPS, overlap_steps)
-        steps = "1 local step" if overlap_steps == 1 else f"{overlap_steps} local steps"
-        self.say(f" overlap from iteration {done} on | a round is merged {steps} after it began |")
+    def chosen(self, counter: str, value: int, line: str) -> None:
+        """Record a setting that the run has chosen, also for checkpoints, and show it."""
+        self.metrics.count(counter, value)
+        self.say(line)
 
     def log(self, done: int) -> None:
         """Write a row about the local steps since the last row, if any; all ranks of a replica call it."""

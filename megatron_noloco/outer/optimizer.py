@@ -71,7 +71,8 @@ class OuterOptimizer:
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         rounding: r, likewise, what codes of the last rounds left out (`payload`); None where nothing is kept.
-        overlap_steps: d, of the settings; may be changed between two local steps, on all ranks at the same one.
+        local_steps, overlap_steps: k and d, of the settings; may be changed between two local steps, on all ranks
+            at the same one. Rounds are numbered as if k had always been so.
 
     Besides these vectors it holds, for each round that is under way at a time, the combined vector, the messages,
     what their codes leave out, and with a delay the correction, each as long as the longest fragment.
@@ -92,6 +93,7 @@ class OuterOptimizer:
         self.grouping = grouping_of(settings, place.replicas, seed)
         self.settings = settings
         self._apart = apart
+        self.local_steps = settings.local_steps
         self.overlap_steps = settings.first_overlap_steps
         self._fragments = (
             cut(weights.length, weights.copied(), settings.fragments) if apart is None else apart.fragments()
@@ -119,7 +121,7 @@ class OuterOptimizer:
             raise ValueError(f"done counts from 1: it is 1 after the first local step, not {done}")
         self.progress()
         reports = [self._merge(running) for running in list(self._under_way) if running.due <= done]
-        schedule = self.settings.local_steps, self.settings.fragments
+        schedule = self.local_steps, self.settings.fragments
         begins = fragment_after(done, *schedule)
         if begins is None:
             self._open_connections(*next_after(done, *schedule))
@@ -298,7 +300,7 @@ class OuterOptimizer:
 
     @property
     def _schedule(self) -> Tensor:
-        return torch.tensor([self.settings.local_steps, self.settings.fragments])
+        return torch.tensor([self.local_steps, self.settings.fragments])
 
     def _begin(self, round_index: int, fragment: int, due: int) -> Round:
         group, number = self._group_of(round_index, fragment)

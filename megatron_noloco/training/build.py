@@ -11,18 +11,14 @@ import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.restore import restore
-from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.pretrained import PretrainedWeights
 from megatron_noloco.model.stage import Stage, build_stage
-from megatron_noloco.monitor.monitor import DELAY_STEPS
 from megatron_noloco.outer import (
     Channel,
     Exchange,
-    NoRounds,
-    Rounds,
     mean_model,
 )
 from megatron_noloco.pipeline import cpu
@@ -32,7 +28,7 @@ from megatron_noloco.training.joined import Joined, checkpoint_settings
 from megatron_noloco.training.outputs import build_monitor
 from megatron_noloco.training.prepare import Prepared
 from megatron_noloco.training.replica_state import ReplicaState
-from megatron_noloco.training.rounds import OverlapChoice, build_final_average, build_outer
+from megatron_noloco.training.rounds import build_final_average, build_outer, choices
 from megatron_noloco.training.run import Run, Schedule
 
 # Of a call between microbatches: a GPU has more queued than that, or is asked again behind the backward pass.
@@ -65,6 +61,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     checkpointer = Checkpointer(
         checkpoint_settings(config, topology, tokenizer=prepared.tokenizer), engine, outer, plan
     )
+    chosen_later = choices(config, outer, start.counters)
     if start.folder is not None:
         restore(start.folder, start.manifests, engine, outer, checkpointer.settings)
 
@@ -91,7 +88,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         monitor=monitor,
         stopping=joined.stopping,
         final_average=build_final_average(config, outer, membership),
-        overlap=_overlap(config, outer, start),
+        choices=chosen_later,
         membership=membership,
         health=membership.health(engine.weights) if membership else None,
         takes_over=config.checkpoint.load == "auto",
@@ -108,16 +105,6 @@ def _model(prepared: Prepared) -> tuple[Groups, Stage]:
     pretrained = config.training.pretrained
     with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
         return groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
-
-
-def _overlap(config: RunConfig, outer: Rounds, start: Start) -> OverlapChoice | None:
-    """Return what chooses the overlap; None where the config, or the checkpoint that is continued, has it."""
-    if config.noloco.overlap_steps != "auto" or isinstance(outer, NoRounds):
-        return None
-    if DELAY_STEPS not in start.counters:
-        return OverlapChoice(outer)
-    outer.overlap_steps = min(int(start.counters[DELAY_STEPS]), config.noloco.local_steps)
-    return None
 
 
 def _schedule(config: RunConfig) -> Schedule:

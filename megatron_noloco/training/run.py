@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from megatron_noloco.monitor.metrics import LAST
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Rounds
 from megatron_noloco.training.evaluator import Evaluator
-from megatron_noloco.training.rounds import FinalAverage, OverlapChoice
+from megatron_noloco.training.rounds import Choice, FinalAverage
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Run:
     monitor: Monitor
     stopping: Stopping
     final_average: FinalAverage | None = None
-    overlap: OverlapChoice | None = None  # where the run itself chooses overlap_steps
+    choices: Sequence[Choice] = ()  # of settings that the run has still to choose, one after the other
     membership: Membership | None = None  # of a federation
     health: Health | None = None  # in a federation
     takes_over: bool = False  # at the beginning, the state of a replica that is far ahead
@@ -186,18 +187,20 @@ class Run:
         return step
 
     def _round(self, done: int, step_seconds: float) -> None:
-        """Run or merge the round that is due, if any, and choose the overlap where the run does."""
-        chosen = self.overlap.before_round(done, step_seconds) if self.overlap else None
-        if chosen is not None:
-            self.monitor.overlap_chosen(done, chosen)
+        """Run or merge the round that is due, if any, and choose settings where the run does."""
+        choice = self.choices[0] if self.choices else None
+        if choice is not None and (chosen := choice.before_round(done, step_seconds)) is not None:
+            self.monitor.chosen(choice.counter, chosen, choice.line(done))
+            self.choices = self.choices[1:]
+            choice = None
         reports = self.outer.after_local_step(done)
         if reports and self.membership is not None and self.membership.transport is not None:
             deadline = self.membership.transport.partners.deadline_seconds
             self.monitor.metrics.record("round/deadline_seconds", deadline, LAST)
         self.monitor.local_step(reports)
-        if self.overlap:
+        if choice is not None:
             for report in reports:
-                self.overlap.after_round(report)
+                choice.after_round(report)
 
     def _evaluate(self, done: int) -> bool:
         """Return False where it was asked to stop meanwhile."""

@@ -1,4 +1,5 @@
-"""Training that goes on during an exchange: how the delay is chosen, when messages move, what a resume does."""
+"""What a run chooses by its first rounds, and training that goes on during an exchange: when messages move, what a
+resume does."""
 
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.training.rounds import OverlapChoice
+from megatron_noloco.training.rounds import LocalStepsChoice, OverlapChoice
 from tests.harness import run_ranks
 from tests.integration.chaos import Run
 from tests.integration.tiny import build, metrics, microbatch, tiny
@@ -27,7 +28,7 @@ def report_of(round_index: int, seconds: float, fragment: int = 0) -> RoundRepor
 
 def chooses(rank: int, world_size: int, exchange_seconds: list[float], rounds_before: int) -> list[Any]:
     """Local steps of one second; the delay in force in each round, and when it was said."""
-    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), overlap_steps=0)
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), overlap_steps=0, local_steps=K)
     choice, found = OverlapChoice(outer), []
     for done in range(rounds_before * K + 1, (rounds_before + 6) * K + 1):
         said = choice.before_round(done, 1.0 if done > 1 else 50.0)  # the first step is slow
@@ -49,9 +50,35 @@ def test_all_ranks_take_the_largest_delay_from_the_same_round_on(
     assert ranks == [[(0, None)] * 3 + [(expected, expected)] + [(expected, None)] * 2] * 3
 
 
+def chooses_local_steps(rank: int, world_size: int, exchange_seconds: list[float]) -> list[tuple[int, int]]:
+    """Local steps of one second; after each, what is said and in force. The first exchange opens a connection."""
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=1), overlap_steps=0, local_steps=1)
+    choice, found = LocalStepsChoice(outer, most_waiting=0.2, most=30), []
+    for done in range(1, 9):
+        said = choice.before_round(done, 1.0 if done > 1 else 50.0)
+        found.append((said, outer.local_steps))
+        if done % outer.local_steps == 0:
+            choice.after_round(report_of(done - 1, 100.0 if done == 1 else exchange_seconds[rank]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("exchange_seconds", "expected"),
+    [([0.1, 0.2, 0.01], 1), ([0.5, 2.4, 0.3], 10), ([0.1, 99.0, 0.1], 30)],
+    ids=["short", "ten times 1 s beside 2.4 s", "longer than the run"],
+)
+def test_all_ranks_take_the_fewest_local_steps_with_which_the_slowest_waits_for_a_fifth_of_the_time(
+    exchange_seconds: list[float], expected: int
+) -> None:
+    found = run_ranks(3, chooses_local_steps, exchange_seconds)
+    assert found == [[(None, 1)] * 6 + [(expected, expected), (None, expected)]] * 3
+
+
 def chooses_in_fragments(rank: int, world_size: int, start: int) -> list[Any]:
     """Two fragments, of which the first takes 2.5 steps and the last nearly none; when the delay is said."""
-    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K, fragments=2), overlap_steps=0)
+    outer: Any = SimpleNamespace(
+        settings=NolocoSettings(local_steps=K, fragments=2), overlap_steps=0, local_steps=K
+    )
     choice, said = OverlapChoice(outer), {}
     for done in range(start + 1, 5 * K + 1):
         if chosen := choice.before_round(done, 1.0):
@@ -68,7 +95,7 @@ def test_every_fragment_counts_also_after_a_resume_within_a_round(start: int, de
 
 def chooses_in_federation(rank: int, world_size: int, steps: list[int], skipped: set[int]) -> list[Any]:
     """When the delay is said. A round without a partner is skipped, with or without a wait for one."""
-    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), overlap_steps=0)
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), overlap_steps=0, local_steps=K)
     choice, said = OverlapChoice(outer), {}
     for done in steps:
         if chosen := choice.before_round(done, 1.0):
@@ -161,6 +188,26 @@ def test_a_resume_keeps_the_delay_that_the_run_chose(tmp_path: Path) -> None:
         before_the_averages = {9: 3, 20: 9}  # the rounds under way at the end of both runs
         between = {10 + 2 * r + chosen: 4 + r for r in range(5)}
         assert merged == waited | between | before_the_averages
+
+
+def test_a_resume_keeps_the_local_steps_that_the_run_chose(tmp_path: Path) -> None:
+    changes = {
+        "parallel": {"replicas": 2},
+        "noloco": {"local_steps": "auto", "most_waiting": 0.05, "overlap_steps": "auto", "routing": "off"},
+        "training": {"train_iters": 40},
+        "checkpoint": {"save_interval": 8},
+    }
+    run = Run(tmp_path, changes)
+    first = run.launch(2, changes={"training": {"train_iters": 8}})[0].out
+    (line,) = [line for line in first.splitlines() if line.startswith(" local steps from iteration")]
+    assert line.startswith(" local steps from iteration 7 on | a round follows ")
+    (manifest, *_) = read_manifests(max(run.checkpoints.glob("step_*")))
+    chosen = int(manifest.counters["local_steps"])
+    second = run.launch(2)[0].out
+    assert "local steps from iteration" not in second
+    for replica in metrics(run.folder):
+        indices = {row["round/index"] for row in replica if row["step"] > 8 and "round/index" in row}
+        assert max(indices) == (40 // chosen) - 1
 
 
 @pytest.mark.parametrize("replicas", [3, 6])

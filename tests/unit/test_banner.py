@@ -79,6 +79,10 @@ BANNER: list[tuple[dict[str, Any], str]] = [
     ({"noloco.fragments": 2}, "outer state: 12 bytes per parameter ("),
     ({"noloco.overlap_steps": 1}, MERGED + "1 local step after it began"),
     ({"noloco.overlap_steps": "auto"}, MERGED + "as many local steps after it began as hide the exchanges"),
+    (
+        {"noloco.local_steps": "auto", "noloco.routing": "microbatch"},
+        "method: noloco in fp32, k = 1 at first, then as many as keep waiting below 10 %, alpha = 0.5",
+    ),
     (FEDERATION, "federation: this job is replica 3 of at most 4; exchanges in the open"),
     (FEDERATION, "batch in total: 4 replicas x 8 = 32 samples"),
 ]

@@ -258,6 +258,12 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
     assert RunConfig.of_checkpoint(now.to_dict()) == now
 
 
+def test_local_steps_auto_begins_with_one_and_a_tenth_of_the_time() -> None:
+    found = RunConfig.from_dict(edited({"noloco.local_steps": "auto", "noloco.routing": "off"}))
+    assert (found.noloco.local_steps, found.noloco.most_waiting) == (1, 0.1)
+    assert RunConfig.from_dict(found.to_dict()) == found
+
+
 OLD_FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     (
         "noloco.overlap",

@@ -79,6 +79,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (FEDERATION | {"parallel.replicas": 4}, "parallel.replicas 4: a job of a federation is one replica"),
     (FEDERATION | {"noloco.enabled": False}, "noloco.enabled false: a federation is there for rounds"),
     (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
+    (
+        FEDERATION | {"noloco.local_steps": "auto"},
+        'local_steps "auto" and most_waiting: jobs of a federation',
+    ),
+    ({"noloco.local_steps": "auto"}, 'noloco.routing "round" needs a fixed number of noloco.local_steps'),
     (FEDERATION | {"noloco.routing": "round"}, 'noloco.routing "round": a local step would wait for'),
     (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),
     # DeepSpeed's keys

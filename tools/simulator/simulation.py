@@ -78,8 +78,12 @@ class Simulation:
             )
         if config.deepspeed["optimizer"]["type"] not in ("AdamW", "Muon") or config.precision != "fp32":
             raise ValueError("optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation")
-        if config.noloco.overlap_steps == "auto":
-            raise ValueError('noloco.overlap_steps "auto" measures time: give a number in a simulation')
+        for name, measures in {
+            "local_steps": config.noloco.most_waiting is not None,
+            "overlap_steps": config.noloco.overlap_steps == "auto",
+        }.items():
+            if measures:
+                raise ValueError(f'noloco.{name} "auto" measures time: give a number in a simulation')
         if config.training.pretrained is not None:
             raise ValueError("training.pretrained is not simulated")
         for name in ("z_loss_coeff", "hidden_dropout", "attention_dropout"):
