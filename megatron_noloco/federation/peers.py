@@ -110,7 +110,8 @@ class Peers:
         """
         self._claim_slot()
         self.follow_directory()
-        self._stopped_ticks += self.stopped() and time.monotonic() > self.leaves_at
+        leaving = time.monotonic() < self.leaves_at
+        self._stopped_ticks = 0 if leaving else self._stopped_ticks + self.stopped()
         for slot, peer in self.others.items():
             if (session := peer.session) is None:
                 continue

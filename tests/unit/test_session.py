@@ -1,6 +1,7 @@
 """What one replica does with all that another may say; the other one is made by hand."""
 
 import io
+import time
 from base64 import b64encode
 from contextlib import redirect_stderr
 from typing import Any
@@ -369,6 +370,21 @@ def test_a_job_that_is_to_stop_waits_for_nobody() -> None:
     replica.tick()  # a round that is almost over may end
     assert transfers.completed() == []
     replica.tick()
+    assert why(transfers) == "rank 1 is not waited for: this job was asked to stop"
+
+
+def test_a_job_that_leaves_waits_for_its_last_partner_a_while() -> None:
+    """Also where it was asked to stop long before, in a step that took long."""
+    replica = Replica()
+    connected(replica)
+    replica.peers.stopped = lambda: True
+    replica.tick(5)
+    replica.peers.leaves_at = time.monotonic() + 60
+    _, transfers = replica.receive()
+    replica.tick(5)
+    assert transfers.completed() == []
+    replica.peers.leaves_at = time.monotonic()
+    replica.tick(2)
     assert why(transfers) == "rank 1 is not waited for: this job was asked to stop"
 
 
