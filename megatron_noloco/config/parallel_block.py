@@ -66,8 +66,6 @@ class ParallelConfig(Block):
 
 def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
     """Return the topology of `world_size` ranks; raises ValueError with the equation when they do not fit."""
-    if world_size < 1:
-        raise ValueError(f"a run needs at least 1 rank, not {world_size}")
     one = Topology(
         1,
         parallel.pipeline_model_parallel_size,

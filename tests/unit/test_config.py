@@ -176,7 +176,6 @@ def test_routing_needs_several_replicas_and_stages() -> None:
         ({"parallel.replicas": 3}, 8, "8 ranks are not 3 replicas x pipeline 2 x data 1 x tensor 1 = 6"),
         ({"parallel.replicas": 3}, 1, "1 rank is not 3 replicas"),
         ({"parallel.replicas": "auto"}, 7, "7 ranks do not divide into replicas of pipeline 2 x data 1 x"),
-        ({"parallel.replicas": "auto"}, 0, "at least 1 rank"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_with_a_number_that_does(
