@@ -146,8 +146,7 @@ def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.whole_model import generate
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
-    if is_hugging_face(args.model):
-        _refuse_tokenizer(args)
+    if is_hugging_face(args.model, args.tokenizer):
         generate(args.model[0], load_auto, *options)
         return 0
     source = open_source(args.model, "mean", args.tokenizer)
@@ -166,10 +165,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.evaluate import evaluate, open_weights
-    from megatron_noloco.huggingface.source import is_hugging_face
 
-    if is_hugging_face(args.model):
-        _refuse_tokenizer(args)
     weights = open_weights(args.model, args.data, args.seq_length, args.tokenizer)
     _say_losses(evaluate(weights, args.samples))
     return 0
@@ -188,12 +184,4 @@ def _say_losses(results: "Iterable[Result]") -> None:
     if diverged:
         raise StoppedError(
             f"the loss is not finite: {', '.join(diverged)}; training has diverged, evaluate an earlier checkpoint"
-        )
-
-
-def _refuse_tokenizer(args: argparse.Namespace) -> None:
-    """Raise ValueError where a Hugging Face folder is to be read with another tokenizer than its own."""
-    if args.tokenizer is not None:
-        raise ValueError(
-            f"--tokenizer: {args.model[0]} is a Hugging Face folder, which has its own; leave it out"
         )

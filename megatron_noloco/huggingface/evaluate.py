@@ -92,7 +92,7 @@ def open_weights(
     Raises ValueError when the model, or the data to evaluate it on, is missing.
     """
     first = paths[0]
-    if is_hugging_face(paths):
+    if is_hugging_face(paths, tokenizer_place):
         if data is None:
             raise ValueError(f"{first}: a Hugging Face folder has no validation split; give --data")
         return _open_hugging_face(first, data, seq_length)

@@ -64,10 +64,10 @@ class ModelSource:
         return lines
 
 
-def is_hugging_face(paths: Sequence[Path]) -> bool:
+def is_hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> bool:
     """Return whether a model is a Hugging Face folder, not a checkpoint.
 
-    Raises ValueError for several folders, and as `check_finished` does.
+    Raises ValueError for several folders, for one with another `tokenizer`, and as `check_finished` does.
     """
     first = paths[0]
     is_run = (first / "checkpoints").is_dir()  # which may have a config.json
@@ -75,6 +75,8 @@ def is_hugging_face(paths: Sequence[Path]) -> bool:
         return False
     if len(paths) > 1:
         raise ValueError(f"{first}: a Hugging Face folder is one model; give it alone")
+    if tokenizer is not None:
+        raise ValueError(f"--tokenizer: {first} is a Hugging Face folder, which has its own; leave it out")
     check_finished(first)
     return True
 
