@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,18 +16,47 @@ from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
 from megatron_noloco.monitor.monitor import Monitor, Throughput
-from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
+from megatron_noloco.monitor.writers import OTHERS, ReplicaFiles, Row, WandbRun, Writer, without_nan
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
 from megatron_noloco.training.joined import Joined
-from megatron_noloco.training.other_jobs import OtherJobs
 from megatron_noloco.training.prepare import Prepared
+
+
+class OtherJobs:
+    """Tells the other jobs the rows of this one, and writes theirs below the folder of this replica.
+
+    So `watch` and `report` show the federation anywhere. Only numbers of `metrics.jsonl` leave a job. What cannot
+    be written is lost, as `ReplicaFiles` says for the same disk.
+    """
+
+    def __init__(self, transport: FederationTransport, folder: Path) -> None:
+        self._transport, self._folder = transport, folder / OTHERS
+
+    def write(self, row: Row) -> None:
+        with suppress(ServiceFailedError):  # the main thread learns of it elsewhere
+            self._transport.tell_row(json.dumps(row))
+        self._keep()
+
+    def close(self) -> None:
+        self._keep()
+
+    def _keep(self) -> None:
+        for slot, text in self._transport.rows():
+            with suppress(ValueError, RecursionError, OSError):
+                line = json.dumps(without_nan(json.loads(text)))  # in a single line, whatever it was
+                folder = self._folder / f"replica_{slot:02d}"
+                folder.mkdir(parents=True, exist_ok=True)
+                with (folder / "metrics.jsonl").open("a") as file:
+                    file.write(line + "\n")
 
 
 def build_monitor(
