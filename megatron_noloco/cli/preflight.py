@@ -91,6 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preflight.accelerators import peak_tflops
     from megatron_noloco.preflight.departures import departures_of
+    from megatron_noloco.preflight.fit import slow_experts
     from megatron_noloco.preflight.plan import Network, computing_seconds, plan_of
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
@@ -141,6 +142,8 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         _show_memory(plan)
         if accelerator is not None:
+            if note := slow_experts(config, topology):
+                say(note)
             _show_fit(plan, config, architecture, accelerator)
             if step is None:
                 say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
@@ -211,6 +214,10 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
     step = plan.step_seconds
     if step is not None:
         say("", f"a local step computes for {step:.3g} s")
+    if plan.round_core_seconds and plan.topology.ensemble > 1:
+        say(
+            f"a round takes {plan.round_core_seconds:.2g} s of one core of the host, less with more for a rank"
+        )
     if plan.gathered_bytes:
         say(
             f"rank 0 of a replica exchanges for all of its ranks: in a round they send it "

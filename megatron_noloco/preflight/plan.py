@@ -26,6 +26,9 @@ _FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RF
 _GATHERED_PER_SECOND = 2.5e9  # bytes between two ranks of a host, over gloo, as measured on two cores
 _LEAST_TIME_OUT = 0.2  # seconds, of Linux; after a pause of so long and a round trip TCP halves its window
 
+# For 10^9 weights, in pairs and in groups of 4, with copies of messages in memory (python -m tools.bench_host).
+_CORE_SECONDS = {"fp32": (5.0, 8.0), "int8": (12.0, 13.0), "int4": (13.0, 25.0)}
+
 
 @dataclass(frozen=True)
 class Network:
@@ -124,6 +127,7 @@ class Plan:
         schemes: the config's own scheme, then others in its place; empty where the network is not known.
         routed_bytes: bytes that a replica sends to others in a local step, for routing.
         routed_seconds: seconds of these messages if no computation hides them; None without routing or network.
+        round_core_seconds: seconds that a round takes of one core of the host: with codes, and slow weights there.
         gathered_bytes: bytes that the other ranks of a replica send to its speaker in a round of a federation, and
             that come back.
     """
@@ -136,6 +140,7 @@ class Plan:
     schemes: list[Scheme]
     routed_bytes: float
     routed_seconds: float | None
+    round_core_seconds: float
     gathered_bytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -147,6 +152,7 @@ class Plan:
             "weights_of_rank": asdict(self.held),
             "memory_bytes": asdict(self.memory),
             "step_seconds": self.step_seconds,
+            "core_seconds_per_round": self.round_core_seconds,
             "gathered_bytes_per_round": self.gathered_bytes,
             "routed_bytes_per_step": self.routed_bytes,
             "routed_seconds_per_step": self.routed_seconds,
@@ -197,7 +203,14 @@ def plan_of(
         # Of the first microbatch forward, of the last one backward.
         trips = 2 * (topology.pp * topology.vpp - 1)
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
-    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds, gathered)
+    computed = core_seconds(config.noloco, largest.owned, topology.ensemble) if config.noloco.enabled else 0.0
+    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds, computed, gathered)
+
+
+def core_seconds(noloco: TrainerSettings, weights: int, replicas: int) -> float:
+    """Return the seconds of one core in which a rank computes its part of a round of all its weights."""
+    in_pairs, in_groups = _CORE_SECONDS[noloco.payload]
+    return weights / 1e9 * (in_pairs if noloco.in_pairs_among(replicas) else in_groups)
 
 
 def computing_seconds(

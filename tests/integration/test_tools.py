@@ -16,6 +16,7 @@ IN_FOLDER = {
 }
 ALONE = {
     "bench_data": ("--megabytes 0.1 --repeats 1 --steps 0", "preprocess_over_raw"),
+    "bench_host": ("--weights 4096 --repeats 1", "core_seconds"),
     "bench_payload": ("--elements 2048 --repeats 1", "ways"),
     "bench_throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
     "bench_tflops": ("--matrix 8 --repeats 1", "step_over_matmul"),

@@ -1,0 +1,63 @@
+"""Core seconds of the host in a round, for 10^9 weights of a rank: combining, coding, mean, outer step.
+
+    python -m tools.bench_host [--weights 16000000]
+
+Replicas are threads of one core, and copy messages in memory. Prints JSON, for each group size and payload the
+fastest of the repeats. `plan` has these figures.
+"""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from megatron_noloco.outer import OuterOptimizer, TorchWeights
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import PAPER, NolocoSettings
+from tools.loopback import loopback_world
+from tools.options import command_line
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--weights", type=int, default=16_000_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {
+        f"{payload}, groups of {members}": round(
+            seconds(options.weights, members, payload, options.repeats), 2
+        )
+        for members in (2, 4)
+        for payload in ("fp32", "int8", "int4")
+    }
+    print(json.dumps({"core_seconds": found}, indent=1))
+
+
+def seconds(weights: int, members: int, payload: str, repeats: int) -> float:
+    """Return the core seconds of a rank for 10^9 weights."""
+    method: dict[str, Any] = {**PAPER, "local_steps": 1, "payload": payload, "group_size": members}
+    settings = NolocoSettings(**method)
+    start = torch.randn(weights)
+    outers = [
+        OuterOptimizer(
+            TorchWeights([start + 0.01 * torch.randn(weights)]),
+            transport,
+            Place(transport.rank, members),
+            settings,
+        )
+        for transport in loopback_world(members)
+    ]
+    taken = []
+    with ThreadPoolExecutor(members) as threads:
+        for index in range(repeats):
+            began = time.process_time()
+            list(threads.map(lambda outer, index=index: outer.run_round(index), outers))
+            taken.append(time.process_time() - began)
+    return min(taken) / members / weights * 1e9
+
+
+if __name__ == "__main__":
+    main()
