@@ -6,7 +6,7 @@ replica, and between jobs through its speaker (`federation.movement`). No rank g
 what it gathers for the forward pass.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -53,9 +53,15 @@ def reshard(module: nn.Module) -> None:
     After a forward pass without backward (an evaluation) it keeps the gathered parameters of the whole model for
     the next one, which would then not see what was written to the divided ones.
     """
+    for part in divided_modules(module):
+        part.reshard()
+
+
+def divided_modules(module: nn.Module) -> Iterator[Any]:
+    """Yield the parts of a module to which `fully_shard` was applied."""
     for part in module.modules():
         if any(cls.__name__ == "FSDPModule" for cls in type(part).__mro__):
-            part.reshard()  # type: ignore[operator]
+            yield part
 
 
 class ShardedWeights(Weights):
@@ -89,8 +95,15 @@ class ShardedWeights(Weights):
         return [piece.view(-1) for piece in self._pieces()]
 
     def refresh(self) -> None:
-        """Have the next forward pass gather the parameters anew."""
+        """Have the next forward pass gather the parameters anew, after what is queued here.
+
+        It would not wait for this round where the loop has set an event of its own after its optimizer's step.
+        """
         reshard(self._module)
+        if torch.cuda.is_available():
+            written = torch.cuda.current_stream().record_event()
+            for part in divided_modules(self._module):
+                part.set_post_optim_event(written)
 
     def copied(self) -> list[tuple[int, int]]:
         """Return the pieces that are replicated on an axis of the mesh, or lie on a part of the ranks only."""
