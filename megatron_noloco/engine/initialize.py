@@ -1,5 +1,6 @@
 """Builds a DeepSpeed engine whose world is one replica."""
 
+import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import cuda_accelerator, get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -17,6 +19,7 @@ from megatron_noloco.engine.gradients import read_norm_once
 from megatron_noloco.engine.layout import EXPERTS, parameter_groups
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.schedules import build_schedule
+from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.start_up import quiet
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
@@ -122,7 +125,7 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
     if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
-        parameters["torch_adam"] = not fused_adam_loads()
+        parameters["torch_adam"] = not all_have_fused_adam()
         if parameters["torch_adam"] and torch.cuda.is_available():
             parameters["fused"] = True
     settings["optimizer"] = {**optimizer, "params": parameters}
@@ -138,6 +141,19 @@ def fused_adam_loads() -> bool:
     except ValueError:
         return False
     return True
+
+
+def all_have_fused_adam() -> bool:
+    """Return whether all ranks of the job have DeepSpeed's fused Adam: ranks of a replica must round alike.
+
+    A collective on GPUs. The first rank of a host compiles it, if need be, while the others wait.
+    """
+    if not torch.cuda.is_available():
+        return False
+    host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
+    first = of_all_ranks(host).index(host) == rank
+    of_all_ranks(first and fused_adam_loads())
+    return all(of_all_ranks(fused_adam_loads()))
 
 
 def load_kernel(builder: str) -> None:

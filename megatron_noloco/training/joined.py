@@ -131,9 +131,8 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     if cuda:  # before anything is allocated
         if topology.tp > 1:  # Megatron-core queues messages before the products that are to hide them
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        if prepared.config.routing(
-            topology
-        ).active:  # each rank then has hops to and from those of all replicas
+        routing = prepared.config.routing(topology)
+        if routing.active:  # each rank then has hops to and from those of all replicas
             os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(HOP_CHANNELS))
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # activations and gradients at once
         alone = topology.replica_size == 1

@@ -31,7 +31,7 @@ def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]
         outer = OuterOptimizer(TorchWeights([own]), transport, Place(transport.rank, REPLICAS), settings)
         draw = torch.Generator().manual_seed(transport.rank + 1)
         for step in range(ROUNDS * LOCAL_STEPS + 1):
-            own.add_(torch.randn(LENGTH, generator=draw).to(device), alpha=0.01)
+            own.add_((torch.randn(LENGTH, generator=draw) * 0.01).to(device))  # rounds once on any device
             if device == "cuda":  # work that a local step would have queued
                 busy = torch.randn(2048, 2048, device=device)
                 for _ in range(20):
