@@ -7,6 +7,7 @@ with installed():
 """
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,6 +21,9 @@ from torch.overrides import TorchFunctionMode
 from tests.simulated_gpu.memory import Runtime, is_pinned, on_device, pin, pinned_copy
 from tests.simulated_gpu.operators import Operators, copy_across, generator
 from tests.simulated_gpu.streams import CUDA, Device, Event, Order, Stream, Wait, here, set_here
+
+_entered = threading.local()
+_run_backward = torch.autograd.graph._engine_run_backward
 
 
 class Gpu(TorchFunctionMode):
@@ -44,9 +48,11 @@ class Gpu(TorchFunctionMode):
         self._device.start()
         self._operators.__enter__()
         super().__enter__()
+        _entered.gpu = self
         return self
 
     def __exit__(self, *error: Any) -> None:
+        _entered.gpu = None
         super().__exit__(*error)
         self._operators.__exit__(*error)
         set_here(None)
@@ -92,14 +98,6 @@ class Gpu(TorchFunctionMode):
         if on_device(args[0]):
             self._device.wait("copy to the host")
         return function(*args, **kwargs)
-
-    def _backward(self, function: Any, args: Any, kwargs: Any) -> None:
-        # torch leaves this mode for the time of the call, in which hooks run.
-        TorchFunctionMode.__enter__(self)
-        try:
-            torch.autograd.backward(args[0], grad_tensors=kwargs.pop("gradient", None), **kwargs)
-        finally:
-            TorchFunctionMode.__exit__(self, None, None, None)
 
     def _to(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         tensor, *others = args
@@ -147,11 +145,22 @@ _OWN: dict[Any, Any] = {
     Tensor.__array__: Gpu._no_numpy,
     Tensor.tolist: Gpu._read_all,
     Tensor.__reduce_ex__: Gpu._read_all,
-    Tensor.backward: Gpu._backward,
     Tensor.to: Gpu._to,
     Tensor.cpu: Gpu._cpu,
     Tensor.cuda: Gpu._cuda,
 }
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """Run autograd's engine in the mode, which torch leaves for `Tensor.backward`: hooks run inside."""
+    gpu = getattr(_entered, "gpu", None)
+    if gpu is None:
+        return _run_backward(*args, **kwargs)
+    TorchFunctionMode.__enter__(gpu)
+    try:
+        return _run_backward(*args, **kwargs)
+    finally:
+        TorchFunctionMode.__exit__(gpu, None, None, None)
 
 
 def _record_stream(tensor: Tensor, stream: Stream) -> None:
@@ -216,6 +225,7 @@ def installed(uuid: str = "simulated") -> Iterator[None]:
             (torch.cuda.random, random),
             (torch.cuda.nvtx, nothing),
             (Tensor, methods),
+            (torch.autograd, {"_engine_run_backward": _backward}),
         ):
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(module, name, value))

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated_gpu.gpu import Gpu, installed
-from tests.simulated_gpu.streams import Order
+from tests.simulated_gpu.gpu import installed
 
 _for_good = ExitStack()
 
@@ -25,6 +24,7 @@ class GpuProcess:
     """Runs functions of modules in a process of its own, which imports what they need once."""
 
     def __init__(self) -> None:
+        _import_engines()  # here as well, for the ranks on CPUs that are forked from this process
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
 
     def run_ranks(
@@ -41,21 +41,17 @@ def _start() -> None:
     os.environ |= {"DS_ACCELERATOR": "cuda", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "0"}
     torch.set_num_threads(1)
     _for_good.enter_context(installed())
-    # What engines import late is imported here, once; and their many `gc.collect` pass over it.
-    for module in ("deepspeed.compile.backend", "tests.harness", "tests.integration.tiny"):
+    _import_engines()
+    gc.freeze()  # DeepSpeed collects garbage often, which is to pass over what was imported
+
+
+def _import_engines() -> None:
+    """Import what each rank would import late."""
+    for module in ("tests.integration.tiny", "deepspeed.compile.backend"):
         importlib.import_module(module)
-    gc.freeze()
 
 
 def _run_ranks(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
     from tests.harness import run_ranks
 
     return run_ranks(world_size, function, *args, timeout=timeout)
-
-
-def with_gpu(
-    rank: int, world_size: int, order: Order, function: Callable[..., Any], *args: Any
-) -> tuple[Any, dict[Any, int]]:
-    """Return what a rank's function returns on a GPU of its own, and the waits."""
-    with installed(f"gpu {rank}"), Gpu(order) as gpu:
-        return function(rank, world_size, *args), dict(gpu.waits)

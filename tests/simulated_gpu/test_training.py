@@ -42,7 +42,11 @@ BY_HAND: dict[str, list[Changes]] = {
         {"noloco": {"payload": "int8", "final_average": True}, "evaluation": {"iters": 2, "interval": 2}},
         layout(),
     ],
-    "three fragments": [UNDER_WAY, {"noloco": {"fragments": 2}}, layout(pp=2, vpp=2)],
+    "two fragments, two chunks": [
+        UNDER_WAY,
+        {"noloco": {"fragments": 2}, "model": {"num_layers": 4}},
+        layout(pp=2, vpp=2),
+    ],
 }
 ALL = CASES | BY_HAND
 every_case = pytest.mark.parametrize("name", by_hand(ALL, BY_HAND))
