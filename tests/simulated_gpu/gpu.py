@@ -167,6 +167,14 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
     here().recorded.add((tensor.untyped_storage()._cdata, stream))
 
 
+def _resize(storage: torch.UntypedStorage, size: int) -> Any:
+    """Do as `UntypedStorage.resize_`, with which FSDP2 frees memory; kernels that use it run before."""
+    if here().pending[storage._cdata]:
+        for stream in here().streams:
+            stream.run()
+    return torch._C.StorageBase.resize_(storage, size)
+
+
 @contextlib.contextmanager
 def installed(uuid: str = "simulated") -> Iterator[None]:
     """Replace what Python code asks of `torch.cuda`, in all threads.
@@ -225,6 +233,7 @@ def installed(uuid: str = "simulated") -> Iterator[None]:
             (torch.cuda.random, random),
             (torch.cuda.nvtx, nothing),
             (Tensor, methods),
+            (torch.UntypedStorage, {"resize_": _resize}),
             (torch.autograd, {"_engine_run_backward": _backward}),
         ):
             for name, value in names.items():

@@ -10,6 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +82,10 @@ class Kernel:
             here().pending[tensor.untyped_storage()._cdata] += 1
 
     def run(self, stream: "Stream") -> None:
-        """Do the work. Raises RaceError for memory that CUDA's allocator could have given away meanwhile."""
+        """Do the work. Raises RaceError for memory that CUDA's allocator could have given away meanwhile.
+
+        A stream gets memory that was freed again at once. That is safe where it waits for this kernel first.
+        """
         with outside_modes():
             for tensor in self.memory:
                 self._check(tensor, stream)
@@ -91,8 +95,8 @@ class Kernel:
         self.memory = ()
 
     def _check(self, tensor: Tensor, stream: "Stream") -> None:
-        storage, device = tensor.untyped_storage()._cdata, here()
-        if device_memory.get(tensor) is stream or (storage, stream) in device.recorded:
+        storage, device, owner = tensor.untyped_storage()._cdata, here(), device_memory.get(tensor)
+        if owner is stream or (storage, stream) in device.recorded or owner.waits_for(stream, stream.done):
             return
         others = torch._C._storage_Use_Count(storage) - 1 - device.pending[storage]  # 1: its Python object
         if others <= 0:
@@ -106,6 +110,7 @@ class Stream:
         self.device, self.priority = CUDA, priority
         self.queued = self.done = 0
         self._queue: deque[Kernel] = deque()
+        self._awaited: list[tuple[Stream, int]] = []  # streams, and until which of their kernels
         here().streams.append(self)
         self.stream_id = self.cuda_stream = len(here().streams)
 
@@ -135,37 +140,47 @@ class Stream:
         return event
 
     def wait_event(self, event: "Event") -> None:
-        self.put(Kernel("wait", event.reach))
+        if event.place is not None:  # as it was recorded last
+            self._awaited.append(event.place)
+            self.put(Kernel("wait", partial(self._reach, *event.place)))
+
+    def waits_for(self, stream: "Stream", number: int) -> bool:
+        """Return whether it has yet to wait for the first `number` kernels of another stream."""
+        return any(other is stream and number <= until for other, until in self._awaited)
+
+    def _reach(self, stream: "Stream", number: int) -> None:
+        stream.run(number)
+        self._awaited.remove((stream, number))
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
 
 class Event:
-    """Marks a place in a stream. Has the interface of `torch.cuda.Event`."""
+    """Marks a place in a stream. Has the interface of `torch.cuda.Event`.
+
+    Attributes:
+        place: the stream, and how many kernels it had when the event was recorded; None: it was not.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._stream: Stream | None = None
-        self._number = 0
+        self.place: tuple[Stream, int] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self._stream = stream or here().current
-        self._number = self._stream.queued
-
-    def reach(self) -> None:
-        """Run the stream up to this place."""
-        if self._stream is not None:
-            self._stream.run(self._number)
+        stream = stream or here().current
+        self.place = stream, stream.queued
 
     def synchronize(self) -> None:
         here().count("event")
-        self.reach()
+        if self.place is not None:
+            stream, number = self.place
+            stream.run(number)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or here().current).wait_event(self)
 
     def query(self) -> bool:
-        return self._stream is None or self._stream.done >= self._number
+        return self.place is None or self.place[0].done >= self.place[1]
 
     def elapsed_time(self, other: "Event") -> float:
         """Return 0.0 milliseconds: the device has no clock."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_noloco.attach import ReplicaGroups, attach
 from tests.harness import run_ranks
@@ -21,7 +23,7 @@ BF16 = {"bf16": {"enabled": True}}
 HOST, DEVICE = paper(local_steps=2), paper(local_steps=2, slow_weights="device", overlap_steps=1)
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(9, 15), nn.Tanh(), nn.Linear(15, 9))
 
@@ -85,6 +87,22 @@ def with_deepspeed(
     return ended(noloco)
 
 
+def with_fully_shard(rank: int, device: str, settings: Any) -> Tensor:
+    """A loop of FSDP2: replicas of two ranks."""
+    mesh = init_device_mesh(device, (REPLICAS, 2), mesh_dim_names=("replica", "shard"))["shard"]
+    net = model().to(device)
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    noloco = attach(net, settings, replicas=REPLICAS)
+    for batch in batches(rank, device):
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        noloco.step()
+    return ended(noloco)
+
+
 def ended(noloco: Any) -> Tensor:
     """The slow and fast weights of this rank after the last step, and their mean over the replicas."""
     slow = noloco.state_dict()["slow_weights"].cpu().clone()
@@ -104,8 +122,13 @@ LOOPS: dict[str, Callable[[int, str], Tensor]] = {
     "ZeRO 1, bf16": lambda rank, device: with_deepspeed(rank, device, HOST, 1, **BF16),
     "ZeRO 2": lambda rank, device: with_deepspeed(rank, device, HOST, 2),
     "ZeRO 3": lambda rank, device: with_deepspeed(rank, device, HOST, 3),
+    "FSDP2": lambda rank, device: with_fully_shard(rank, device, HOST),
+    "FSDP2, on the device": lambda rank, device: with_fully_shard(rank, device, DEVICE),
     SLICED: lambda rank, device: with_deepspeed(rank, device, HOST, 3, sliced=True),
 }
+
+if not hasattr(torch.cpu.Stream, "record_event"):  # fully_shard of this torch does not run on a CPU
+    LOOPS = {name: loop for name, loop in LOOPS.items() if "FSDP2" not in name}
 
 
 def all_loops(rank: int, world_size: int, order: Order | None) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ class Mutant(NamedTuple):
 
 
 ROUNDS = "test_outer.py", "are_those_of_a_cpu"
+WAITS = "test_engine.py", "waits_for_the_norm and fp32"
 MUTANTS = {
     "the side stream is not waited for": Mutant(
         "outer/vectors.py", "self._stream.synchronize()", "pass", ROUNDS
@@ -42,23 +43,56 @@ MUTANTS = {
         "self._vectors.weights.writing() as write, torch.cuda.stream(torch.cuda.Stream())",
         ROUNDS,
     ),
+    "the host waits for each microbatch": Mutant(
+        "pipeline/pipeline.py", "tensor.to(device, non_blocking=True)", "tensor.to(device)", WAITS
+    ),
+    "each loss is read": Mutant(
+        "pipeline/pipeline.py",
+        'self.record("train/loss", loss, MEAN)',
+        'self.record("train/loss", float(loss), MEAN)',
+        WAITS,
+    ),
+    "stages send before they receive": Mutant(
+        "pipeline/communicator.py",
+        "return dist.batch_isend_irecv(operations) if operations else []",
+        "return [work for one in operations for work in dist.batch_isend_irecv([one])]",
+        ("test_nccl_order.py", "all_ranks_end and chunks"),
+    ),
+    "no group is connected at the start": Mutant(
+        "pipeline/groups.py",
+        "if torch.cuda.is_available():",
+        "if False:",
+        ("test_nccl_order.py", "connected_at_the_start and parallelism"),
+    ),
 }
+
+
+@pytest.mark.slow
+def test_an_unchanged_copy_passes(tmp_path: Path) -> None:
+    mutant = next(iter(MUTANTS.values()))
+    found = tested(mutant._replace(after=mutant.before), tmp_path)
+    assert found.returncode == 0, found.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_mutant_is_found(name: str, tmp_path: Path) -> None:
-    mutant = MUTANTS[name]
+    found = tested(MUTANTS[name], tmp_path)
+    assert found.returncode == 1, found.stdout
+    assert "1 failed" in found.stdout
+
+
+def tested(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the mutant's tests in a folder with a copy of the package that has its line."""
     for part in ("megatron_noloco", "tests", "tools", "configs"):
-        shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
-    changed = tmp_path / "megatron_noloco" / mutant.file
+        shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    changed = folder / "megatron_noloco" / mutant.file
     source = changed.read_text()
     assert source.count(mutant.before) == 1, "the mutant is to be written anew"
     changed.write_text(source.replace(mutant.before, mutant.after))
     file, names = mutant.tests
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-k", names]
     command += [f"tests/simulated_gpu/{file}"]
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    found = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
-    assert found.returncode == 1, found.stdout
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
