@@ -62,10 +62,6 @@ class Host:
             time.sleep(0.1)
         return found[0]
 
-    def step(self) -> int:
-        rows = [row for log in RunLog(self.folder / "joined" / "run").replicas for row in log.rows_of("step")]
-        return max((row["step"] for row in rows), default=0)
-
 
 def config_of(folder: Path, address: str) -> dict[str, Any]:
     Keys.make(folder / "key")
@@ -82,10 +78,16 @@ def config_of(folder: Path, address: str) -> dict[str, Any]:
         "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder / "run")},
         "data": {"text": write_text(folder)},
         "checkpoint": {"save_interval": 50},
+        "evaluation": {"iters": 2, "interval": STEPS},
     }
     raw: dict[str, Any] = tiny(changes)
     del raw["parallel"]
     return raw
+
+
+def last_evaluation(run: Path, replica: int) -> dict[str, Any]:
+    (log,) = (log for log in RunLog(run).replicas if int(log.replica) == replica)
+    return dict(log.rows_of("evaluation")[-1])
 
 
 @pytest.mark.slow
@@ -133,14 +135,12 @@ def test_three_commands_lead_to_one_model_and_machines_come_and_go(tmp_path: Pat
         dying.kill()
         assert last.wait(SECONDS) == 0, late.log(launcher[0])[-3000:]
         first.until(r"rounds had a partner", "train")
-        losses = [
-            RunLog(folder)
-            .replicas[0 if folder == first.folder / "run" else int(slot)]
-            .rows_of("evaluation")[-1]
-            for folder in (first.folder / "run", late.folder / "joined" / "run")
+        ends = [
+            last_evaluation(first.folder / "run", 0),
+            last_evaluation(late.folder / "joined" / "run", int(slot)),
         ]
-        assert losses[0]["step"] == losses[1]["step"] == STEPS
-        assert losses[0]["validation/loss"] == pytest.approx(losses[1]["validation/loss"], rel=1e-5)
+        assert [row["step"] for row in ends] == [STEPS, STEPS]
+        assert ends[0]["validation/loss"] == pytest.approx(ends[1]["validation/loss"], rel=1e-5)
         for line in lines:
             logs = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log"))
             assert line not in logs.replace(f"megatron-noloco join {lines[0]}", ""), "the first is printed"
