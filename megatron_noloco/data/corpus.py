@@ -7,7 +7,7 @@ import platform
 import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, NoReturn
@@ -52,8 +52,7 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
             different Pythons would disagree about the data: `Corpus.name` carries the version.
         split: shares by which the files are divided, or each file where there are fewer than 20.
 
-    Raises ValueError where there is no text, or where the training or validation split is empty though its share
-    is above zero.
+    Raises ValueError where there is no text.
     """
     name, path, others = text, find_text(text), list[Path]()
     folder = path if path.is_dir() else path.parent
@@ -66,12 +65,6 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     megabytes = sum(map(len, documents.values())) / 1e6
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
-    for split_name, share, part in zip(("train", "validation"), astuple(split), parts, strict=False):
-        if share > 0 and not part:
-            raise ValueError(
-                f"data.split: a share of {share:.4g} leaves the {split_name} split of {name} empty "
-                f"({len(documents)} files, {megabytes:.3g} MB); raise its weight or add text"
-            )
     (train, validation, test), special = zip(*(_tokenize(part, tokenizer) for part in parts), strict=True)
     return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), _left_out(others))
 

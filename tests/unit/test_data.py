@@ -192,13 +192,6 @@ class TestCorpus:
             with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
                 load(str(path), SPLIT)
 
-    @pytest.mark.parametrize("files", [1, 30])
-    @pytest.mark.parametrize(("split", "empty"), [("1,1000000", "train"), ("1000000,1", "validation")])
-    def test_an_empty_split_is_refused(self, tmp_path: Path, files: int, split: str, empty: str) -> None:
-        write_files(tmp_path, files)
-        with pytest.raises(ValueError, match=f"data.split: a share of 1e-06 leaves the {empty} split of .*"):
-            load(str(tmp_path), split)
-
     def test_a_file_goes_where_the_weights_as_written_send_it(self) -> None:
         """Shares of 1 give the same files as weights of 1000 do."""
         names = [f"{index}.txt" for index in range(3000)]
