@@ -14,15 +14,6 @@ _COMMENTS = ("//", "/*", "#")
 _MOST_DIGITS = 20
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers keys given twice; json itself keeps the last one in silence."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.repeated = sorted({name for name in names if names.count(name) > 1}, key=names.index)
-
-
 def load_config(path: str | Path) -> RunConfig:
     """Read and check one JSON file; raises ConfigError, every line of which begins with the file's name."""
     try:
@@ -46,20 +37,28 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError([f"is {error}"]) from None
+    repeated: dict[int, list[str]] = {}  # by the object that has them
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return an object, and note keys given twice; json itself keeps the last one in silence."""
+        found, names = dict(pairs), [name for name, _ in pairs]
+        repeated[id(found)] = [name for name in found if names.count(name) > 1]
+        return found
+
     try:
-        content = json.loads(text, object_pairs_hook=_Object, parse_int=_whole)
+        content = json.loads(text, object_pairs_hook=read_object, parse_int=_whole)
     except json.JSONDecodeError as error:
         comment = text[error.pos :].lstrip().startswith(_COMMENTS)
         reason = "JSON has no comments; delete it" if comment else error.msg
         raise ConfigError(
             [f"is not valid JSON: line {error.lineno}, column {error.colno}: {reason}"]
         ) from None
-    if not isinstance(content, _Object):
+    if not isinstance(content, dict):
         raise ConfigError([f"must hold a JSON object, got {shown(content)}"])
-    problems = list(_problems(content, ""))
+    problems = list(_problems(content, repeated, ""))
     if problems:
         raise ConfigError(problems)
-    return _plain(content)
+    return content
 
 
 def _whole(digits: str) -> int:
@@ -71,20 +70,13 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _problems(value: Any, name: str) -> Iterator[str]:
+def _problems(value: Any, repeated: dict[int, list[str]], name: str) -> Iterator[str]:
     """Yield a line for each key given twice, at any depth below `name`."""
-    if isinstance(value, _Object):
+    if isinstance(value, dict):
         prefix = f"{name}." if name else ""
-        yield from (f"{prefix}{key} is given more than once" for key in value.repeated)
+        yield from (f"{prefix}{key} is given more than once" for key in repeated[id(value)])
         for key, inner in value.items():
-            yield from _problems(inner, prefix + key)
+            yield from _problems(inner, repeated, prefix + key)
     elif isinstance(value, list):
         for inner in value:
-            yield from _problems(inner, name)
-
-
-def _plain(value: Any) -> Any:
-    """Return plain dicts: DeepSpeed and pydantic need not know ours."""
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+            yield from _problems(inner, repeated, name)

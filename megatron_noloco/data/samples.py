@@ -167,7 +167,6 @@ class JoinedDataset:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        check_index(self, index)
         number = bisect_right(self._ends, index)
         return self.parts[number][index - (self._ends[number - 1] if number else 0)]
 
