@@ -1,28 +1,34 @@
 """Checkpoints as files, without an engine: whole or absent, damage named, what may change in between."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import FileRecord, Manifest
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.resume import describe_replicas, source_replica
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
-from megatron_noloco.files import write_whole
+from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
+from tests.harness import full_disk
 from tests.unit.configs import SMALLEST
 
 CONFIG: dict[str, Any] = SMALLEST | {
@@ -527,3 +533,42 @@ def test_a_peak_that_was_deepspeeds_default_continues_only_if_the_file_gives_it(
 def _nothing_half_written(tmp_path: Path) -> Any:
     yield
     assert not list(tmp_path.rglob("*.partial"))
+
+
+# After which failure of a save the training goes on
+
+
+def waited(error: BaseException) -> str | None:
+    checkpointer = Checkpointer(Mock(), Mock(), Mock(), Mock(start_step=0))
+    checkpointer._writing = Future()
+    checkpointer._writing.set_exception(error)
+    found = checkpointer.close()
+    assert checkpointer.last_save_failed
+    return found
+
+
+def test_the_training_goes_on_after_a_failure_of_the_disk(tmp_path: Path) -> None:
+    assert waited(OSError(28, "No space left\non device")) == "[Errno 28] No space left on device"
+    path = tmp_path / "file"
+    with pytest.raises(OSError, match="too large") as error, full_disk():
+        write_whole(path, partial(write_tensors, tensors={"a": torch.zeros(1000)}))
+    assert waited(error.value) == f"[Errno 27] File too large: '{path}'"
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_tensors_have_the_mode_of_other_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "file", partial(write_tensors, tensors={"a": torch.zeros(9)}))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert torch.equal(load_file(tmp_path / "file")["a"], torch.zeros(9))
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error"), SafetensorError("invalid shape"), MemoryError()]
+)
+def test_any_other_failure_of_a_save_is_raised(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        waited(error)

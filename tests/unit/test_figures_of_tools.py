@@ -1,0 +1,98 @@
+"""What tools make of the numbers of a run, and the latency model with the ratios of the paper and its sources."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy.random import default_rng
+
+from tools.efficiency import steps_that_count
+from tools.simulate_latency import all_reduce_over_pair, diloco_over_noloco
+from tools.time_to_loss import Moment, curve, seconds_to
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [
+        ([], 0),
+        ([(5, None), (10, None), (15, None)], 15),
+        ([(5, None), (10, 3), (15, None), (20, 5)], 15),  # three left out, and two
+        ([(5, None), (10, None), (40, None), (45, None)], 20),  # away from 10 or later to 35 or later
+        ([(5, None), (10, 4), (40, 2), (45, None)], 16),  # likewise, and counted from 0 again
+        ([(100, None), (105, None), (110, None)], 15),  # it joined late
+        ([(5, None), (10, None), (60, 49)], 11),  # all but one left out
+    ],
+)
+def test_steps_that_count(steps: list[tuple[int, int | None]], count: int) -> None:
+    rows: list[dict[str, Any]] = [
+        {"kind": "step", "step": step} | ({} if total is None else {"total/skipped_ahead": total})
+        for step, total in steps
+    ]
+    rows.append({"kind": "evaluation", "step": 1000})
+    assert steps_that_count(rows) == count
+
+
+@pytest.mark.parametrize(
+    ("replicas", "jitter", "expected"),
+    [(4, 0.01, 2.0), (4, 1.0, 2.2), (4, 2.5, 2.4), (16, 0.01, 4.0), (16, 1.0, 5.1), (16, 2.5, 6.8)],
+)
+def test_a_tree_all_reduce_against_a_pair(replicas: int, jitter: float, expected: float) -> None:
+    assert all_reduce_over_pair(default_rng(0), replicas, jitter, 4000) == pytest.approx(expected, rel=0.04)
+
+
+def test_even_messages_cost_a_tree_its_depth() -> None:
+    assert all_reduce_over_pair(default_rng(1), 64, 0.0, 10) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(("local_steps", "expected"), [(5, 2.10), (25, 1.44)])
+def test_waiting_for_all_against_waiting_for_one(local_steps: int, expected: float) -> None:
+    found = diloco_over_noloco(default_rng(0), 1024, local_steps, 200)
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_with_two_replicas_both_methods_wait_alike() -> None:
+    assert diloco_over_noloco(default_rng(0), 2, 5, 50) == pytest.approx(1.0)
+
+
+# Seconds of training until a loss is reached
+
+
+def steps(step: int, seconds: float) -> dict[str, Any]:
+    return {"kind": "step", "step": step, "speed/seconds_per_step": seconds}
+
+
+def evaluation(step: int, mean: float, own: float) -> dict[str, Any]:
+    return {
+        "kind": "evaluation",
+        "step": step,
+        "validation/mean_model_loss": mean,
+        "validation/replica_losses": [own, 9.0],
+    }
+
+
+def write(run: Path, *replicas: list[dict[str, Any]]) -> Path:
+    for replica, rows in enumerate(replicas):
+        folder = run / f"replica_{replica:02d}"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.mark.parametrize(("rounds", "losses"), [(True, [3.0, 2.0]), (False, [3.5, 2.5])])
+def test_the_slowest_replica_sets_the_time(rounds: bool, losses: list[float], tmp_path: Path) -> None:
+    """Log intervals of 4 and 6 local steps; what comes after an evaluation is not in its time."""
+    run = write(
+        tmp_path,
+        [steps(4, 1.0), evaluation(4, 3.0, 3.5), steps(10, 1.0), evaluation(10, 2.0, 2.5), steps(12, 5.0)],
+        [steps(4, 0.5), steps(10, 2.0), steps(12, 5.0)],
+    )
+    assert [moment.seconds for moment in curve(run, rounds)] == [4.0, 14.0]
+    assert [moment.loss for moment in curve(run, rounds)] == losses
+
+
+def test_between_two_evaluations_the_loss_falls_in_a_straight_line() -> None:
+    moments = [Moment(0, 0.0, 5.0), Moment(10, 10.0, 3.0), Moment(20, 30.0, 2.0)]
+    assert seconds_to(moments, 2.5) == 20.0
+    assert seconds_to(moments, 2.0) == 30.0
+    assert seconds_to(moments, 1.9) is None
