@@ -3,19 +3,20 @@
     python -m tools.rates runs/texts
 
 Reads OUTPUT/results.jsonl of a study whose runs are named "METHOD @ TEXT, N steps" (tools/studies/texts.json),
-also while the study is under way. The best rate is the lowest point of a parabola, as in `tune`. What `tune` would
-have found is computed from the shorter lengths, and its loss from the runs of the longest, between which it is
-interpolated; in per cent of perplexity above the best run.
+also while it is under way. The best rate is the lowest point of a parabola, as in `tune`. The rate that `tune`
+would find is computed from the runs of a tenth of the steps. Its loss is interpolated between the long runs, and
+given in per cent of perplexity above the best of these.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_noloco.preflight.search import best_factor, extrapolate
+from megatron_noloco.preflight.search import best_factor, too_high
 from tools.options import command_line
-from tools.simulator.report import finite
+from tools.simulator.report import BASELINES, finite
 from tools.study import read
 
 Losses = dict[float, float]  # of the mean model, by `muon_lr`
@@ -27,28 +28,31 @@ def main() -> None:
     found: dict[tuple[str, str], dict[int, Losses]] = defaultdict(lambda: defaultdict(dict))
     for key, result in read(parser.parse_args().output / "results.jsonl").items():
         method, _, group = key.name.partition(" @ ")
-        text, _, steps = group.removesuffix(" steps").partition(", ")
-        found[text, method][int(steps)][key.learning_rate] = finite(result["mean_model_loss"])
+        text, _, length = group.removesuffix(" steps").partition(", ")
+        found[text, method][int(length)][key.learning_rate] = finite(result["mean_model_loss"])
     print(f"| text | method | steps | best `muon_lr` | loss there | others: `muon_lr`, loss |\n{'|---' * 6}|")
     for (text, method), by_length in found.items():
-        for length, losses in sorted(by_length.items()):
+        for steps, losses in sorted(by_length.items()):
             best = min(losses, key=losses.__getitem__)
             others = ", ".join(
                 f"{rate:g} {loss:.4f}" for rate, loss in sorted(losses.items()) if rate != best
             )
             shown = f"{best_factor(losses):.3g}" if complete(losses) else f"{best:g}?"
-            print(f"| {text} | {method} | {length} | {shown} | {losses[best]:.4f} | {others} |")
+            print(f"| {text} | {method} | {steps} | {shown} | {losses[best]:.4f} | {others} |")
     print("\n| text | method | steps | `tune` would take | best | loses |\n|---|---|---|---|---|---|")
     for (text, method), by_length in found.items():
-        longest = max(by_length)
-        short = {
-            n: best_factor(losses) for n, losses in by_length.items() if n < longest and complete(losses)
-        }
-        if short and complete(by_length[longest]):
-            rate = extrapolate(short, longest)
-            lost = math.expm1(interpolate(by_length[longest], rate) - min(by_length[longest].values()))
-            best = best_factor(by_length[longest])
-            print(f"| {text} | {method} | {longest} | {rate:.3g} | {best:.3g} | {100 * lost:.1f} % |")
+        for steps, losses in sorted(by_length.items()):
+            short = by_length.get(steps // 10, {})
+            if short and complete(short) and complete(losses):
+                rate = best_factor(short) / too_high(method not in BASELINES, local_steps(method))
+                lost = math.expm1(interpolate(losses, rate) - min(losses.values()))
+                best = best_factor(losses)
+                print(f"| {text} | {method} | {steps} | {rate:.3g} | {best:.3g} | {100 * lost:.1f} % |")
+
+
+def local_steps(method: str) -> int:
+    """Return how often there is a round, by the method's name; 1 where the name has no number."""
+    return int((re.findall(r"every (\d+) steps", method) or [1])[0])
 
 
 def complete(losses: Mapping[float, float]) -> bool:

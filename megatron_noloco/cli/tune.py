@@ -10,9 +10,9 @@ from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.files import writing
 
 _MORE = """\
-Trains with the model, the data and the rounds of the file, but a tenth and a quarter as long, with learning
-rates doubled and halved until the best lie between worse ones; their trend is followed to the length of the file.
-An optimizer's rates are multiplied alike. What follows "--" starts the trainer; the path of a config is appended:
+Trains with the model, the data and the rounds of the file, but a tenth as long, with learning rates doubled and
+halved until the best lie between worse ones; a longer run wants lower rates, by a rule that was measured. An
+optimizer's rates are multiplied alike. What follows "--" starts the trainer; the path of a config is appended:
 
   tune my-run.json -- launch/mpirun.sh 8
   tune my-run.json -- torchrun --nproc-per-node 8 -m megatron_noloco train
@@ -38,7 +38,6 @@ def add_commands(commands: Commands) -> None:
 
 def _tune(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
-    from megatron_noloco.preflight.search import search
     from megatron_noloco.preflight.trials import Trials
 
     config = load_config(args.config)
@@ -55,7 +54,7 @@ def _tune(args: argparse.Namespace) -> int:
     with writing(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        factor = search(trials.loss, trials.lengths, config.training.train_iters)
+        factor = trials.search()
     except RuntimeError as error:
         raise StoppedError(str(error)) from None
     say("", f"for {config.training.train_iters:,} local steps:", json.dumps(trials.block(factor)))

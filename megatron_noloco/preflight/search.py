@@ -1,14 +1,12 @@
-"""The learning rate of a long run from short ones: a search at each of some lengths, and an extrapolation."""
+"""The learning rate of a run from short ones: a search, and what its length makes of the result."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 
 _STEP = (
     2.0  # between the factors that are tried; a parabola through three losses finds the place between them
 )
 _MOST = 2.0**10  # that the learning rates of the file may be too high
-_DECLINE = 0.4  # docs/evidence-details.md, "Rates of short runs"
 
 
 def bracket(loss: Callable[[float], float], start: float) -> dict[float, float]:
@@ -51,28 +49,14 @@ def best_factor(losses: Mapping[float, float]) -> float:
     return best * _STEP ** ((below - above) / (2 * (below + above)))
 
 
-def search(loss: Callable[[int, float], float], lengths: Sequence[int], steps: int) -> float:
-    """Return the factor of the learning rates that is to be expected as the best one of `steps` local steps.
+def too_high(averages: bool, local_steps: int) -> float:
+    """Return by how much the best rates of a run of a tenth of the local steps are above those of the whole run.
+
+    Means of two texts, which differ by a fifth: docs/evidence-details.md, "Rates of short runs".
 
     Args:
-        loss: of a run of so many local steps, at the rates times a factor.
-        lengths: of short runs, ascending.
+        averages: whether replicas average in rounds, after so many local steps each.
     """
-    best: dict[int, float] = {}
-    for length in lengths:
-        start = _STEP ** round(math.log(extrapolate(best, length), _STEP)) if best else 1.0
-        best[length] = best_factor(bracket(partial(loss, length), start))
-    return extrapolate(best, steps)
-
-
-def extrapolate(best: Mapping[int, float], steps: int) -> float:
-    """Return the best factor for `steps` local steps from those of shorter runs.
-
-    It is taken to fall with a power of the number of steps: the mean of that between the shortest and the longest
-    run, which is noisy, and of `_DECLINE`; of one run `_DECLINE` alone.
-    """
-    shortest, longest = min(best), max(best)
-    decline = _DECLINE
-    if shortest < longest:
-        decline = (decline + math.log(best[shortest] / best[longest]) / math.log(longest / shortest)) / 2
-    return best[longest] * (longest / steps) ** decline
+    if not averages:
+        return 3.6
+    return 1.6 if local_steps == 1 else 2.4

@@ -13,8 +13,9 @@ from typing import Any
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
 from megatron_noloco.monitor.run_log import ReplicaLog
+from megatron_noloco.preflight.search import best_factor, bracket, too_high
 
-_FRACTIONS = (10, 4)  # a short run has a tenth or a quarter of the local steps
+_FRACTION = 10  # a short run has a tenth of the local steps
 _FEWEST_STEPS, _FEWEST_ROUNDS = 20, 2  # of a short run; fewer say nothing
 _PHASES = ("decay_num_steps", "total_num_steps")  # of schedules, beside the warm-up
 _PEAKS = ("warmup_min_lr", "warmup_max_lr")  # of schedules: learning rates in place of the optimizer's
@@ -43,7 +44,7 @@ class Trials:
             raise ConfigError(problems)
 
     def _problems(self) -> Iterator[str]:
-        config, shortest = self.config, self.lengths[0]
+        config = self.config
         if config.federation.slots is not None:
             yield "federation: tune trains in one job; leave the block out, and give parallel.replicas"
         if not config.evaluation.iters:
@@ -53,17 +54,31 @@ class Trials:
                 f"checkpoint.load {config.checkpoint.load}: the runs of tune start anew; leave it out, or start "
                 "from weights with training.pretrained"
             )
-        fewest = max(_FEWEST_STEPS, _FEWEST_ROUNDS * config.noloco.local_steps * config.noloco.enabled)
-        if shortest < fewest:
+        if config.noloco.most_waiting is not None:
             yield (
-                f"training.train_iters {config.training.train_iters}: the shortest runs of tune would have "
-                f"{shortest} local steps, and need {fewest}; give at least {_FRACTIONS[0] * fewest}"
+                'noloco.local_steps "auto": the best learning rates depend on it, and each run of tune would '
+                "choose anew; give the number that the log of a run shows"
+            )
+        fewest = max(_FEWEST_STEPS, _FEWEST_ROUNDS * config.noloco.local_steps * config.noloco.enabled)
+        if self.steps < fewest:
+            yield (
+                f"training.train_iters {config.training.train_iters}: the runs of tune would have "
+                f"{self.steps} local steps, and need {fewest}; give at least {_FRACTION * fewest}"
             )
 
     @property
-    def lengths(self) -> list[int]:
-        """Return the local steps of short runs, ascending."""
-        return [self.config.training.train_iters // fraction for fraction in _FRACTIONS]
+    def steps(self) -> int:
+        """Return the local steps of a short run."""
+        return self.config.training.train_iters // _FRACTION
+
+    def search(self) -> float:
+        """Return the factor of the learning rates that is to be expected as the best one of the whole run.
+
+        Raises ValueError where all runs diverge, RuntimeError as `loss` does.
+        """
+        noloco = self.config.noloco
+        above = too_high(noloco.enabled and self.config.parallel.replicas != 1, noloco.local_steps)
+        return best_factor(bracket(self.loss, above)) / above
 
     def block(self, factor: float) -> dict[str, Any]:
         """Return the blocks of the file that have learning rates, with these times `factor`, in three digits."""
@@ -77,12 +92,13 @@ class Trials:
             if rates
         }
 
-    def loss(self, steps: int, factor: float) -> float:
-        """Return the mean model's loss after `steps` local steps with the learning rates times `factor`.
+    def loss(self, factor: float) -> float:
+        """Return the mean model's loss at the end of a short run with the learning rates times `factor`.
 
         Nats per token of the validation split; infinity where it is not finite. Raises RuntimeError for a run
         that has ended early.
         """
+        steps = self.steps
         raw = shortened(self.config, steps, factor)
         name = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in rates_of(raw["optimizer"]).items())

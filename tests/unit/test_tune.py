@@ -12,20 +12,19 @@ import pytest
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.engine.schedules import rates_in
-from megatron_noloco.preflight.search import best_factor, bracket, extrapolate
+from megatron_noloco.preflight.search import best_factor, bracket, too_high
 from megatron_noloco.preflight.trials import shortened
 from tests.unit.configs import SMALLEST, edited
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# The best rate is steps ** -0.4; five times as much diverges.
+# The best rate is 0.1; five times as much diverges.
 TRAINER = """
 import json, math, sys
 from pathlib import Path
 config = json.loads(Path(sys.argv[1]).read_text())
 assert config["evaluation"]["mean_model"] and not config["wandb"]["enabled"]
 steps, rate = config["training"]["train_iters"], config["optimizer"]["params"]["lr"]
-too_high = rate * steps**0.4
-loss = 1 + math.log(too_high) ** 2 if too_high < 5 else None
+loss = 1 + math.log(10 * rate) ** 2 if rate < 0.5 else None
 folder = Path(config["training"]["output_dir"]) / "replica_00"
 folder.mkdir()
 row = {"kind": "evaluation", "step": steps, "validation/mean_model_loss": loss}
@@ -58,7 +57,7 @@ def test_the_block_to_paste_has_the_rate_of_the_files_length(
     assert "diverged" in shown
     found = json.loads(shown.splitlines()[-1])["optimizer"]
     assert found["type"] == "AdamW"
-    assert found["params"]["lr"] == pytest.approx(1000**-0.4, rel=0.02)
+    assert found["params"]["lr"] == pytest.approx(0.1 / too_high(False, 1), rel=0.02)
     # What was run is not run again.
     assert tune(file, "false") == 0
     assert capsys.readouterr().out.splitlines()[-1] == shown.splitlines()[-1]
@@ -80,6 +79,7 @@ def test_a_short_run_that_fails_ends_the_search_with_its_log(
         ({"parallel": {"replicas": 4}}, r'4 ranks need a launcher; give it after "--", as in tune \S+ -- launch'),
         ({"evaluation": {"iters": 0}}, r"evaluation\.iters 0: tune compares losses .*; give at least 1"),
         ({"training": {"train_iters": 100}}, r"train_iters 100: .* 10 local steps, .* at least 200"),
+        ({"noloco": {"local_steps": "auto"}}, r'local_steps "auto": .*; give the number that the log'),
         ({"noloco": {"local_steps": 300}}, r"would have 100 local steps, and need 600; give at least 6000"),
         ({"checkpoint": {"load": "runs/x/step_5"}}, r"checkpoint\.load runs/x/step_5: .*; leave it out"),
     ],
@@ -130,9 +130,3 @@ def test_the_best_of_a_parabola_is_found_from_any_start() -> None:
         assert best_factor(losses) == pytest.approx(0.7)
     with pytest.raises(ValueError, match="training diverges at the learning rates of the file"):
         bracket(lambda factor: math.inf, 1.0)
-
-
-def test_short_runs_say_half_of_how_the_best_rate_falls() -> None:
-    """0.4 is the power of other runs; here ten times the steps want a tenth of the rate."""
-    assert extrapolate({100: 1.0}, 1000) == pytest.approx(10**-0.4)
-    assert extrapolate({10: 10.0, 100: 1.0}, 1000) == pytest.approx(10**-0.7)
