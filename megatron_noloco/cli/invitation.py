@@ -66,6 +66,7 @@ def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
 
     from megatron_noloco.config import load_config
+    from megatron_noloco.data.encodings import without_mark
     from megatron_noloco.federation.inquiry import known_addresses
     from megatron_noloco.federation.keys import fingerprint_of
     from megatron_noloco.invitation.desk import Desk, open_desk
@@ -87,7 +88,7 @@ def _invite(args: argparse.Namespace) -> int:
         say(line)
         return 0
     folder = Path(config.training.output_dir) / "invitations"
-    raw = json.loads(Path(args.config).read_text())
+    raw = json.loads(without_mark(Path(args.config).read_bytes()))
     desk = Desk(raw, key.read_bytes(), lambda: known_addresses(network), folder, say)
     try:
         server = open_desk(desk, key, "", args.port)
