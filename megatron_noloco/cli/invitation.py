@@ -66,9 +66,9 @@ def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
 
     from megatron_noloco.config import load_config
-    from megatron_noloco.data.encodings import without_mark
     from megatron_noloco.federation.inquiry import known_addresses
     from megatron_noloco.federation.keys import fingerprint_of
+    from megatron_noloco.files import without_mark
     from megatron_noloco.invitation.desk import Desk, open_desk
     from megatron_noloco.invitation.ticket import Ticket, line_of, new_secret
     from megatron_noloco.job.join import reachable_address

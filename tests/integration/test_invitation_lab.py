@@ -108,9 +108,9 @@ def test_three_commands_lead_to_one_model_and_machines_come_and_go(tmp_path: Pat
         stack.enter_context(first.runs("invite", config, "--serve", "--address", address_of(0)))
         lines = [first.until(r"noloco-\S+", "invite")]
         for _ in range(2):
-            printed = there.on(first.name, sys.executable, "-m", "megatron_noloco", "invite", config)
-            printed += ["--address", address_of(0)]
-            output = subprocess.run(printed, cwd=first.folder, capture_output=True, text=True, check=True)
+            further = ("-m", "megatron_noloco", "invite", config, "--address", address_of(0))
+            command = there.on(first.name, sys.executable, *further)
+            output = subprocess.run(command, cwd=first.folder, capture_output=True, text=True, check=True)
             lines.append(output.stdout.strip())
 
         leaving = stack.enter_context(leaves.runs("join", lines[0], "--data", text, "--start"))
