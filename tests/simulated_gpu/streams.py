@@ -73,10 +73,10 @@ class Kernel:
         memory: the device tensors that it reads or writes: aliases that nothing else refers to.
     """
 
-    __slots__ = ("memory", "name", "place", "work")
+    __slots__ = ("memory", "place", "work")
 
     def __init__(self, name: str, work: Callable[[], object], memory: Sequence[Tensor] = ()) -> None:
-        self.name, self.work, self.memory = name, work, memory
+        self.work, self.memory = work, memory
         self.place = place_of(name) if memory else None
         for tensor in memory:
             here().pending[tensor.untyped_storage()._cdata] += 1

@@ -90,7 +90,7 @@ def results(gpu_process: GpuProcess) -> Results:
     def run(order: Order | None, slow: bool) -> dict[str, dict[str, Any]]:
         start = run_ranks if order is None else gpu_process.run_ranks
         cases = [name for name in (BY_HAND if slow else CASES) if order or name not in NOT_ON_CPU]
-        (found,) = start(1, of_all, cases, order)
+        (found,) = start(1, of_all, cases, order, timeout=300)
         return cast(dict[str, dict[str, Any]], found)
 
     return lambda name, order: run(order, name in BY_HAND)[name]

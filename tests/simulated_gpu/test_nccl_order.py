@@ -56,6 +56,7 @@ BY_HAND: dict[str, list[Changes]] = {
     ],
 }
 ALL = LAYOUTS | BY_HAND
+every_layout = pytest.mark.parametrize("name", by_hand(ALL, BY_HAND))
 
 
 def local_steps(program: Program, raw: dict[str, Any], world_size: int) -> None:
@@ -89,13 +90,13 @@ def programs(gpu_process: GpuProcess) -> Callable[[str], list[Program]]:
         raw = tiny(SMALL)
         for change in ALL[name]:
             raw = tiny(change, raw)
-        programs: list[Program] = gpu_process.run_ranks(ranks(ALL[name][-1]), recorded, raw)
+        programs: list[Program] = gpu_process.run_ranks(ranks(ALL[name][-1]), recorded, raw, timeout=300)
         return programs
 
     return of
 
 
-@pytest.mark.parametrize("name", by_hand(ALL, BY_HAND))
+@every_layout
 def test_all_ranks_end(name: str, programs: Callable[[str], list[Program]]) -> None:
     of_all = programs(name)
     total = sum(len(program.kernels) for program in of_all)
@@ -103,39 +104,13 @@ def test_all_ranks_end(name: str, programs: Callable[[str], list[Program]]) -> N
     assert play(of_all, strict=True) == total
 
 
-def but(known: dict[str, str]) -> list[Any]:
-    """Return the layouts for `parametrize`; known are those that fail, and why."""
-    marked = []
-    for name in ALL:
-        marks = [pytest.mark.slow] if name in BY_HAND else []
-        if name in known:
-            marks += [pytest.mark.xfail(reason=known[name], strict=True)]
-        marked.append(pytest.param(name, marks=marks))
-    return marked
-
-
-EP_LATE = dict.fromkeys(["ep 2, bf16"], "ep is first used in the optimizer's step")
-ALONE = dict.fromkeys(
-    [
-        "one rank",
-        "two stages",
-        "two stages of three replicas, tied",
-        "two stages of two chunks",
-        "four stages",
-        "three uneven stages, tied",
-        "ep 2, bf16",
-    ],
-    "each kind of group of one rank is a group of its own",
-)
-
-
-@pytest.mark.parametrize("name", but(EP_LATE))
+@every_layout
 def test_every_group_is_connected_at_the_start(name: str, programs: Callable[[str], list[Program]]) -> None:
     for program in programs(name):
         assert not program.connected_late()
 
 
-@pytest.mark.parametrize("name", but(ALONE))
+@every_layout
 def test_a_rank_has_one_communicator_of_its_own(name: str, programs: Callable[[str], list[Program]]) -> None:
     for program in programs(name):
         assert len(program.connected_alone()) <= 1

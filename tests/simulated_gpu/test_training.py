@@ -89,11 +89,11 @@ def test_a_training_is_that_of_cpus_and_goes_on_from_a_checkpoint(
 ) -> None:
     config = config_in(tmp_path, ALL[name])
     count = ranks(ALL[name][-1])
-    whole = gpu_process.run_ranks(count, on_gpu, config)
+    whole = gpu_process.run_ranks(count, on_gpu, config, timeout=300)
     (last,) = (tmp_path / "run" / "checkpoints").glob(f"*{STEPS}")
     shutil.rmtree(last)
-    assert_same(gpu_process.run_ranks(count, on_gpu, config), whole)
+    assert_same(gpu_process.run_ranks(count, on_gpu, config, timeout=300), whole)
     if DROPOUT not in ALL[name]:  # a GPU draws from another generator
         shutil.rmtree(tmp_path / "run")
         rounding = 1e-2 if BF16 in ALL[name] or WITH_MUON in ALL[name] else 1e-4
-        assert_close(whole, run_ranks(count, run_whole, config), rounding)
+        assert_close(whole, run_ranks(count, run_whole, config, timeout=300), rounding)
