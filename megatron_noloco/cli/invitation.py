@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_noloco import __version__
 from megatron_noloco.cli import preflight
-from megatron_noloco.cli.options import Commands, add_command, duration, say
+from megatron_noloco.cli.options import Commands, add_command, duration, host, port, say
 
 if TYPE_CHECKING:
     from megatron_noloco.invitation.newcomer import Link
@@ -22,7 +22,7 @@ _HELP = """\
 The line holds where to ask, the fingerprint of the federation's key, the number of the run, the version, and a
 secret that is good for one machine. Give it to the other side over a channel that you trust: whoever has it
 first joins. With --serve the command answers, until Ctrl-C; without, it prints a further line for a command that
-does."""
+does; give --port and --address as that has them."""
 _JOIN = """\
 LINE is what `megatron-noloco invite` printed; "-" reads it from stdin. As an argument it stands in the list of
 processes for an instant; this command hides it then, but not what the shell keeps."""
@@ -39,9 +39,15 @@ def add_commands(commands: Commands) -> None:
     add = invite.add_argument
     add("config", help="the config of a job of the federation, as it runs")
     add("--serve", action="store_true", help="answer those who join")
-    add("--port", type=int, default=_PORT, help=f"where it answers (default: {_PORT})")
-    add("--address", metavar="HOST", help="of this host, as others reach it (default: as far as it is known)")
-    add("--valid", type=duration, default=86400.0, metavar="TIME", help="such as 3600s (default: a day)")
+    add("--port", type=port, default=_PORT, help=f"where it answers (default: {_PORT})")
+    add(
+        "--address",
+        type=host,
+        metavar="HOST",
+        help="of this host, as others reach it (default: as far as it is known)",
+    )
+    add("--valid", type=duration, default=86400.0, metavar="TIME", help="such as 1h (default: 1d)")
+    add("--slot", type=int, metavar="I", help="of a machine that will not come back (default: a free one)")
     invite.set_defaults(run=_invite)
 
     join = add_command(commands, "join", "join a federation with an invitation", "join -", _JOIN)
@@ -80,9 +86,11 @@ def _invite(args: argparse.Namespace) -> int:
             f"{args.config}: invite needs a federation with a key: federation.slots and federation.key_file"
         )
     network, key = network_for(config), Path(config.federation.key_file)
-    host = args.address or reachable_address(network.rendezvous.hosts)
-    secret = new_secret(key.read_bytes(), args.valid)
-    place = f"[{host}]:{args.port}" if ":" in host else f"{host}:{args.port}"
+    own = args.address or reachable_address(network.rendezvous.hosts)
+    if args.slot is not None and not 0 <= args.slot < config.federation.slots:
+        raise ValueError(f"invite: --slot {args.slot}: the slots are 0 to {config.federation.slots - 1}")
+    secret = new_secret(key.read_bytes(), args.valid, args.slot)
+    place = f"[{own}]:{args.port}" if ":" in own else f"{own}:{args.port}"
     line = line_of(Ticket(__version__, [place], fingerprint_of(key), f"{network.run:016x}", secret))
     if not args.serve:
         say(line)
@@ -96,8 +104,11 @@ def _invite(args: argparse.Namespace) -> int:
         raise ValueError(
             f"invite: cannot listen at port {args.port}: {error.strerror}; give --port"
         ) from None
-    say("On the other machine, within the time that --valid says:", "", f"megatron-noloco join {line}", "")
-    say(f"answering at {place}, until Ctrl-C")
+    say(
+        "On the other machine run `megatron-noloco join -`, and paste this line, which lets one machine join:",
+        "",
+    )
+    say(line, "", f"answering at {place}, until Ctrl-C")
     sys.stdout.flush()
     with server:
         server.serve_forever()
@@ -106,9 +117,10 @@ def _invite(args: argparse.Namespace) -> int:
 
 def _join(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # likewise
-    line = sys.stdin.readline().strip() if args.line == _STDIN else args.line
+    line = sys.stdin.readline() if args.line == _STDIN else args.line
     if line in sys.argv:
         _hide(line)
+    line = line.strip().removeprefix("megatron-noloco join ").strip("\"'")  # as it may be copied
 
     from megatron_noloco.files import write_text
     from megatron_noloco.invitation import newcomer

@@ -15,7 +15,7 @@ CHECKPOINT = (
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {
     "bandwidth": {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8},
-    "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0},
+    "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0},
     "size": {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9},
 }
 _EXAMPLES = {"bandwidth": "100Mbit or 1Gbit", "time": "25ms or 0.3s", "size": "500MB or 2GB"}
@@ -53,6 +53,19 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'"{text}" is not a whole number of at least 1')
     return int(text)
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a port: a whole number from 1 to 65535')
+    return int(text)
+
+
+def host(text: str) -> str:
+    """Return a name or an address, without a port."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+|[0-9a-fA-F:]*:[0-9a-fA-F:.]*", text) or text.count(":") == 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a name or an address of a host, without a port')
+    return text
 
 
 def seed(text: str) -> int:

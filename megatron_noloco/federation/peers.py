@@ -17,6 +17,7 @@ from functools import partial
 
 from megatron_noloco.federation.control import (
     VERSION,
+    Address,
     Ask,
     Go,
     Got,
@@ -46,6 +47,7 @@ _BACK_SECONDS = 3.0  # for the side that connects, before the other one tries
 _PAUSE_SECONDS = 1.0  # between two attempts to connect
 _SILENT_TICKS, _LONGEST_SILENCE = 20, 60  # ticks of half a second
 _STOP_TICKS = 2  # a round that is almost over may end before
+_RIVAL_SECONDS = 30.0  # between two questions to a later process of this slot
 _MOST_WARNINGS = 1000  # others may cause them
 _MOST_QUESTIONS = 64  # for addresses, at a time
 _SAME_KEY = "both need the same key file, or encryption none"
@@ -87,6 +89,7 @@ class Peers:
         self.leaves_at = float("-inf")
         self._keys = keys
         self._stopped_ticks = 0
+        self._rival_again = float("-inf")
         self._questions = list[Wire]()
         self._warnings = set[str]()
 
@@ -190,6 +193,30 @@ class Peers:
                 f"another process of this replica is at {rival.endpoint or 'no address'}, and the others exchange "
                 f"with {which}: does another job have the same --replica? End one of the two"
             )
+        if not counts:
+            self._ask_rival(rival)
+
+    def _ask_rival(self, rival: Address) -> None:
+        """Ask whether the later process of this slot is still there; if it is not, this one may claim the slot."""
+        now = time.monotonic()
+        if now < self._rival_again:
+            return
+        self._rival_again = now + _RIVAL_SECONDS
+        for to in numeric(rival.endpoint)[:1]:
+            if self._connect(rival.endpoint, to, self._visit_rival) is None:
+                self.directory.may_claim()
+
+    def _visit_rival(self, wire: Wire) -> Script:
+        hello = None
+        try:
+            yield from self._greet(wire)
+            say(wire, self._hello(question=True))
+            hello = yield from heard(Hello)
+        except OSError:  # nobody answers, or somebody else
+            pass
+        own = self.member
+        if hello is None or hello.slot != own.slot or hello.address.epoch <= own.epoch:
+            self.directory.may_claim()
 
     def name_namesakes(self) -> None:
         """Name the replicas that announce this host's address, where nobody answers, and were never heard of."""

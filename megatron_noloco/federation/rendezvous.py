@@ -141,7 +141,9 @@ class Directory:
         return rival.epoch - self.member.epoch <= _EPOCHS
 
     def claim(self) -> bool:
-        """Become the latest process of this slot where there is a `rival`, once; returns whether it did.
+        """Become the latest process of this slot where there is a `rival`; returns whether it did.
+
+        Once, and again after `may_claim`.
 
         The rival may have ended: its epoch is of a clock that was ahead. A rival that runs claims the slot as
         well, so that of two processes the later one stays the latest.
@@ -156,6 +158,10 @@ class Directory:
         self.member, self.own = replace(self.member, epoch=epoch), replace(self.own, epoch=epoch)
         self.merge({self.member.slot: self.own})
         return True
+
+    def may_claim(self) -> None:
+        """Let this process claim its slot again, since the rival has ended."""
+        self._claimed = False
 
     def merge(self, addresses: Mapping[int, Address]) -> None:
         """Keep the latest address of each slot; leave out those that are invalid, or of slots not known here."""

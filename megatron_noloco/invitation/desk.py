@@ -28,17 +28,18 @@ from pydantic.dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.invitation.ticket import name_of, problem_of
+from megatron_noloco.invitation.ticket import name_of, problem_of, slot_in
 
 MOST_BYTES = 2**25  # that are sent to measure the link
 _SECONDS = 30.0  # for a request
+STDLIB = "python-stdlib"  # data that every machine has
+DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
 _OWN = {  # of each job: its files, its machine, and how it is reached
     "training": ("output_dir", "pretrained", "peak_tflops", "exit_duration_minutes"),
     "checkpoint": ("load", "keep_last", "async_save"),
     "federation": ("key_file", "rendezvous", "listen", "advertise", "notice_command"),
-    "data": ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path", "tokenizer_model"),
+    "data": (*DATA, "tokenizer_model"),
 }
-_EVERYWHERE = ("python-stdlib",)  # data that every machine has
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -108,7 +109,7 @@ class Desk:
 
     def about(self) -> About:
         data = self._raw.get("data", {})
-        fields = [name for name in _OWN["data"][:-1] if data.get(name) and data[name] not in _EVERYWHERE]
+        fields = [name for name in DATA if data.get(name) and data[name] != STDLIB]
         return About(fields, self._config.training.pretrained is not None)
 
     def welcome(self, secret: str, host: str) -> Welcome | str:
@@ -119,9 +120,12 @@ class Desk:
             addresses, slots = self._taken(), self._config.federation.slots or 0
             used = {*addresses, *(int(path.read_text()) for path in self._folder.glob("*"))}
             free = [slot for slot in range(slots) if slot not in used]
+            if (given := slot_in(secret)) is not None:
+                free = [given]
             if not free:
                 return (
-                    f"all {slots} slots of the federation are taken; raise federation.slots (docs/faults.md)"
+                    f"all {slots} slots of the federation are taken; whoever invites can give that of a machine "
+                    "which will not come back (invite --slot), or raise federation.slots"
                 )
             seeds = sorted({place.removeprefix("tcp://") for place in addresses.values() if place})
             if not seeds:
@@ -144,7 +148,7 @@ class Desk:
         for block, names in _OWN.items():
             for name in names:
                 value = portable.get(block, {}).get(name)
-                if not (block == "data" and value in _EVERYWHERE):
+                if value != STDLIB:
                     portable.get(block, {}).pop(name, None)
         return portable
 

@@ -18,8 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_noloco import __version__
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.federation.rendezvous import can_listen
 from megatron_noloco.files import write_text
-from megatron_noloco.invitation.desk import ABOUT, MOST_BYTES, WELCOME, About, Welcome
+from megatron_noloco.invitation.desk import ABOUT, DATA, MOST_BYTES, STDLIB, WELCOME, About, Welcome
 from megatron_noloco.invitation.ticket import Ticket
 from megatron_noloco.preflight.memory import fullest_stage
 
@@ -153,15 +154,35 @@ def gpus_here() -> tuple[int, ...]:
 
 
 def check_local(about: About, local: Local) -> None:
-    """Raise ValueError where this machine lacks what it must have itself."""
+    """Raise ValueError where this machine lacks what it must have itself, or what is said of it is wrong."""
+    if local.listen != "off" and not can_listen(local.listen):
+        raise ValueError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
+    for name, path in local.data.items():
+        if name and name not in DATA:
+            raise ValueError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
+        if (
+            (name or _field(about)) in ("text", "sft_data_path")
+            and path != STDLIB
+            and not Path(path).exists()
+        ):
+            raise ValueError(f"join: --data {path}: there is no such file or folder")
+    if local.pretrained is not None and not Path(local.pretrained).is_dir():
+        raise ValueError(f"join: --pretrained {local.pretrained}: there is no such folder")
     if about.data and not local.data:
         raise ValueError(f"join: --data is missing: what this machine reads (data.{about.data[0]})")
     if about.pretrained and local.pretrained is None:
         raise ValueError(
             "join: --pretrained is missing: the folder with the weights with which the run began, as elsewhere"
         )
-    if (local.folder / "config.json").exists():
-        raise ValueError(f"join: {local.folder} is that of a job already; give another --folder")
+    if local.folder.exists() and not (local.folder.is_dir() and not any(local.folder.iterdir())):
+        raise ValueError(
+            f"join: {local.folder} is there already, and is no empty folder; give another --folder"
+        )
+
+
+def _field(about: About) -> str:
+    """Return the field of the block `data` that the run has elsewhere."""
+    return about.data[0] if about.data else "text"
 
 
 def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
@@ -183,7 +204,7 @@ def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
     if local.data:
         raw["data"].pop("text", None)
     for name, path in local.data.items():
-        raw["data"][name or (about.data or ["text"])[0]] = path
+        raw["data"][name or _field(about)] = path
     if welcome.tokenizer:
         for name, content in welcome.tokenizer.items():
             _write_file(folder / "tokenizer", name, base64.b64decode(content))

@@ -1,8 +1,8 @@
 """The line of an invitation: where to ask, whom to trust, and a secret that is good for one newcomer.
 
-The line is base64 of a JSON object and four bytes of its SHA-256. The secret is a time of expiry, a random number
-and their HMAC with the key of the federation: whoever has the key can make it and check it, and nothing is stored
-until it is used.
+The line is base64 of a JSON object and four bytes of its SHA-256. The secret is a time of expiry, a random
+number, perhaps a slot, and their HMAC with the key of the federation: who has the key can make it and check it,
+and nothing is stored until it is used.
 """
 
 import base64
@@ -37,7 +37,7 @@ class Ticket:
     addresses: list[str] = Field(min_length=1, max_length=16)
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
     run: str = Field(pattern="^[0-9a-f]{16}$")
-    secret: str = Field(pattern="^[0-9a-f]+[.][0-9a-f]{16}[.][0-9a-f]{32}$")
+    secret: str = Field(pattern="^[0-9a-f]+[.][0-9a-f]{16}[.][0-9]*[.][0-9a-f]{32}$")
 
 
 _TICKETS = TypeAdapter(Ticket)
@@ -70,9 +70,13 @@ def ticket_of(line: str) -> Ticket:
     return ticket
 
 
-def new_secret(key: bytes, seconds: float) -> str:
-    """Return a secret that is valid for so many seconds."""
-    said = f"{int(time.time() + seconds):x}.{secrets.token_hex(8)}"
+def new_secret(key: bytes, seconds: float, slot: int | None = None) -> str:
+    """Return a secret that is valid for so many seconds.
+
+    Args:
+        slot: that the newcomer takes, whoever had it; None: a free one.
+    """
+    said = f"{int(time.time() + seconds):x}.{secrets.token_hex(8)}.{'' if slot is None else slot}"
     return f"{said}.{_mac(key, said)}"
 
 
@@ -84,6 +88,12 @@ def problem_of(key: bytes, secret: str) -> str:
     if int(said.partition(".")[0], 16) < time.time():
         return "this invitation has expired; ask for a new one"
     return ""
+
+
+def slot_in(secret: str) -> int | None:
+    """Return the slot that a secret gives; None: any free one."""
+    slot = secret.split(".")[2]
+    return int(slot) if slot else None
 
 
 def name_of(secret: str) -> str:

@@ -12,6 +12,8 @@ from megatron_noloco.job.run_folder import is_under_way
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
+_LATELY_SECONDS = 300.0
+
 # Heading, name of the number in the newest row of steps, and its format. The table fits into 80 characters.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step", "step", str),
@@ -23,7 +25,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("pause ms", "round/pause_seconds", figures.milliseconds),
     ("spread", "round/spread", figures.scientific),
     ("deadline s", "round/deadline_seconds", figures.whole),
-    ("missed", "total/missed_rounds", str),
 )
 
 
@@ -54,8 +55,16 @@ def _cells(log: ReplicaLog, now: float) -> list[str]:
     return [log.replica, *numbers, validation, age]
 
 
+def _there(run: RunLog) -> list[ReplicaLog]:
+    """Return the replicas that count: in a federation not those that have left, and wrote nothing lately."""
+    if run.facts.get("config", {}).get("federation", {}).get("slots") is None:
+        return run.replicas
+    newest = max(log.written for log in run.replicas)
+    return [log for log in run.replicas if log.written >= newest - _LATELY_SECONDS]
+
+
 def _progress(run: RunLog, now: float) -> str:
-    latest = [log.rows_of("step")[-1] for log in run.replicas if log.rows_of("step")]
+    latest = [log.rows_of("step")[-1] for log in _there(run) if log.rows_of("step")]
     done, total = min((row["step"] for row in latest), default=0), run.facts.get("steps", 0)
     text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
     if not is_under_way(run.folder):
@@ -73,7 +82,7 @@ def _totals(run: RunLog) -> Iterator[str]:
     evaluations = run.replicas[0].rows_of("evaluation")
     if evaluations and (row := evaluations[-1]).get("validation/mean_model_loss") is not None:
         yield f"validation at step {row['step']}: mean model {figures.loss(row['validation/mean_model_loss'])}"
-    checkpoints = [log.rows_of("checkpoint") for log in run.replicas]
+    checkpoints = [log.rows_of("checkpoint") for log in _there(run)]
     if all(checkpoints):
         yield f"last checkpoint: step {min(saved[-1]['step'] for saved in checkpoints)}"
 

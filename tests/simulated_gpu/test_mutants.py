@@ -70,19 +70,19 @@ MUTANTS = {
 @pytest.mark.slow
 def test_an_unchanged_copy_passes(tmp_path: Path) -> None:
     mutant = next(iter(MUTANTS.values()))
-    found = tested(mutant._replace(after=mutant.before), tmp_path)
+    found = outcome_of(mutant._replace(after=mutant.before), tmp_path)
     assert found.returncode == 0, found.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_mutant_is_found(name: str, tmp_path: Path) -> None:
-    found = tested(MUTANTS[name], tmp_path)
+    found = outcome_of(MUTANTS[name], tmp_path)
     assert found.returncode == 1, found.stdout
     assert "1 failed" in found.stdout
 
 
-def tested(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
+def outcome_of(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the mutant's tests in a folder with a copy of the package that has its line."""
     for part in ("megatron_noloco", "tests", "tools", "configs"):
         shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "huggingface": {"plans", "job", "pipeline", "model", "data", "config", "checkpoint"},
     "federation": {"plans", "transport", "job", "outer"},
     "preflight": {"plans", "transport", "outer", "monitor", "model", "engine", "config"},
-    "invitation": {"data", "config", "preflight"},
+    "invitation": {"data", "config", "federation", "preflight"},
     "training": {
         "plans",
         "transport",

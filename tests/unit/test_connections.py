@@ -3,6 +3,7 @@
 import io
 import os
 import resource
+import time
 from contextlib import ExitStack, closing, redirect_stderr, suppress
 from pathlib import Path
 
@@ -101,6 +102,24 @@ def test_a_rank_that_can_open_no_more_files_joins_others_later(tmp_path: Path) -
             assert second.present() == []
         until(lambda: present([first, second]) == [[1], [0]])
         swap(first, second, tag=1)
+
+
+def test_a_process_is_exchanged_with_again_when_its_duplicate_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_RIVAL_SECONDS", 0.5)
+    with (
+        redirect_stderr(io.StringIO()),
+        transport(tmp_path, 0) as original,
+        transport(tmp_path, 1) as partner,
+    ):
+        until(lambda: present([original, partner]) == [[1], [0]])
+        with transport(tmp_path, 0) as duplicate:
+            until(lambda: present([duplicate, original]) == [[1], []])
+            time.sleep(2)
+            assert present([duplicate, original]) == [[1], []], "it is there, and nobody changes"
+        until(lambda: present([original, partner]) == [[1], [0]])
+        swap(original, partner, tag=1)
 
 
 def test_two_hidden_ranks_never_meet(tmp_path: Path) -> None:

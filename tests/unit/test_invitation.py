@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import socket
 import string
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco import __version__
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.federation.inquiry import known_addresses
 from megatron_noloco.federation.keys import Keys, fingerprint_of
@@ -108,12 +110,15 @@ def test_a_newcomer_gets_what_it_needs_once(tmp_path: Path) -> None:
         key = Path(str(config.federation.key_file))
         assert key.read_bytes() == invites.key_file.read_bytes()
         assert key.stat().st_mode & 0o077 == 0
-        with pytest.raises(ValueError, match="is that of a job already"):
+        with pytest.raises(ValueError, match="is there already, and is no empty folder"):
             check_local(about, Local(tmp_path / "joined", {}))
         with Visit(invites.ticket()) as visit:
             assert visit.welcome().slot == 3
         with Visit(invites.ticket()) as visit, pytest.raises(ValueError, match=r"all 4 slots .* are taken"):
             visit.welcome()
+        again = new_secret(invites.key_file.read_bytes(), 60.0, slot=3)
+        with Visit(invites.ticket(secret=again)) as visit:
+            assert visit.welcome().slot == 3, "of a machine that does not come back"
 
 
 @pytest.mark.parametrize(
@@ -159,14 +164,47 @@ def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:
             check_local(about, Local(tmp_path / "joined", {}))
         welcome = visit.welcome()
     assert "/their" not in json.dumps(welcome.config)
-    local = Local(tmp_path / "joined", {"": "/my/text"})
+    (mine := tmp_path / "mine").mkdir()
+    local = Local(tmp_path / "joined", {"": str(mine)})
+    check_local(about, local)
     config = load_config(write_job(welcome, about, local)[0])
-    assert config.data.text == "/my/text"
+    assert config.data.text == str(mine)
     copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
     assert copied.read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
     away = Welcome(1, welcome.config, "tcp://a:1", "", {"../escaped": ""})
     with pytest.raises(ValueError, match="has no place here"):
         write_job(away, about, local)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"data": {"txt": "/tmp"}}, "--data txt=/tmp: the fields are text, "),
+        ({"data": {"": "/no/such"}}, "--data /no/such: there is no such file or folder"),
+        ({"data": {"sft_data_path": "/no/such"}}, "--data /no/such: there is no such file or folder"),
+        ({"listen": "foo"}, '--listen: "foo" is neither "off" nor "tcp://HOST:PORT"'),
+        ({"pretrained": "/no/such"}, "--pretrained /no/such: there is no such folder"),
+        ({"folder": Path(__file__)}, "is there already, and is no empty folder"),
+        ({"folder": Path(__file__).parent}, "is there already, and is no empty folder"),
+    ],
+)
+def test_a_mistake_is_found_before_the_invitation_is_used(
+    tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
+    local = Local(tmp_path / "joined", {"": str(tmp_path)})
+    check_local(About(["text"], False), local)
+    with pytest.raises(ValueError, match=re.escape(line)):
+        check_local(About(["text"], False), local._replace(**changes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--port 80000", "--port -1", "--address 127.0.0.1:29748", "--address tcp://127.0.0.1", "--valid soon"],
+)
+def test_an_option_that_is_wrong_is_refused(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["invite", "my-run.json", *options.split()])
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_batch_stays_whatever_layout_is_proposed() -> None:

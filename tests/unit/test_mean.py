@@ -222,7 +222,7 @@ def test_a_connection_that_is_lost_while_sums_travel_is_no_loss(tmp_path: Path) 
             for _ in range(4):
                 time.sleep(0.15)
                 wire.cut()
-            means = found.result(SECONDS)
+            means = found.result(5 * SECONDS)  # on a busy machine
     all_have(means, weights)
 
 

@@ -188,6 +188,21 @@ def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), str(tmp_path), "--output", str(tmp_path / "both.html")]) == 0
 
 
+def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
+    facts = {"steps": 10, "config": {"federation": {"slots": 3}}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    write(tmp_path, "00", step(6), {"kind": "checkpoint", "step": 6})
+    write(tmp_path / "replica_00" / "others", "01", step(8), {"kind": "checkpoint", "step": 8})
+    write(tmp_path / "replica_00" / "others", "02", step(2), {"kind": "checkpoint", "step": 2})
+    log = tmp_path / "replica_00" / "others" / "replica_02" / "metrics.jsonl"
+    os.utime(log, (log.stat().st_mtime - 1000,) * 2)
+    terminal = Console(width=80, record=True)
+    terminal.print(run_table(RunLog(tmp_path)))
+    text = terminal.export_text()
+    assert ": step 6 of 10" in text
+    assert "last checkpoint: step 6" in text
+
+
 def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write(other, "00", step(2), step(3), {"kind": "evaluation", "step": 3, "validation/loss": 2.25})

@@ -458,6 +458,8 @@ def test_a_process_counts_as_later_than_one_that_has_ended_but_not_than_one_that
             assert replica.peers.member.epoch == claimed
             assert (replica.peers.directory.rival is None) == claims
             assert ("the others exchange with it: does another job" in output.getvalue()) == said
+        replica.tick()
+        assert replica.peers.directory.rival is None, "nobody answers at its address: it has ended"
         answered = Replica()
         answered.peers.directory.merge({0: Address("tcp://10.9.9.9:2", OWN + 1)})
         answered.tick()
