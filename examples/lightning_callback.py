@@ -10,13 +10,13 @@ Needs `pip install '.[federation]' pytorch-lightning`.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_noloco.attach import Attached, attach
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -140,7 +140,8 @@ def main() -> None:
     checkpoint = folder / "last.ckpt"
     path = str(checkpoint) if checkpoint.exists() else None
     print(f"begins; checkpoint: {path}", flush=True)
-    trainer.fit(module, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=path)
+    loader = DataLoader(cast("Dataset[Tensor]", data), batch_size=8, shuffle=True)
+    trainer.fit(module, loader, ckpt_path=path)
     torch.save(module.state_dict(), folder / "final.pt")
     with torch.no_grad():
         print(f"finished; loss on held-out text {module.training_step(text[::10], 0).item():.4f}", flush=True)

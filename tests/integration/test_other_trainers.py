@@ -57,7 +57,6 @@ def partners(text: str) -> list[int]:
         ("trl", "trl_sft", "final/adapter_model.safetensors"),
         ("pytorch_lightning", "lightning_callback", "final.pt"),
         ("torchtitan", "torchtitan_loop", "final.pt"),
-        ("llamafactory", "llamafactory_lora", "adapter_model.safetensors"),
     ],
 )
 def test_two_jobs_become_one_model_though_one_is_killed_and_comes_back(
