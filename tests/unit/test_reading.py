@@ -198,7 +198,7 @@ def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
     os.utime(log, (log.stat().st_mtime - 1000,) * 2)
     terminal = Console(width=80, record=True)
     terminal.print(run_table(RunLog(tmp_path)))
-    text = terminal.export_text()
+    text = " ".join(terminal.export_text().split())
     assert ": step 6 of 10" in text
     assert "last checkpoint: step 6" in text
 
