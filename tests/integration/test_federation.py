@@ -245,7 +245,12 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
     """A process, two stages, and 2 x 2 ranks. One is killed, and comes back with another layout."""
     goes_on = tmp_path / "goes_on"
     more = {
-        "federation": {"start_with": 3, "rounds_behind": 2, "skip_local_steps": False},
+        "federation": {
+            "start_with": 3,
+            "rounds_behind": 2,
+            "skip_local_steps": False,
+            "shortest_deadline_seconds": 2.0,
+        },  # fmt: skip
         "noloco": {"final_average": True, "local_steps": 2},
         "training": {"train_iters": 60},
         "checkpoint": {"save_interval": 1000},
