@@ -250,7 +250,7 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
             "rounds_behind": 2,
             "skip_local_steps": False,
             "shortest_deadline_seconds": 2.0,
-        },  # fmt: skip
+        },
         "noloco": {"final_average": True, "local_steps": 2},
         "training": {"train_iters": 60},
         "checkpoint": {"save_interval": 1000},
