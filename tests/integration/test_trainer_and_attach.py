@@ -121,7 +121,7 @@ def exported(path: Path, output: Path) -> dict[str, Tensor]:
 
 
 def endless(folder: Path) -> dict[str, Any]:
-    federation = {"start_with": 1, "rounds_behind": 2}
+    federation = {"start_with": 1, "rounds_behind": 2, "leave_seconds": 60.0}
     saves = {"save_interval": 1, "keep_last": 1000}
     text = {"text": write_text(folder)}
     return changes(
