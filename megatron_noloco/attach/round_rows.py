@@ -1,12 +1,9 @@
 """Rows about the rounds of an attached job, for `watch` where another job of its federation is the trainer's."""
 
-import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from megatron_noloco.federation.network import FederationTransport
-from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.outer import RoundReport
 
 
@@ -42,5 +39,4 @@ class RoundRows:
         if last.exchange.missed:
             row["round/missed"] = last.exchange.missed
         self._since, self._done = at, done
-        with suppress(ServiceFailedError):  # the next round learns of it
-            self._transport.tell_row(json.dumps(row))
+        self._transport.tell_row(row)

@@ -37,7 +37,6 @@ library, thread_level, over, latency_seconds, gb_per_second, hidden and
 clock_skew_seconds. A machine with any problem is not ready."""
 _MFU = 0.4
 _RANKS_OF_GPU_NODE = 8
-_USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
 
 
 def add_commands(commands: Commands) -> None:
@@ -205,7 +204,9 @@ def _show_fit(
 
 
 def _fits(plan: "Plan", accelerator: "Accelerator") -> bool:
-    return plan.memory.gpu_bytes / 1e9 <= _USABLE * accelerator.gigabytes
+    from megatron_noloco.preflight.memory import USABLE
+
+    return plan.memory.gpu_bytes / 1e9 <= USABLE * accelerator.gigabytes
 
 
 def _show_time(plan: "Plan", network: "Network | None") -> None:

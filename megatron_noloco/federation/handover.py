@@ -31,8 +31,6 @@ from megatron_noloco.transport.interface import RankLostError
 
 _SILENCE_SECONDS = 60.0  # after which a giver is given up
 _GIVING, _TAKING = 1 << 20, (1 << 20) + 1  # tags inside the replica, beyond those of exchanges
-
-
 FAST_WEIGHTS = "fast_weights"  # the part that every state has beside those of the outer optimizer
 
 

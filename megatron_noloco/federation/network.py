@@ -2,15 +2,18 @@
 
 import atexit
 import errno
+import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
+from typing import Any
 from weakref import WeakSet
 
 from megatron_noloco.federation.control import LARGEST, LONGEST_DESCRIPTION, LONGEST_ROW
@@ -204,10 +207,11 @@ class FederationTransport:
         others = self._peers.others
         return sum(slot in present or (hidden and not self.partners.reachable(slot)) for slot in others)
 
-    def tell_row(self, text: str) -> None:
-        """Send a row of this replica's metrics to the others; nothing where it is too long."""
-        if len(text) <= LONGEST_ROW:
-            self.service.do(self._peers.exchanges.tell_row, text)
+    def tell_row(self, row: Mapping[str, Any]) -> None:
+        """Send a row of this replica's metrics to the others, unless it is too long or the service has failed."""
+        if len(text := json.dumps(row)) <= LONGEST_ROW:
+            with suppress(ServiceFailedError):  # which the next round reports
+                self.service.do(self._peers.exchanges.tell_row, text)
 
     def rows(self) -> Iterator[tuple[int, str]]:
         """Yield the rows that came since the last call, each with the slot of its replica."""

@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,12 +28,12 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.invitation.ticket import name_of, problem_of, slot_in
 
 MOST_BYTES = 2**25  # that are sent to measure the link
 _SECONDS = 30.0  # for a request
-STDLIB = "python-stdlib"  # data that every machine has
 DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
 _OWN = {  # of each job: its files, its machine, and how it is reached
     "training": ("output_dir", "pretrained", "peak_tflops", "exit_duration_minutes"),
@@ -109,7 +110,7 @@ class Desk:
 
     def about(self) -> About:
         data = self._raw.get("data", {})
-        fields = [name for name in DATA if data.get(name) and data[name] != STDLIB]
+        fields = [name for name in DATA if data.get(name) and data[name] != STANDARD_LIBRARY]
         return About(fields, self._config.training.pretrained is not None)
 
     def welcome(self, secret: str, host: str) -> Welcome | str:
@@ -142,13 +143,12 @@ class Desk:
         return self._folder / name_of(secret)
 
     def _portable(self) -> dict[str, Any]:
-        portable: dict[str, Any] = json.loads(json.dumps(self._raw))
+        portable = deepcopy(self._raw)
         portable.pop("parallel", None)
         portable.pop("wandb", None)
         for block, names in _OWN.items():
             for name in names:
-                value = portable.get(block, {}).get(name)
-                if value != STDLIB:
+                if portable.get(block, {}).get(name) != STANDARD_LIBRARY:  # which every machine has
                     portable.get(block, {}).pop(name, None)
         return portable
 

@@ -17,19 +17,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_noloco import __version__
 from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.federation.rendezvous import can_listen
 from megatron_noloco.files import write_text
-from megatron_noloco.invitation.desk import ABOUT, DATA, MOST_BYTES, STDLIB, WELCOME, About, Welcome
+from megatron_noloco.invitation.desk import ABOUT, DATA, MOST_BYTES, WELCOME, About, Welcome
 from megatron_noloco.invitation.ticket import Ticket
-from megatron_noloco.preflight.memory import fullest_stage
+from megatron_noloco.preflight.memory import USABLE, fullest_stage
 
 Answer = TypeVar("Answer", About, Welcome)
 _SECONDS = 20.0
 _LONG_ENOUGH = 1.0  # seconds to measure a rate
 _FIRST_BYTES = 2**18
 _TRIPS = 5
-_USABLE = 0.9  # of a GPU's memory
 
 
 class Link(NamedTuple):
@@ -79,22 +79,22 @@ class Visit:
 
     def measure(self) -> Link:
         """Measure the link both ways, for some seconds."""
-        trips = [self._timed("GET", "bytes/0")[0] for _ in range(_TRIPS)]
-        trip = statistics.median(trips)
+        trip = statistics.median(self._timed("GET", 0) for _ in range(_TRIPS))
         rates = []
         for method in ("GET", "POST"):
             size, seconds = _FIRST_BYTES, 0.0
             while seconds < _LONG_ENOUGH and size <= MOST_BYTES:
-                seconds = max(1e-6, self._timed(method, f"bytes/{size}" * (method == "GET"), size)[0] - trip)
+                seconds = max(1e-6, self._timed(method, size) - trip)
                 rate, size = size / seconds, 4 * size
             rates.append(rate)
         return Link(min(rates), trip / 2)
 
-    def _timed(self, method: str, path: str, size: int = 0) -> tuple[float, bytes]:
-        body = os.urandom(size) if method == "POST" else None
+    def _timed(self, method: str, size: int) -> float:
+        """Return the seconds to get or to send so many bytes."""
+        path, body = (f"bytes/{size}", None) if method == "GET" else ("bytes", os.urandom(size))
         started = time.perf_counter()
-        found = self._request(method, path or "bytes", body)
-        return time.perf_counter() - started, found
+        self._request(method, path, body)
+        return time.perf_counter() - started
 
     def _asked(self, kind: "TypeAdapter[Answer]", path: str) -> "Answer":
         try:
@@ -162,7 +162,7 @@ def check_local(about: About, local: Local) -> None:
             raise ValueError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
         if (
             (name or _field(about)) in ("text", "sft_data_path")
-            and path != STDLIB
+            and path != STANDARD_LIBRARY
             and not Path(path).exists()
         ):
             raise ValueError(f"join: --data {path}: there is no such file or folder")
@@ -247,14 +247,14 @@ def proposed(raw: dict[str, Any], gpus: tuple[int, ...]) -> tuple[dict[str, Any]
         except ConfigError:  # heads or columns do not divide into tp
             continue
         best, ranks = found, tp * dp
-        if _device_bytes(config, ranks) <= _USABLE * min(gpus):
+        if _gpu_bytes(config, ranks) <= USABLE * min(gpus):
             break
     return best, ranks
 
 
-def _device_bytes(config: RunConfig, ranks: int) -> int:
+def _gpu_bytes(config: RunConfig, ranks: int) -> int:
     tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.data.tokenizer).vocab_size
-    return fullest_stage(config, config.architecture(tokens), config.topology(ranks))[2].device_bytes
+    return fullest_stage(config, config.architecture(tokens), config.topology(ranks))[2].gpu_bytes
 
 
 def arguments_of(config: Path, ranks: int, slot: int) -> list[str]:

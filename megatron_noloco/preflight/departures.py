@@ -1,6 +1,5 @@
 """What it costs a federation that its machines are taken away, with a notice and without."""
 
-import math
 from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
@@ -39,11 +38,12 @@ def departures_of(
     noloco = config.noloco
     seconds = min(notice_seconds, config.federation.leave_seconds)
     lost = lost_steps(noloco.local_steps, step_seconds, seconds)
-    weights = sum(math.prod(shape) for shape in table_of(architecture).exported_shapes.values())
     kept = _FP32 * (1 + moments(config.deepspeed["optimizer"])) + sum(
         bytes_of_state(noloco, replicas).values()
     )
-    return Departures(lost, lost * per_second * step_seconds / replicas, round(weights * kept))
+    return Departures(
+        lost, lost * per_second * step_seconds / replicas, round(table_of(architecture).exported_count * kept)
+    )
 
 
 def lost_steps(local_steps: int, step_seconds: float, notice_seconds: float) -> float:

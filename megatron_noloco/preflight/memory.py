@@ -15,6 +15,7 @@ from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
 
 WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, of a gradient that is sent, of an activation
+USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
 _FP32 = 4
 # NCCL 2.28.9 takes 512 MB for a communicator, also of one rank (NVIDIA/nccl issue 2363); other versions take less.
 _COMMUNICATOR = 512_000_000

@@ -188,7 +188,7 @@ def plan_of(
     largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
     gathered = 0
     if topology.slots:  # one rank of a replica exchanges for all
-        whole = sum(math.prod(shape) for shape in table_of(architecture).exported_shapes.values())
+        whole = table_of(architecture).exported_count
         gathered = _FP32 * max(0, whole - largest.owned) if topology.replica_size > 1 else 0
         largest = replace(largest, owned=whole, copied=0)
         if network is not None:

@@ -17,7 +17,6 @@ from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.federation.network import FederationTransport
-from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
@@ -42,8 +41,7 @@ class OtherJobs:
         self._transport, self._folder = transport, folder / OTHERS
 
     def write(self, row: Row) -> None:
-        with suppress(ServiceFailedError):  # the main thread learns of it elsewhere
-            self._transport.tell_row(json.dumps(row))
+        self._transport.tell_row(row)
         self._keep()
 
     def close(self) -> None:

@@ -281,6 +281,11 @@ class Table:
         return matrices(self.exported_shapes)
 
     @property
+    def exported_count(self) -> int:
+        """Number of weights of the export, which has no padding."""
+        return sum(map(math.prod, self.exported_shapes.values()))
+
+    @property
     def exported_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors of the export by name, without copies and padding.
 
