@@ -53,7 +53,7 @@ class ReplicaEngine:
         self._deepspeed = build_deepspeed(stage, groups, ds_config)
         self._gradients = PartialGradients(stage, groups, self._optimizer, self._tied)
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
-        self._device = torch.device(self.pipeline.communicator.device)
+        self._device = self.pipeline.communicator.device
         self._computing, self._stepping = StreamClock(self._device), StreamClock(self._device)
         self._reducing = "reducing gradients and clipping them with the other ranks of the replica"
         if self._device.type == "cuda" and groups.topology.pp > 1:  # queued, and waited for in the norm

@@ -169,6 +169,7 @@ class CommittedExchange:
     """
 
     rounding = None  # of pairs nothing is kept
+    done = False  # as far as is known before `finish`, which asks the other ranks
 
     def __init__(self, exchange: MovedExchange, replica: Replica) -> None:
         self._exchange = exchange

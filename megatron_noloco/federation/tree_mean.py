@@ -96,6 +96,7 @@ class TreeMean:
     """
 
     rounding = None
+    done = False  # before `finish`
 
     def __init__(self, replica: Replica, tree: Tree | None) -> None:
         self._replica, self._tree = replica, tree

@@ -1,6 +1,5 @@
 """Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import family_of, table_of
 from megatron_noloco.plans.topology import Topology
 
-_FP32 = 4  # bytes of a weight
 _SPACIOUS = 1.2  # of the memory of a model's weights: its cache of keys and values, and products
 
 
@@ -35,7 +33,7 @@ class WholeModel:
     """
 
     def __init__(self, architecture: Architecture) -> None:
-        check_room(_FP32 * sum(math.prod(row.shape) for row in table_of(architecture)))
+        check_room(torch.float32.itemsize * table_of(architecture).parameter_count)
         before_engines()
         from megatron_noloco.model.dropout import seed_dropout
         from megatron_noloco.model.stage import empty_stage

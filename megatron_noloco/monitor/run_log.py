@@ -47,7 +47,7 @@ class ReplicaLog:
             file.seek(self._read)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._read += len(complete) + len(newline)
-        for row in filter(_is_row, map(_json, complete.splitlines())):
+        for row in filter(_is_row, map(parsed, complete.splitlines())):
             if self.rows and row["step"] < self.rows[-1]["step"]:  # of another job, which was started again
                 self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
             self.rows.append(row)
@@ -92,7 +92,7 @@ def _are_facts(found: Any) -> bool:
     return sound and isinstance(found.get("config", {}).get("federation", {}), dict)
 
 
-def _json(text: bytes) -> Any:
+def parsed(text: bytes) -> Any:
     """Return what the text holds, None where it is no JSON."""
     try:
         return json.loads(text)
@@ -124,7 +124,7 @@ class RunLog:
         """Read what is new since the last call, new replicas included."""
         path = self.folder / "run.json"
         if path.exists():
-            facts = _json(path.read_bytes())
+            facts = parsed(path.read_bytes())
             if not _are_facts(facts):
                 raise ValueError(f"{path}: not what a run writes there; remove the file to go without")
             self.facts = facts

@@ -42,7 +42,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.exchange import AnyExchange, Exchange
+from megatron_noloco.outer.exchange import AnyExchange
 from megatron_noloco.outer.finite_mean import MEASURED, ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
@@ -188,8 +188,7 @@ class Round:
     @property
     def arrived(self) -> bool:
         """Whether all of the mean is used; False as well where that is not known, in a federation."""
-        done = isinstance(self._exchange, Exchange) and self._exchange.done
-        return self.complete or (done and self._arriving is None)
+        return self.complete or (self._exchange.done and self._arriving is None)
 
     @property
     def combined(self) -> Tensor:

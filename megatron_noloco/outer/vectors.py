@@ -233,13 +233,13 @@ class OuterVectors:
     def merge(self, spans: Spans, correction: Tensor) -> None:
         """Move the fast weights, where they lie, by the correction, of shape [spans.length]."""
         parts = Joined(self.weights.parts())
-        with self.weights.writing():
-            for ours, place in _in_cache(spans):
-                for theta, within in parts.overlaps(place.start, place.stop - place.start):
-                    shift = correction[ours][within].to(theta.device, non_blocking=True)
-                    step.merge(theta, shift, out=theta)
-            if correction.device != self.weights.device:
-                wait_for(self.weights.device)  # before the correction is that of another round
+        for ours, place in _in_cache(spans):
+            for theta, within in parts.overlaps(place.start, place.stop - place.start):
+                shift = correction[ours][within].to(theta.device, non_blocking=True)
+                step.merge(theta, shift, out=theta)
+        if correction.device != self.weights.device:
+            wait_for(self.weights.device)  # before the correction is that of another round
+        self.weights.refresh()
 
 
 def _there(

@@ -50,9 +50,8 @@ class RoutedCommunicator(P2PCommunicator):
         super().__init__(groups.pp, config)
         self.groups = groups
         self.vpp = groups.topology.vpp
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        )
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.waits = StreamClock(self.device)
         self.bytes_to_others = 0
         self._awaited: list[str] = []  # descriptions of the messages under way

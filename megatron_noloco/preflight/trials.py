@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
-from megatron_noloco.monitor.run_log import ReplicaLog
+from megatron_noloco.monitor.run_log import ReplicaLog, parsed
 from megatron_noloco.preflight.search import best_factor, bracket, too_high
 
 _FRACTION = 10  # a short run has a tenth of the local steps
@@ -118,9 +118,8 @@ class Trials:
     def _known(self) -> dict[str, float | None]:
         """Return the losses of finished runs by name, without a line that a crash has cut short."""
         path = self.folder / "losses.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return {row["run"]: row["loss"] for row in rows}
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return {row["run"]: row["loss"] for row in map(parsed, lines) if row is not None}
 
     def _run(self, raw: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir(exist_ok=True)
