@@ -209,18 +209,22 @@ def _target(module_or_script: str) -> list[str]:
     return [module_or_script] if module_or_script.endswith(".py") else ["-m", module_or_script]
 
 
-def run_launcher(
-    command: list[str], timeout: float, env: Mapping[str, str] | None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process group of its own, which ends when it is too slow."""
+def launch_environ(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return this process's environment without its place in a launch, for programs that import the repository."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environ.get("PYTHONPATH")]))
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environ |= env or {}
+    return environ | dict(changes or {})
+
+
+def run_launcher(
+    command: list[str], timeout: float, env: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process group of its own, which ends when it is too slow."""
     with subprocess.Popen(
         command,
-        env=environ,
+        env=launch_environ(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

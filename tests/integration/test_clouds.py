@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from megatron_noloco.cli import invitation
+from tests.harness import REPOSITORY
 
-USER_DATA = Path(__file__).parents[2] / "launch" / "cloud-init.yaml"
-MANIFEST = Path(__file__).parents[2] / "launch" / "kubernetes.yaml"
+USER_DATA = REPOSITORY / "launch" / "cloud-init.yaml"
+MANIFEST = REPOSITORY / "launch" / "kubernetes.yaml"
 VERSION = "1.31"  # of Kubernetes
 
 

@@ -1,7 +1,6 @@
 """From an invitation to a common model, on hosts that share no network but slow links."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,8 +15,9 @@ import pytest
 
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.monitor.run_log import RunLog
-from tests.integration.tiny import tiny, write_text
-from tools.netlab.lab import Lab, LabUnavailableError, lab
+from tests.harness import launch_environ, network_lab
+from tests.integration.tiny import tiny, write_config, write_text
+from tools.netlab.lab import Lab
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
 
@@ -37,13 +37,10 @@ class Host:
         module = command if command[0].startswith("torch") else ("megatron_noloco", *command)
         if command[0] == "join":
             module += ("--folder", str(self.folder / "joined"))
-        path, root = self.folder / f"{command[0]}.log", str(Path(__file__).parents[2])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
-        with path.open("wb") as log:
-            process = subprocess.Popen(
-                self._there.on(self.name, sys.executable, "-m", *module),
-                **{"stdout": log, "stderr": log, "cwd": self.folder, "env": environment},  # type: ignore[call-overload]
-            )
+        program = self._there.on(self.name, sys.executable, "-m", *module)
+        environ = launch_environ({"GLOO_SOCKET_IFNAME": "lo"})
+        with (self.folder / f"{command[0]}.log").open("wb") as log:
+            process = subprocess.Popen(program, stdout=log, stderr=log, cwd=self.folder, env=environ)
         try:
             yield process
         finally:
@@ -65,13 +62,12 @@ class Host:
 
 def config_of(folder: Path, address: str) -> dict[str, Any]:
     Keys.make(folder / "key")
-    seeds = f"tcp://{address}:29600"
     changes = {
         "noloco": {"local_steps": 10, "routing": "off"},
-        "parallel": {},
+        "parallel": None,
         "federation": {
             "slots": 4,
-            "rendezvous": seeds,
+            "rendezvous": f"tcp://{address}:29600",
             "key_file": str(folder / "key"),
             "leave_seconds": 120.0,
         },
@@ -80,9 +76,7 @@ def config_of(folder: Path, address: str) -> dict[str, Any]:
         "checkpoint": {"save_interval": 50},
         "evaluation": {"iters": 2, "interval": STEPS},
     }
-    raw: dict[str, Any] = tiny(changes)
-    del raw["parallel"]
-    return raw
+    return tiny(changes)
 
 
 def last_evaluation(run: Path, replica: int) -> dict[str, Any]:
@@ -94,14 +88,11 @@ def last_evaluation(run: Path, replica: int) -> dict[str, Any]:
 def test_three_commands_lead_to_one_model_and_machines_come_and_go(tmp_path: Path) -> None:
     """The fourth has two ranks, and comes in the middle; the second leaves with a notice; the third is killed."""
     with ExitStack() as stack:
-        try:
-            there = stack.enter_context(lab([Link(rate=100e6, delay=0.005)] * 4))
-        except LabUnavailableError as error:
-            pytest.skip(str(error))
+        there = stack.enter_context(network_lab([Link(rate=100e6, delay=0.005)] * 4))
         hosts = [Host(there, name, tmp_path / name) for name in there.names]
         first, leaves, dies, late = hosts
-        config = str(first.folder / "my-run.json")  # nsenter changes the working directory
-        Path(config).write_text(json.dumps(config_of(first.folder, address_of(0))))
+        # An absolute path: nsenter changes the working directory.
+        config = write_config(first.folder, config_of(first.folder, address_of(0)))
         text = f"text={first.folder / 'text.txt'}"
 
         stack.enter_context(first.runs("train", config, "--replica", "0"))

@@ -1,6 +1,5 @@
 """Examples for other trainers, whose packages are optional: two jobs, of which one is killed and comes back."""
 
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY
+from tests.harness import REPOSITORY, launch_environ
 
 pytestmark = pytest.mark.slow
 SECONDS = 400.0
@@ -25,8 +24,7 @@ class Job:
         self._log = folder / f"slot_{slot}_of_{slots}.log"
         command = [sys.executable, "-u", REPOSITORY / "examples" / f"{example}.py"]
         command += ["--slot", str(slot), "--slots", str(slots), "--folder", str(folder)]
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        environ = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        environ = launch_environ({"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"})
         with self._log.open("a") as out:
             self.process = subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT)
 
