@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def tiny(changes: Mapping[str, Any] | None = None, base: Mapping[str, Any] = TIN
         old = merged.get(key)
         merged[key] = tiny(value, old) if isinstance(old, dict) and isinstance(value, Mapping) else value
     return {key: value for key, value in merged.items() if value is not None}
+
+
+def tiny_with(*changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The tiny one with several changes, each of what those before it have made."""
+    return reduce(lambda raw, change: tiny(change, raw), changes, tiny())
 
 
 def write_text(folder: Path, characters: int = 20_000) -> str:

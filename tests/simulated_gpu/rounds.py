@@ -79,10 +79,10 @@ def _trained(transport: Transport, settings: NolocoSettings, device: str) -> Fou
 
 
 def differences(expected: list[Found], found: list[Found]) -> list[str]:
-    """Return the names of what is not equal bit for bit, with the replica."""
+    """Return the names of what is not equal bit for bit, with the rank: here each replica is one."""
     return [
-        f"{name} of replica {replica}"
-        for replica, (one, other) in enumerate(zip(expected, found, strict=True))
+        f"{name} of rank {rank}"
+        for rank, (one, other) in enumerate(zip(expected, found, strict=True))
         for name in one.keys() | other.keys()
         if not (name in one and name in other and torch.equal(one[name], other[name]))
     ]

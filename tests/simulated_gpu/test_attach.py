@@ -19,7 +19,6 @@ from tests.simulated_gpu import Gpu, Order, installed
 from tests.simulated_gpu.process import GpuProcess
 
 RANKS, REPLICAS, STEPS = 4, 2, 5
-BF16 = {"bf16": {"enabled": True}}
 HOST, DEVICE = paper(local_steps=2), paper(local_steps=2, slow_weights="device", overlap_steps=1)
 
 
@@ -36,15 +35,7 @@ def batches(rank: int, device: str, dtype: torch.dtype = torch.float32) -> list[
 
 def plain(rank: int, device: str, settings: Any) -> Tensor:
     """A loop of plain torch: each rank is a replica."""
-    net = model().to(device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    noloco = attach(net, settings, replicas=RANKS)
-    for batch in batches(rank, device):
-        net(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        noloco.step()
-    return ended(noloco)
+    return trained(model().to(device), rank, device, settings, RANKS)
 
 
 def with_deepspeed(
@@ -93,8 +84,13 @@ def with_fully_shard(rank: int, device: str, settings: Any) -> Tensor:
     net = model().to(device)
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
+    return trained(net, rank, device, settings, REPLICAS)
+
+
+def trained(net: nn.Module, rank: int, device: str, settings: Any, replicas: int) -> Tensor:
+    """The steps of a loop with an optimizer of torch."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    noloco = attach(net, settings, replicas=REPLICAS)
+    noloco = attach(net, settings, replicas=replicas)
     for batch in batches(rank, device):
         net(batch).square().mean().backward()
         optimizer.step()
@@ -118,7 +114,7 @@ LOOPS: dict[str, Callable[[int, str], Tensor]] = {
     "torch, on the device": lambda rank, device: plain(rank, device, DEVICE),
     "ZeRO 0": lambda rank, device: with_deepspeed(rank, device, HOST, 0),
     "ZeRO 1": lambda rank, device: with_deepspeed(rank, device, DEVICE, 1),
-    "ZeRO 1, bf16": lambda rank, device: with_deepspeed(rank, device, HOST, 1, **BF16),
+    "ZeRO 1, bf16": lambda rank, device: with_deepspeed(rank, device, HOST, 1, bf16={"enabled": True}),
     "ZeRO 2": lambda rank, device: with_deepspeed(rank, device, HOST, 2),
     "ZeRO 3": lambda rank, device: with_deepspeed(rank, device, HOST, 3),
     "FSDP2": lambda rank, device: with_fully_shard(rank, device, HOST),

@@ -13,7 +13,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.routing import Routing
 from tests.harness import by_hand, run_ranks
 from tests.integration.test_engine import BF16, RECOMPUTE
-from tests.integration.tiny import FAMILY_MODELS, build, microbatch, tiny
+from tests.integration.tiny import FAMILY_MODELS, build, microbatch, tiny_with
 from tests.simulated_gpu import Gpu, Order, Wait
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess
@@ -31,25 +31,26 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {"model": DROPOUT},
     "dropout, recompute": {"model": {**DROPOUT, **RECOMPUTE}},
 }
-BY_HAND = {
+BY_HAND: dict[str, dict[str, Any]] = {
     "window": {"model": FAMILY_MODELS["mistral"]},
     "YaRN": {"model": FAMILY_MODELS["qwen3 with YaRN"]},
     "z-loss": {"model": {"z_loss_coeff": 1e-3}},
     "ZeRO 2, bf16": {**BF16, "zero_optimization": {"stage": 2}},
 }
+ALL = CASES | BY_HAND
 # Some CPUs have no fp16, and a GPU draws dropout from another generator.
 NOT_ON_CPU = ("fp16", "dropout", "dropout, recompute")
 
 
 def of_all(rank: int, world_size: int, cases: list[str], order: Order | None) -> dict[str, dict[str, Any]]:
-    return {name: trained({**CASES, **BY_HAND}[name], order) for name in cases}
+    return {name: trained(ALL[name], order) for name in cases}
 
 
 def trained(changes: dict[str, Any], order: Order | None) -> dict[str, Any]:
     """Return the numbers of local steps on a device, without `order` on a CPU, and the waits of the last one."""
     with nullcontext() if order is None else Gpu(order) as gpu:
-        raw = tiny({"model": {"num_layers": LAYERS}, **TORCH_ADAM, "scheduler": None})
-        config, groups, stage = build(tiny(changes, raw), 1)
+        small = {"model": {"num_layers": LAYERS}, **TORCH_ADAM, "scheduler": None}
+        config, groups, stage = build(tiny_with(small, changes), 1)
         noted: list[tuple[str, Any]] = []
         engine = ReplicaEngine(
             stage, groups, config.deepspeed, lambda name, value, *_: noted.append((name, value))
@@ -96,7 +97,7 @@ def results(gpu_process: GpuProcess) -> Results:
     return lambda name, order: run(order, name in BY_HAND)[name]
 
 
-every_case = pytest.mark.parametrize("name", by_hand([*CASES, *BY_HAND], BY_HAND))
+every_case = pytest.mark.parametrize("name", by_hand(ALL, BY_HAND))
 NUMBERS = ("losses", "norms", "weights")
 
 
@@ -108,9 +109,7 @@ def test_the_order_of_streams_changes_no_bit(name: str, results: Results) -> Non
         assert torch.equal(late[numbers], at_once[numbers]), numbers
 
 
-@pytest.mark.parametrize(
-    "name", by_hand([name for name in [*CASES, *BY_HAND] if "dropout" not in name], BY_HAND)
-)
+@pytest.mark.parametrize("name", by_hand([name for name in ALL if "dropout" not in name], BY_HAND))
 def test_the_numbers_are_those_of_a_cpu(name: str, results: Results) -> None:
     """A few weights may differ by a whole step: Adam takes one where a gradient is as small as its rounding."""
     found, expected = results(name, Order.LATE), results("fp32" if name == "fp16" else name, None)

@@ -14,7 +14,7 @@ from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline.groups import build_groups
 from tests.harness import by_hand, run_ranks
 from tests.integration.test_other_layout import BF16, EXPERTS, TIED, Changes, layout, ranks
-from tests.integration.tiny import VOCABULARY, tiny
+from tests.integration.tiny import VOCABULARY, tiny_with
 from tests.simulated_gpu.gpu import Gpu
 from tests.simulated_gpu.nccl_order import Communicator, Kernel, Op, OrderError, Program, play, record
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
@@ -75,10 +75,10 @@ def local_steps(program: Program, raw: dict[str, Any], world_size: int) -> None:
         engine.evaluate(lambda *_: (tokens, tokens, None), routing.straight(), config.microbatches)
 
 
-def recorded(rank: int, world_size: int, raw: dict[str, Any]) -> Program:
+def recorded(rank: int, world_size: int, function: Callable[..., None], *args: Any) -> Program:
     dist.barrier()  # before any rank leaves the world of the harness
     dist.destroy_process_group()
-    return record(rank, world_size, local_steps, raw, world_size)
+    return record(rank, world_size, function, *args)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,8 @@ def programs(gpu_process: GpuProcess) -> Callable[[str], list[Program]]:
 
     @cache
     def of(name: str) -> list[Program]:
-        raw = tiny(SMALL)
-        for change in ALL[name]:
-            raw = tiny(change, raw)
-        programs: list[Program] = gpu_process.run_ranks(ranks(ALL[name][-1]), recorded, raw, timeout=300)
+        raw, count = tiny_with(SMALL, *ALL[name]), ranks(ALL[name][-1])
+        programs: list[Program] = gpu_process.run_ranks(count, recorded, local_steps, raw, count, timeout=300)
         return programs
 
     return of
@@ -192,16 +190,10 @@ def ask(program: Program) -> None:
     dist.all_reduce(theirs)
 
 
-def asked(rank: int, world_size: int) -> Program:
-    dist.barrier()
-    dist.destroy_process_group()
-    return record(rank, world_size, ask)
-
-
 def test_a_program_has_what_a_rank_asked_for() -> None:
     everybody, pair = (Communicator((0, 1), number, "gloo") for number in (0, 1))
     vector = (torch.float32, 3)
-    programs = run_ranks(2, asked)
+    programs = run_ranks(2, recorded, ask)
     for rank, program in enumerate(programs):
         swap = [Op("send", 1 - rank, vector), Op("recv", 1 - rank, vector)]
         assert program.kernels == [
