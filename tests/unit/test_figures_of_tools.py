@@ -1,12 +1,12 @@
 """What tools make of the numbers of a run, and the latency model with the ratios of the paper and its sources."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from numpy.random import default_rng
 
+from tests.unit.test_reading import write
 from tools.efficiency import steps_that_count
 from tools.simulate_latency import all_reduce_over_pair, diloco_over_noloco
 from tools.time_to_loss import Moment, curve, seconds_to
@@ -71,24 +71,14 @@ def evaluation(step: int, mean: float, own: float) -> dict[str, Any]:
     }
 
 
-def write(run: Path, *replicas: list[dict[str, Any]]) -> Path:
-    for replica, rows in enumerate(replicas):
-        folder = run / f"replica_{replica:02d}"
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run
-
-
 @pytest.mark.parametrize(("rounds", "losses"), [(True, [3.0, 2.0]), (False, [3.5, 2.5])])
 def test_the_slowest_replica_sets_the_time(rounds: bool, losses: list[float], tmp_path: Path) -> None:
     """Log intervals of 4 and 6 local steps; what comes after an evaluation is not in its time."""
-    run = write(
-        tmp_path,
-        [steps(4, 1.0), evaluation(4, 3.0, 3.5), steps(10, 1.0), evaluation(10, 2.0, 2.5), steps(12, 5.0)],
-        [steps(4, 0.5), steps(10, 2.0), steps(12, 5.0)],
-    )
-    assert [moment.seconds for moment in curve(run, rounds)] == [4.0, 14.0]
-    assert [moment.loss for moment in curve(run, rounds)] == losses
+    first = steps(4, 1.0), evaluation(4, 3.0, 3.5), steps(10, 1.0), evaluation(10, 2.0, 2.5), steps(12, 5.0)
+    write(tmp_path, "00", *first)
+    write(tmp_path, "01", steps(4, 0.5), steps(10, 2.0), steps(12, 5.0))
+    assert [moment.seconds for moment in curve(tmp_path, rounds)] == [4.0, 14.0]
+    assert [moment.loss for moment in curve(tmp_path, rounds)] == losses
 
 
 def test_between_two_evaluations_the_loss_falls_in_a_straight_line() -> None:

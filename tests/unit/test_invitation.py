@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,12 @@ class Invites:
         self.server = open_desk(self.desk, self.key_file, "127.0.0.1", 0)
 
     def ticket(self, seconds: float = 60.0, **changes: Any) -> Ticket:
-        secret = new_secret(self.key_file.read_bytes(), seconds)
-        address = f"127.0.0.1:{self.server.server_address[1]}"
-        fields = {"version": __version__, "addresses": [address], "run": "ab" * 8, "secret": secret}
-        return Ticket(**{**fields, "fingerprint": fingerprint_of(self.key_file), **changes})
+        fields = {
+            "addresses": [f"127.0.0.1:{self.server.server_address[1]}"],
+            "fingerprint": fingerprint_of(self.key_file),
+            "secret": new_secret(self.key_file.read_bytes(), seconds),
+        }
+        return replace(TICKET, **fields | changes)
 
 
 @contextmanager
@@ -243,17 +246,11 @@ def test_a_program_that_is_no_job_learns_which_jobs_there_are(tmp_path: Path, en
 def test_the_line_does_not_stay_in_the_list_of_processes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        line = line_of(Ticket(__version__, [address], "0f" * 32, "ab" * 8, TICKET.secret))
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_noloco",
-            "join",
-            line,
-            "--folder",
-            str(tmp_path / "joined"),
-        ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        line = line_of(replace(TICKET, addresses=[address]))
+        command = ["-m", "megatron_noloco", "join", line, "--folder", str(tmp_path / "joined")]
+        with subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
             silent.settimeout(60)
             with silent.accept()[0] as there:
                 shown = Path(f"/proc/{process.pid}/cmdline").read_bytes()
