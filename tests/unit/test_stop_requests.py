@@ -1,5 +1,6 @@
 """How a job learns that it is to stop, or to leave its federation."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from megatron_noloco.job import notice
 from megatron_noloco.job.notice import notice_of
 from megatron_noloco.job.run_folder import ask_to_stop, asks_to_leave, stop_request
-from tests.unit.federated import until
 
 
 @pytest.mark.parametrize("leave", [False, True])
@@ -23,12 +23,13 @@ def test_a_command_that_ends_with_0_is_the_notice(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(notice, "_LONGEST_SECONDS", 0.2)
     ran, flag = tmp_path / "ran", tmp_path / "flag"
     asked = notice_of(f"echo >> {ran}; test -e {flag} || exec sleep 600")
-
-    def has_run_twice() -> bool:
+    deadline = time.monotonic() + 20
+    while not ran.exists() or len(ran.read_text()) < 2:
         assert not asked()
-        return ran.exists() and len(ran.read_text()) >= 2
-
-    until(has_run_twice)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     flag.touch()
-    until(asked)
+    while not asked():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert not notice_of(None)()
