@@ -24,7 +24,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("with", "round/partners", figures.partners),
     ("pause ms", "round/pause_seconds", figures.milliseconds),
     ("spread", "round/spread", figures.scientific),
-    ("deadline s", "round/deadline_seconds", figures.whole),
 )
 
 
@@ -82,6 +81,13 @@ def _totals(run: RunLog) -> Iterator[str]:
     evaluations = run.replicas[0].rows_of("evaluation")
     if evaluations and (row := evaluations[-1]).get("validation/mean_model_loss") is not None:
         yield f"validation at step {row['step']}: mean model {figures.loss(row['validation/mean_model_loss'])}"
+    deadlines = [
+        f"replica {log.replica} {figures.whole(row['round/deadline_seconds'])} s"
+        for log in _there(run)
+        for row in [row for row in log.rows_of("step") if "round/deadline_seconds" in row][-1:]
+    ]
+    if deadlines:
+        yield f"waits for a partner at most: {', '.join(deadlines)}"
     checkpoints = [log.rows_of("checkpoint") for log in _there(run)]
     if all(checkpoints):
         yield f"last checkpoint: step {min(saved[-1]['step'] for saved in checkpoints)}"

@@ -191,7 +191,7 @@ def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
 def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
     facts = {"steps": 10, "config": {"federation": {"slots": 3}}}
     (tmp_path / "run.json").write_text(json.dumps(facts))
-    write(tmp_path, "00", step(6), {"kind": "checkpoint", "step": 6})
+    write(tmp_path, "00", step(6, **{"round/deadline_seconds": 5.0}), {"kind": "checkpoint", "step": 6})
     write(tmp_path / "replica_00" / "others", "01", step(8), {"kind": "checkpoint", "step": 8})
     write(tmp_path / "replica_00" / "others", "02", step(2), {"kind": "checkpoint", "step": 2})
     log = tmp_path / "replica_00" / "others" / "replica_02" / "metrics.jsonl"
@@ -201,6 +201,7 @@ def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
     text = " ".join(terminal.export_text().split())
     assert ": step 6 of 10" in text
     assert "last checkpoint: step 6" in text
+    assert "waits for a partner at most: replica 00 5 s" in text
 
 
 def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
