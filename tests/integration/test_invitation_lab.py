@@ -132,6 +132,8 @@ def test_three_commands_lead_to_one_model_and_machines_come_and_go(tmp_path: Pat
         ]
         assert [row["step"] for row in ends] == [STEPS, STEPS]
         assert ends[0]["validation/loss"] == pytest.approx(ends[1]["validation/loss"], rel=1e-5)
-        for line in lines:
-            logs = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log"))
-            assert line not in logs.replace(f"megatron-noloco join {lines[0]}", ""), "the first is printed"
+        logs = [
+            path for path in tmp_path.rglob("*.log") if path.name != "invite.log"
+        ]  # which prints the first
+        for path in logs:
+            assert not any(line in path.read_text(errors="replace") for line in lines), path
