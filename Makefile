@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 PYTEST := CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NOT_BY_HAND := -m 'not slow and not contract'
 
-.PHONY: help setup quickstart federation test checks lint contracts matrix docs evidence peers commands bench gpu-check clean
+.PHONY: help setup quickstart federation test checks lint contracts matrix docs evidence peers commands bench gpu-check pictures clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (5 minutes on 2 cores)'
@@ -23,6 +23,7 @@ help:
 	@echo 'make peers        the same work with torchft, and what plan predicts on slow links; root (half an hour)'
 	@echo 'make commands     each command that README, docs and --help name, in a fresh clone, in runs/commands (half an hour)'
 	@echo 'make bench        ratios of the speed to that of the commit AGAINST=..., as JSON; on an idle machine (10 minutes)'
+	@echo 'make pictures     the pictures of docs/ that show a run, of a federation that it runs; needs chromium (3 minutes)'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
 
@@ -72,6 +73,9 @@ bench: $(INSTALLED)
 
 gpu-check: $(INSTALLED)
 	@.venv/bin/python -m tools.gpu_check
+
+pictures: $(INSTALLED)
+	@.venv/bin/python -m tools.pictures docs
 
 clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -209,10 +209,11 @@ class Monitor:
         replicas = " and ".join(map(str, report.group))
         self.say(f" replicas {replicas} exchanged once more | left out: {done + 1} to {step} |")
 
-    def took(self, done: int, step: int, line: str) -> None:
-        """Record that a state after `step` local steps was taken over; `line` says of whom."""
+    def took(self, done: int, step: int, giver: int, line: str) -> None:
+        """Record that the state of replica `giver` after `step` local steps was taken over; `line` says it."""
         own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
         self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
+        self.metrics.record("handover/giver", giver, LAST)
         self.say(f" {line}{own} |")
 
     def gave(self, done: int, pause_seconds: float) -> None:

@@ -85,6 +85,8 @@ def _facts(run: RunLog) -> dict[str, str]:
     if written := max(log.written for log in run.replicas):
         found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     found |= {label: facts[label] for label in ("parallel", "method") if label in facts}
+    if slots := facts.get("config", {}).get("federation", {}).get("slots"):  # whose jobs may differ
+        found["parallel"] = f"{len(run.replicas)} replicas as separate jobs, {slots} slots"
     if parameters := facts.get("parameters"):
         found["weights"] = f"{parameters:,}"
     if not steps:
@@ -295,7 +297,13 @@ def _steps(run: RunLog) -> list[Row]:
 
 
 def _curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    """Return the steps and values of the rows that have a number; NaN where steps before a row were left out."""
+    found = []
+    for row in rows:
+        if "handover/giver" in row:
+            found.append((row["step"], math.nan))
+        if row.get(name) is not None:
+            found.append((row["step"], row[name]))
     return [step for step, _ in found], [value for _, value in found]
 
 

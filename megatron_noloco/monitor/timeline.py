@@ -8,7 +8,7 @@ from megatron_noloco.monitor.run_log import RunLog
 
 _PARTNER, _ALONE = "round with a partner", "round without one"
 _MISSED = "round skipped because of the partner"
-_CONTINUED, _TAKEN_OVER = "start from its checkpoint", "start from another replica's state"
+_CONTINUED, _TAKEN_OVER = "start from its checkpoint", "goes on with another replica's state"
 _MARKERS = {  # symbol, size, colour
     _PARTNER: ("circle", 5, "#1f77b4"),
     _ALONE: ("circle-open", 7, "#1f77b4"),
@@ -30,15 +30,17 @@ def timeline_of(run: RunLog) -> list[Any]:
     marks = {name: _Points() for name in _MARKERS}
     rounds: dict[int, dict[int, float]] = {}  # when each replica logged a round
     for log in run.replicas:
-        replica, step, missed = int(log.replica), 0, 0
+        replica, missed, began = int(log.replica), 0, False
         for row in (row for row in log.rows if "unix_seconds" in row):
             at = row["unix_seconds"]
             if row["kind"] == "start":
                 present.append(_GAP)
-                marks[_TAKEN_OVER if row["step"] > step else _CONTINUED].append((at, replica))
+                marks[_CONTINUED].append((at, replica))
             if row["kind"] == "step":
-                if step == 0:  # a run's first start has no row of its own
+                if not began and "handover/giver" not in row:  # a run's first start has no row of its own
                     present.append((at - row["speed/seconds_per_step"] * row["step"], replica))
+                if "handover/giver" in row:
+                    marks[_TAKEN_OVER].append((at, replica))
                 lost, missed = missed, row.get("total/missed_rounds", missed)
                 if "round/partners" in row:
                     name = _PARTNER if row["round/partners"] else _MISSED if missed > lost else _ALONE
@@ -48,8 +50,7 @@ def timeline_of(run: RunLog) -> list[Any]:
                         if other in of_round:
                             exchanges += [(at, replica), (of_round[other], other), _GAP]
                     of_round[replica] = at
-            if row["kind"] != "evaluation":
-                step = row["step"]
+            began = True
             present.append((at, replica))
         present.append(_GAP)
     first = min((x for x, _ in present if x is not None), default=0.0)

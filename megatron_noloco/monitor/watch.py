@@ -47,7 +47,9 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
     steps, evaluations = log.rows_of("step"), log.rows_of("evaluation")
-    newest = steps[-1] if steps else {}
+    newest = dict(steps[-1]) if steps else {}
+    if newest.get("round/partners") == []:
+        newest.pop("round/spread", None)  # of a replica alone there is none
     numbers = [figures.cell(newest, name, formatted) for _, name, formatted in _COLUMNS]
     validation = figures.cell(evaluations[-1], "validation/loss", figures.loss) if evaluations else ""
     age = figures.duration(max(0.0, now - log.written)) if log.written else ""
@@ -94,18 +96,17 @@ def _totals(run: RunLog) -> Iterator[str]:
 
 
 def notes(run: RunLog) -> Iterator[str]:
-    """Yield a line for each replica that had skipped rounds, skipped steps or poisoned elements."""
+    """Yield a line for each replica that had rounds without a partner, skipped steps or poisoned elements."""
     for log in run.replicas:
         steps = log.rows_of("step")
         rounds = [row["round/partners"] for row in steps if "round/partners" in row]
         skipped_steps = sum(row.get("train/skipped_steps") or 0 for row in steps)
         poisoned = sum(row.get("round/poisoned_elements") or 0 for row in steps)
         notes = []
-        if skipped := rounds.count([]):
-            why = next(
-                (f", the last as {row['round/missed']}" for row in steps[::-1] if "round/missed" in row), ""
-            )
-            notes.append(f"{skipped} of {len(rounds)} rounds in the log skipped{why}")
+        if alone := rounds.count([]):
+            missed = [row["round/missed"] for row in steps if "round/missed" in row]
+            why = f" ({len(missed)} missed, the last: {missed[-1]})" if missed else ""
+            notes.append(f"no partner in {alone} of {len(rounds)} rounds in the log{why}")
         if skipped_steps:
             notes.append(f"{skipped_steps} skipped steps")
         if poisoned:

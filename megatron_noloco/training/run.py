@@ -106,7 +106,7 @@ class Run:
         if self.membership is not None:
             took = self.membership.begin(done, self.takes_over).took
             if took is not None:
-                self.monitor.took(done, took.step, str(took))
+                self.monitor.took(done, took.step, took.slot, str(took))
                 before = done = took.step
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
@@ -179,7 +179,7 @@ class Run:
         if gave:
             self.monitor.gave(done, time.perf_counter() - started)
         if took is not None:
-            self.monitor.took(done, took.step, str(took))
+            self.monitor.took(done, took.step, took.slot, str(took))
         elif step > done:
             self.engine.skip(step - done)
             notable = step - done >= self.membership.noloco.local_steps

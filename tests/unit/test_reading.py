@@ -15,7 +15,7 @@ from rich.console import Console
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import stop_request
-from megatron_noloco.monitor.report import pairings_of, phases_of, places_of, write_page
+from megatron_noloco.monitor.report import _of_one, pairings_of, phases_of, places_of, write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import run_table
@@ -127,12 +127,12 @@ def test_the_table_has_a_line_for_each_replica_and_what_is_wrong(run: Path) -> N
     first, headings, zero, one, *more = shown(run)
     assert first == f"{run}: step 2 of 10, 16s of training left"
     assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
-    assert zero == "00 4 2.6000 1000 1 none 100.0 2.000E-03 2.5000 75s"
+    assert zero == "00 4 2.6000 1000 1 none 100.0 2.5000 75s"
     assert one.startswith("01 2 2.8000 1000 0 0 100.0 2.000E-03 ")
     assert more == [
         "validation at step 4: mean model 2.4000",
         "last checkpoint: step 2",
-        "replica 00: 1 of 2 rounds in the log skipped, 3 skipped steps",
+        "replica 00: no partner in 1 of 2 rounds in the log, 3 skipped steps",
     ]
 
 
@@ -239,7 +239,7 @@ def test_a_replica_has_its_own_number_in_the_pairings(tmp_path: Path) -> None:
 
 
 def test_the_timeline_of_a_federation(tmp_path: Path) -> None:
-    """Replica 1 ends after step 2, where its partner skips a round, and is back with the state of step 6."""
+    """Replica 1 ends after step 2, where its partner skips a round, and goes on with replica 0's state."""
 
     def at(seconds: float, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"unix_seconds": 1000.0 + seconds}
@@ -257,8 +257,8 @@ def test_the_timeline_of_a_federation(tmp_path: Path) -> None:
         tmp_path,
         "01",
         at(5, step(2, **meeting(0, 0))),
-        at(13, {"kind": "start", "step": 6}),
-        at(17, step(8, **meeting(3, 0))),
+        at(13, {"kind": "start", "step": 2}),
+        at(17, step(8, **meeting(3, 0), **{"handover/giver": 0})),
     )
     run = RunLog(tmp_path)
     assert timeline_of(run) == [], "no federation"
@@ -274,8 +274,24 @@ def test_the_timeline_of_a_federation(tmp_path: Path) -> None:
         "round with a partner": [(4, 0), (16, 0), (5, 1), (17, 1)],
         "round without one": [(12, 0)],
         "round skipped because of the partner": [(8, 0)],
-        "start from another replica's state": [(13, 1)],
+        "start from its checkpoint": [(13, 1)],
+        "goes on with another replica's state": [(17, 1)],
     }
+
+
+def test_the_line_of_a_loss_breaks_where_steps_were_left_out(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "00",
+        step(2),
+        step(4),
+        {"kind": "start", "step": 4},
+        step(50, **{"handover/giver": 1}),
+        step(52),
+    )
+    (line,) = next(_of_one(RunLog(tmp_path))).traces
+    assert list(line.x) == [2, 4, 50, 50, 52]
+    assert [math.isnan(y) for y in line.y] == [False, False, True, False, False]
 
 
 def test_the_time_of_a_step_is_shown_once(tmp_path: Path) -> None:
