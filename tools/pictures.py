@@ -28,7 +28,7 @@ _PARTS = {  # of the report: what a picture leaves out, and its height in pixels
     "timeline": ("h1,table,h2,body>p,section:not(:last-of-type)", 500),
 }
 _TERMINAL = "<style>:root{color-scheme:light dark}pre{font-size:15px;line-height:1.35;margin:1em}</style>"
-_COLORS = 64
+_COLORS = 256
 
 
 def watched(run: Path) -> str:
