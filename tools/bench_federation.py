@@ -183,7 +183,7 @@ def _on_host(rank: str, folder: str, streams: str, megabytes: str) -> None:
             message, delay = [Message(1 - own, vector)], 0.0
             flight = transport.post(message, [], tag) if own == 0 else transport.post([], message, tag)
             while own == 0 and not flight.done():
-                if (transport.offered(1) or (0, b""))[0] == question:
+                if question == 0 or transport.offered(1, question):
                     delay, asked, question = (
                         max(delay, time.monotonic() - asked),
                         time.monotonic(),

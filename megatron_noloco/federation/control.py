@@ -11,26 +11,25 @@ A message is its length in four bytes, and the object:
 | want | receiver of bulk data | a receive is posted under `tag` |
 | got | the same | all of it has come |
 | known | both | addresses, see `rendezvous.Directory` |
-| ask | who starts | asks for an offer under `tag`, or, if `chosen`, for the state itself |
-| offer | who was asked | describes its state |
+| ask | who takes over a state | asks for that of the receiver, to be sent under `tag` |
+| offer | who was asked | describes the state that follows, or says that there is none |
 | row | both | a row of the sender's metrics, for `watch` |
 
 Every field is checked before any other code looks at it, and nothing is evaluated.
 """
 
 from collections.abc import Generator
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco.federation.wires import Wire
 
-VERSION = 9  # of the protocol
+VERSION = 10  # of the protocol
 LARGEST = 2**63 - 1
-LONGEST_DESCRIPTION = 2**20  # bytes
+LONGEST = 2**21  # bytes of a message
 LONGEST_ROW = 2**13  # characters
-_LONGEST = 2 * LONGEST_DESCRIPTION  # bytes of a message; a description is in base64
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 Text = Annotated[str, Field(max_length=255)]
@@ -98,11 +97,13 @@ class State:
         open_from: the first that it may have with the receiver; what is under way for earlier ones is void.
         counted: the latest with the receiver that counts for the sender, plus 1. A receiver that misses a token of
             that exchange is in doubt, as the sender did not skip it.
+        step: local steps of the state that it can give; 0: it has none to give.
     """
 
     begun: Number
     open_from: Number
     counted: Number
+    step: Number = 0
     kind: Literal["state"] = "state"
 
 
@@ -135,19 +136,28 @@ class Known:
 
 @dataclass(frozen=True, config=_STRICT)
 class Ask:
-    """A question for a state; if it is chosen, for the state itself."""
+    """A question for the state of the receiver, which sends it between two of its local steps."""
 
     tag: Number
-    chosen: bool
     kind: Literal["ask"] = "ask"
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Offer:
-    """The answer to an `Ask`; an empty description: there is nothing to give."""
+    """The answer to an `Ask`: what the state has that follows.
+
+    Attributes:
+        step: local steps of the state; 0: there is nothing to give.
+        facts: see `handover.State`.
+        vectors: their names.
+        rest: bytes of what is no vector.
+    """
 
     tag: Number
-    description: str  # in base64
+    step: Number = 0
+    facts: dict[str, Any] = Field(default_factory=dict)
+    vectors: Annotated[list[Text], Field(max_length=64)] = Field(default_factory=list)
+    rest: Annotated[int, Field(ge=0, le=2**30)] = 0
     kind: Literal["offer"] = "offer"
 
 
@@ -161,7 +171,9 @@ class Row:
 
 Said = Hello | Go | Stream | State | Want | Got | Known | Ask | Offer | Row
 Kind = TypeVar("Kind", bound=Said)
-_SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="kind")])
+_SAID: TypeAdapter[Said] = TypeAdapter(
+    Annotated[Said, Field(discriminator="kind")], config=ConfigDict(ser_json_inf_nan="constants")
+)
 
 
 class RefusedError(ConnectionError):
@@ -183,9 +195,9 @@ def heard(*kinds: type[Kind]) -> Generator[memoryview, None, Kind]:
     """Return the next message; a part of a script. Raises RefusedError for one of no kind that is expected."""
     length = bytearray(4)
     yield memoryview(length)
-    text = bytearray(min(int.from_bytes(length, "big"), _LONGEST + 1))
-    if len(text) > _LONGEST:
-        raise RefusedError(f"a message has more than {_LONGEST} bytes")
+    text = bytearray(min(int.from_bytes(length, "big"), LONGEST + 1))
+    if len(text) > LONGEST:
+        raise RefusedError(f"a message has more than {LONGEST} bytes")
     yield memoryview(text)
     try:
         said = _SAID.validate_json(bytes(text))

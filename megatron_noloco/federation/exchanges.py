@@ -1,14 +1,12 @@
 """What is under way with the other replicas: exchanges, and states that are handed over."""
 
 import time
-from base64 import b64decode, b64encode
-from binascii import Error as NoBase64Error
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_noloco.federation.control import Address, Ask, Got, Offer, RefusedError, Row, Said, State, Want
+from megatron_noloco.federation.control import Address, Ask, Got, Offer, Row, Said, State, Want
 from megatron_noloco.federation.session import HANDOVER_TAG, HANDOVERS, Receive, Send, Session
 from megatron_noloco.federation.wires import Wire
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, RankLostError
@@ -29,6 +27,7 @@ class Seen(NamedTuple):
         epoch: of its process; 0: it was never heard of.
         begun: the exchange that it began last; -1: none.
         open_from: the first exchange that it may have with this replica.
+        step: local steps of the state that it can give; 0: it has none to give.
         heard: the time of its last message, on the monotonic clock; -inf: never.
         connected: whether our messages can reach it.
         takes_over: whether it has asked for our state, and has begun no exchange since.
@@ -37,6 +36,7 @@ class Seen(NamedTuple):
     epoch: int = 0
     begun: int = -1
     open_from: int = 0
+    step: int = 0
     heard: float = float("-inf")
     connected: bool = False
     takes_over: bool = False
@@ -54,7 +54,7 @@ class Peer:
     Attributes:
         seen: for other threads as well, as `offer` and `rows` are; the rest is used by one thread only.
         session: the connections to it; None: there are none.
-        offer: its last answer to an `Ask`, tag and description; None: none yet.
+        offer: its last answer to an `Ask`; None: none yet.
         rows: its newest rows of metrics that nobody has read.
         dialled: the last connection that this process has opened to it; None: none.
         attempts: how many it has opened in a row, without a session.
@@ -69,7 +69,7 @@ class Peer:
     slot: int
     seen: Seen = Seen()
     session: Session | None = None
-    offer: tuple[int, bytes] | None = None
+    offer: Offer | None = None
     rows: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
     dialled: Wire | None = None
     attempts: int = 0
@@ -91,15 +91,11 @@ class Exchanges:
 
     Args:
         others: the other replicas, by slot.
-
-    Attributes:
-        when_asked: called with slot, tag and `chosen` of each `Ask`; answers with `offer`, now or later.
     """
 
     def __init__(self, others: Mapping[int, Peer]) -> None:
-        self.when_asked: Callable[[int, int, bool], None] = lambda slot, tag, _: self.offer(slot, tag, b"")
         self._others = others
-        self._begun = -1
+        self._begun, self._step = -1, 0
         self._under_way: dict[int, int | None] = {}  # the partner, by exchange
 
     # Messages that this replica posts
@@ -107,11 +103,13 @@ class Exchanges:
     def post(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """Send messages as soon as the others ask for them, and ask for others."""
         for receive in receives:
-            slot = receive.message.rank
-            if (session := self._others[slot].session) is not None:
-                session.receive(receive)
+            peer = self._others[receive.message.rank]
+            if peer.session is None:
+                receive.transfers.report(_away(peer.slot))
+            elif peer.seen.takes_over and receive.tag < HANDOVER_TAG:
+                receive.transfers.report(WithdrawnError(peer.slot, TAKES_OVER))
             else:
-                receive.transfers.report(_away(slot))
+                peer.session.receive(receive)
         for send in sends:
             slot = send.message.rank
             if (session := self._others[slot].session) is None:
@@ -121,15 +119,23 @@ class Exchanges:
             else:
                 session.send(send)
 
-    def ask(self, slot: int, tag: int, chosen: bool) -> None:
-        """Ask a replica which state it can send, or, if it is chosen, to send it."""
+    def ask(self, slot: int, tag: int) -> None:
+        """Ask a replica for its state."""
         if (session := self._others[slot].session) is not None:
-            session.say(Ask(tag, chosen))
+            session.say(Ask(tag))
 
-    def offer(self, slot: int, tag: int, description: bytes) -> None:
-        """Answer an `Ask`."""
-        if (session := self._others[slot].session) is not None:
-            session.say(Offer(tag, b64encode(description).decode()))
+    def offer(self, slot: int, offer: Offer) -> None:
+        """Answer an `Ask`, unless the replica has asked again."""
+        session = self._others[slot].session
+        if session is not None and session.asked == offer.tag:
+            session.waits = False
+            session.say(offer)
+
+    def give(self, step: int) -> None:
+        """Give states after so many local steps from now on; 0: none, and tell those that wait for it."""
+        self._step = step
+        for peer in self._others.values():
+            self._refuse(peer)
 
     def tell_row(self, text: str) -> None:
         """Send a row of metrics to all."""
@@ -171,7 +177,7 @@ class Exchanges:
 
     def state(self, peer: Peer) -> State:
         """Return what another replica is to know of this one."""
-        return State(self._begun + 1, self._open_from(peer.slot), peer.counted + 1)
+        return State(self._begun + 1, self._open_from(peer.slot), peer.counted + 1, self._step)
 
     # What others say
 
@@ -189,14 +195,11 @@ class Exchanges:
             case Ask():
                 self._take_ask(peer, session, said)
             case Offer():
-                try:
-                    peer.offer = said.tag, b64decode(said.description, validate=True)
-                except NoBase64Error:
-                    raise RefusedError("a description is not in base64") from None
+                peer.offer = said
 
     def _take_state(self, peer: Peer, session: Session, state: State) -> None:
         slot, goes_on = peer.slot, state.begun - 1 > peer.seen.begun
-        peer.update(begun=state.begun - 1, open_from=state.open_from)
+        peer.update(begun=state.begun - 1, open_from=state.open_from, step=state.step)
         counts = RankLostError(slot, "has used the mean, and this replica missed its token")
         session.cancel(_before(min(state.counted, state.open_from)), counts)
         session.cancel(_before(state.open_from), WithdrawnError(slot, "has no part in this exchange"))
@@ -205,12 +208,17 @@ class Exchanges:
             session.cancel_sends(HANDOVERS, RankLostError(slot, "trains"))
 
     def _take_ask(self, peer: Peer, session: Session, ask: Ask) -> None:
-        session.asked = ask.tag
+        session.asked, session.waits = ask.tag, True
         session.cancel_sends(HANDOVERS, RankLostError(peer.slot, "has asked again"))
-        if ask.chosen:  # it gets the state between two local steps: neither may wait for the other before
+        if self._step:  # it gets the state between two local steps: neither may wait for the other before
             peer.update(takes_over=True)
             session.cancel(_before(self._begun + 1), WithdrawnError(peer.slot, TAKES_OVER))
-        self.when_asked(peer.slot, ask.tag, ask.chosen)
+        self._refuse(peer)
+
+    def _refuse(self, peer: Peer) -> None:
+        """Answer a replica that waits for a state where there is none to give."""
+        if not self._step and peer.session is not None and peer.session.waits:
+            self.offer(peer.slot, Offer(peer.session.asked))
 
 
 def _before(number: int) -> range:

@@ -1,26 +1,26 @@
 """The state of a replica: one that trains gives it to another job out of its memory, whatever their layouts.
 
-    taker: ASK, to all           giver: OFFER, the step that it can give
-    taker: ASK, to one of them   giver: OFFER, what the state has; then the rest, and each vector in slabs
+    all:     State, now and then: the step that each can give
+    taker:   Ask, to the furthest
+    giver:   Offer, what the state has; then the rest, and each vector in slabs
 
 A job gives its state at the next boundary between two local steps: its ranks copy the state, and train on while
 the copies are moved (`movement`). The speakers of both replicas ask, answer and send; all ranks take part in the
 rest.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.asks import Asks, NotTaken, Offer, check_not_stopped
+from megatron_noloco.federation.asks import Asks, NotTaken
+from megatron_noloco.federation.control import Offer
 from megatron_noloco.federation.movement import FAILURES, Movement, run, whole
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.service import ServiceFailedError
@@ -105,21 +105,21 @@ class Handover:
 
     def trains_from(self, done: int) -> None:
         """Offer the state that this job will have at its first boundary, after `done` local steps."""
-        if self._asks is not None:
-            self._asks.done = done
+        if self._transport is not None:
+            self._transport.give(done)
 
     def wanted(self, done: int) -> bool:
         """Return whether replicas wait for the present state, and it can be copied now. On the speaker."""
-        assert self._asks is not None
-        self._asks.done = done
-        return bool(self._asks.wanted) and (self._giving is None or self._giving.done())
+        assert self._transport is not None
+        self._transport.give(done)
+        return bool(self._transport.asked()) and (self._giving is None or self._giving.done())
 
     def give(self, copy: Callable[[], State]) -> bool:
         """Give the present state to the replicas that wait for it; return whether it could be copied.
 
         All ranks call it between the same two local steps, where it is `wanted`.
         """
-        takers = {} if self._asks is None else self._asks.take_wanted()
+        takers = {} if self._transport is None else self._transport.asked()
         try:
             state = copy()
         except Exception as error:  # the training goes on, and the replicas that ask are answered
@@ -140,12 +140,8 @@ class Handover:
     def _send(self, state: State | None, takers: Mapping[int, int]) -> None:
         sends = None
         if self._transport is not None:
-            offer = b""
-            if state is not None:
-                described = Offer(state.step, state.facts, list(state.parts), len(state.rest))
-                offer = json.dumps(asdict(described)).encode()
             for slot, tag in takers.items():
-                self._transport.offer(slot, tag, offer)
+                self._transport.offer(slot, _offer(tag, state))
             if state is None:
                 return
             sends = self._sends = Sends(self._transport, takers)
@@ -156,8 +152,9 @@ class Handover:
 
     def ended(self) -> None:
         """Give nothing more: there is no further boundary between two steps. Replicas that wait are told so."""
-        if self._asks is not None:
-            self._asks.close()
+        if self._transport is not None:
+            with suppress(ServiceFailedError):  # then the connections are lost, which answers as well
+                self._transport.give(0)
 
     def close(self) -> None:
         """Give nothing more, and end what is given."""
@@ -187,9 +184,9 @@ class Handover:
             started, found, problem = time.monotonic(), None, None
             if self._asks is not None:
                 found, problem = self._asks.choose(least, seconds, given_up)
-            slot, tag, offer = of_rank_0(found) or (-1, 0, None)
+            slot, offer = of_rank_0(found) or (-1, None)
             if offer is not None:
-                problem, size = self._take(keeper, slot, tag, offer)
+                problem, size = self._take(keeper, slot, offer)
                 if problem is None:
                     return Taken(slot, offer.step, size, time.monotonic() - started)
             if self._asks is not None and problem is not None:
@@ -202,7 +199,7 @@ class Handover:
             if of_rank_0(problem) is None:
                 return None
 
-    def _take(self, keeper: Keeper, slot: int, tag: int, offer: Offer) -> tuple["NotTaken | None", int]:
+    def _take(self, keeper: Keeper, slot: int, offer: Offer) -> tuple[NotTaken | None, int]:
         """Return why a state could not be taken, alike on all ranks, and its bytes on this rank."""
         parts, rest, why = dict[str, Part](), b"", ""
         try:
@@ -213,9 +210,7 @@ class Handover:
             return NotTaken(slot, whys[0]), 0
         receives, failure = None, None
         if self._transport is not None:
-            receives = Receives(
-                self._transport, slot, tag, _SILENCE_SECONDS, partial(check_not_stopped, self._transport)
-            )
+            receives = Receives(self._transport, slot, offer.tag, _SILENCE_SECONDS)
             failure, rest = self._rest(receives, offer.rest)
         for name in offer.vectors:
             moving = whole(parts[name].movement, _TAKING, None, parts[name].vector, receives)
@@ -245,6 +240,12 @@ class Handover:
         except FAILURES as failure:
             return failure, b""
         return None, place.numpy().tobytes()
+
+
+def _offer(tag: int, state: State | None) -> Offer:
+    if state is None:
+        return Offer(tag)
+    return Offer(tag, state.step, state.facts, list(state.parts), len(state.rest))
 
 
 def _bytes(content: bytes) -> Tensor:

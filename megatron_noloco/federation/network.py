@@ -16,7 +16,7 @@ from itertools import count, groupby
 from typing import Any
 from weakref import WeakSet
 
-from megatron_noloco.federation.control import LARGEST, LONGEST_DESCRIPTION, LONGEST_ROW
+from megatron_noloco.federation.control import LARGEST, LONGEST, LONGEST_ROW, Offer, packed
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.partners import FederationPartners, Patience
@@ -43,7 +43,7 @@ from megatron_noloco.transport.interface import Arrival, Flight, Message, RankLo
 
 CHUNK_BYTES = 2**21
 _LOOK_SECONDS = 1.0  # between two looks for addresses
-_WAIT_SECONDS = 0.05
+_WAIT_SECONDS = 0.02
 _PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _NO_ADDRESS = "; it must be an address of this host, or * for all"
 _REMEDIES: dict[int | None, str] = {errno.EADDRINUSE: "; port 0 takes any that is free"}
@@ -192,13 +192,20 @@ class FederationTransport:
         Args:
             trained: whether one that is past its first exchange ends the wait as well.
         """
-        deadline = time.monotonic() + seconds
-        while (there := self._there()) < others and not self.partners.stopped():
-            if trained and any(begun > 0 for begun in self.begun().values()):
-                return True
-            if time.monotonic() > deadline:
-                return False
+
+        def enough() -> bool:
+            there = self._there()
             now.part(f"{there + 1} of {others + 1} replicas are there")
+            return there >= others or (trained and any(begun > 0 for begun in self.begun().values()))
+
+        return self.wait(enough, seconds) or self.partners.stopped()
+
+    def wait(self, condition: Callable[[], object], seconds: float) -> bool:
+        """Wait until a condition holds; returns False when time is up, or this job is to stop."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.partners.stopped() or time.monotonic() > deadline:
+                return False
             time.sleep(_WAIT_SECONDS)
         return True
 
@@ -222,27 +229,28 @@ class FederationTransport:
     # States that are handed over. Their parts are messages with tags from HANDOVER_TAG on, which no exchange makes
     # void, but the next question of the same replica, and the next exchange that it begins.
 
-    def ask(self, slot: int, tag: int, chosen: bool = False) -> None:
-        """Ask a replica which state it can give, or, if it is chosen, to give it; see `offered`."""
-        self.service.do(self._peers.exchanges.ask, slot, tag, chosen)
+    def ask(self, slot: int, tag: int) -> None:
+        """Ask a replica for its state; see `offered`."""
+        self.service.do(self._peers.exchanges.ask, slot, tag)
 
-    def offer(self, slot: int, tag: int, description: bytes) -> None:
-        """Answer what a replica has asked under a tag; b"": there is nothing to give."""
-        assert len(description) <= LONGEST_DESCRIPTION
-        self.service.do(self._peers.exchanges.offer, slot, tag, description)
+    def offered(self, slot: int, tag: int) -> Offer | None:
+        """Return the answer of a replica to what it was asked under a tag; None: there is none yet."""
+        offer = self._peers.others[slot].offer
+        return offer if offer is not None and offer.tag == tag else None
 
-    def offered(self, slot: int) -> tuple[int, bytes] | None:
-        """Return the last answer of a replica, with its tag; None: there is none."""
-        return self._peers.others[slot].offer
+    def give(self, step: int) -> None:
+        """Say after how many local steps this replica gives its state; 0: no more, also to those that wait."""
+        self.service.do(self._peers.exchanges.give, step)
 
-    @property
-    def when_asked(self) -> Callable[[int, int, bool], None]:
-        """Called with slot, tag and `chosen` of each question of another replica, by a thread of the transport."""
-        return self._peers.exchanges.when_asked
+    def asked(self) -> dict[int, int]:
+        """Return the tags of the replicas that wait for the state of this one, by slot."""
+        sessions = [peer.session for peer in self._peers.others.values()]
+        return {one.slot: one.asked for one in sessions if one is not None and one.waits}
 
-    @when_asked.setter
-    def when_asked(self, answer: Callable[[int, int, bool], None]) -> None:
-        self._peers.exchanges.when_asked = answer
+    def offer(self, slot: int, offer: Offer) -> None:
+        """Answer a replica that waits for the state."""
+        assert len(packed(offer)) <= LONGEST
+        self.service.do(self._peers.exchanges.offer, slot, offer)
 
     def close(self) -> None:
         """Leave the federation; what was posted before is still sent, for two seconds at most."""

@@ -33,7 +33,7 @@ from megatron_noloco.federation.control import (
     heard,
     say,
 )
-from megatron_noloco.federation.exchanges import Exchanges, Peer
+from megatron_noloco.federation.exchanges import Exchanges, Peer, Seen
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import differences, of_one_kind_and_unlike
 from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, Member, host_of, numeric
@@ -377,9 +377,9 @@ class Peers:
         if peer.session is not None:
             self._end(peer.session, CONNECTION_LOST if epoch == before else "was started anew")
         if epoch > before:
-            peer.update(epoch=epoch, begun=-1, open_from=0, takes_over=False)
+            peer.seen = Seen(epoch)  # and not present before its first `State`
         peer.session, peer.attempts, peer.told, peer.silent_ticks = session, 0, -1, 0
-        peer.update(connected=True, heard=time.monotonic())
+        peer.update(connected=True)
         self.wires.welcome(session.control)
         session.say(self.exchanges.state(peer))
         self._tell_addresses(peer, session)
@@ -405,13 +405,13 @@ class Peers:
                 self._end(peer.session, why)
 
     def _take(self, peer: Peer, session: Session, said: Said) -> None:
-        peer.update(heard=time.monotonic())
         peer.longest_silence = min(_LONGEST_SILENCE, max(peer.longest_silence, peer.silent_ticks))
         peer.silent_ticks = 0
         if isinstance(said, Known):
             self.directory.merge(said.others)
         else:
             self.exchanges.take(peer, session, said)
+        peer.update(heard=time.monotonic())
 
     def _tell_addresses(self, peer: Peer, session: Session) -> None:
         if peer.told != self.directory.version:

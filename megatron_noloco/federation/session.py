@@ -96,6 +96,7 @@ class Session:
 
     Attributes:
         asked: the tag of the last question for a state; -1: none.
+        waits: whether it was not answered yet.
         why: why it has ended; "" while it goes on.
     """
 
@@ -106,7 +107,7 @@ class Session:
         self.wants: defaultdict[int, deque[Want]] = defaultdict(deque)  # of the other side, and not posted
         self.unconfirmed: dict[int, Send] = {}  # by the number of the question
         self.receives: dict[int, Receive] = {}  # likewise, of this side
-        self.asked = -1
+        self.asked, self.waits = -1, False
         self.why = ""
         self._numbers = itertools.count()
         self._sending: deque[tuple[int, Iterator[tuple[int, np.ndarray]]]] = deque()

@@ -1,7 +1,7 @@
 """What speakers send each other of a vector that is passed in one direction: the `Work` of a pass."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -52,19 +52,11 @@ class _Sent:
 class Receives:
     """Receives slabs from the speaker of another replica; the `Work` of a pass.
 
-    Raises ExchangeTimeoutError where nothing has come for `seconds`, or what `look` raises.
+    Raises ExchangeTimeoutError where nothing has come for `seconds`.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        slot: int,
-        tag: int,
-        seconds: float,
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, transport: Transport, slot: int, tag: int, seconds: float) -> None:
         self._transport, self._slot, self._tag, self._seconds = transport, slot, tag, seconds
-        self._look = look
         self._came = time.monotonic()
 
     def __call__(self, place: range, content: Tensor, result: Tensor) -> "_Received":
@@ -77,7 +69,6 @@ class Receives:
             self._came = now
         elif now - self._came > self._seconds:
             raise ExchangeTimeoutError(self._slot, self._tag, self._seconds)
-        self._look()
 
 
 class _Received:

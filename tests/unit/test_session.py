@@ -2,7 +2,6 @@
 
 import io
 import time
-from base64 import b64encode
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation.control import (
     LARGEST,
-    LONGEST_DESCRIPTION,
     VERSION,
     Address,
     Ask,
@@ -242,7 +240,7 @@ def test_one_that_reads_nothing_costs_no_memory() -> None:
     replica = Replica()
     control, _ = connected(replica)
     for number in range(5000):
-        control.say(Ask(number, False))
+        control.say(Ask(number))
     assert not control.open
 
 
@@ -302,10 +300,10 @@ def test_parts_of_a_state_end_with_the_next_question_and_with_training() -> None
     replica.send(HANDOVER_TAG)
     assert "has asked again" in str(replica.reports.pop()), "nobody has asked"
     for tag, ends, expected in (
-        (HANDOVER_TAG, Ask(HANDOVER_TAG + 1, True), "has asked again"),
+        (HANDOVER_TAG, Ask(HANDOVER_TAG + 1), "has asked again"),
         (HANDOVER_TAG + 1, State(1, 0, 0), "trains"),
     ):
-        control.say(Ask(tag, True))
+        control.say(Ask(tag))
         replica.send(tag)
         replica.peers.exchanges.begin(9, None)  # makes none void
         assert replica.reports == []
@@ -316,25 +314,32 @@ def test_parts_of_a_state_end_with_the_next_question_and_with_training() -> None
 def test_a_replica_that_takes_over_is_waited_for_by_nobody_until_it_trains() -> None:
     replica = Replica()
     control, _ = connected(replica)
+    replica.peers.exchanges.give(5)
     replica.peers.exchanges.begin(0, 1)
     _, transfers = replica.receive()
-    control.say(Ask(HANDOVER_TAG, True))
-    assert why(transfers) == "rank 1 takes over a state"
+    control.say(Ask(HANDOVER_TAG))
+    for under_way in (transfers, replica.receive()[1]):
+        assert why(under_way) == "rank 1 takes over a state"
     assert replica.peers.others[1].seen.takes_over
     control.say(State(2, 0, 0))
     assert not replica.peers.others[1].seen.takes_over
 
 
-def test_an_offer_arrives_as_it_was_and_is_answered_to_who_asks() -> None:
-    replica, longest = Replica(), bytes(range(256)) * (LONGEST_DESCRIPTION // 256)
+def test_a_question_is_answered_at_once_only_where_there_is_no_state_to_give() -> None:
+    replica, offer = Replica(), Offer(4, 20, {"rate": float("inf")}, ["fast_weights"], 7)
     control, _ = connected(replica)
-    control.say(Offer(3, b64encode(longest).decode()))
-    assert replica.peers.others[1].offer == (3, longest)
     control.heard()
-    control.say(Ask(4, False))
-    assert control.heard() == [Offer(4, "")]
-    control.say(Offer(5, "no base64!"))
-    assert not control.open
+    control.say(offer, Ask(4))
+    assert replica.peers.others[1].offer == offer
+    assert control.heard() == [Offer(4)]
+    replica.peers.exchanges.give(20)
+    control.say(Ask(5), Ask(6))
+    for answer in (Offer(5), offer):
+        replica.peers.exchanges.offer(1, answer)
+    assert control.heard() == [], "these are not for the last question"
+    replica.peers.exchanges.give(0)
+    replica.sockets.advance()
+    assert control.heard() == [Offer(6)]
 
 
 # Who is there
@@ -405,7 +410,7 @@ def test_the_end_of_either_connection_voids_everything() -> None:
 def test_a_later_process_replaces_an_earlier_one_and_not_the_other_way_round() -> None:
     replica = Replica()
     old, _ = connected(replica)
-    old.say(Ask(HANDOVER_TAG, True))
+    old.say(Ask(HANDOVER_TAG))
     _, transfers = replica.receive(tag=EXCHANGE_TAGS)
     connected(replica, THEIRS + 1, "new")
     assert why(transfers) == "rank 1 was started anew"
@@ -577,7 +582,7 @@ def test_what_another_protocol_says_first_is_named(greeting: bytes, line: str) -
 
 SOUND = [
     hello(others={2: Address("tcp://10.0.0.2:1", 3)}, digests={"a": "b"}),
-    *(Go("n"), Stream("n"), State(1, 2, 3), Want(1, 2, 3, "int8"), Got(1), Ask(1, True), Offer(1, "YQ==")),
+    *(Go("n"), Stream("n"), State(1, 2, 3), Want(1, 2, 3, "int8"), Got(1), Ask(1), Offer(1, 2, {}, ["a"], 1)),
     Row("{}"),
     Known({1: Address("", 1)}),
 ]
