@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import count
 from typing import Any, cast
 
@@ -37,13 +36,13 @@ from torch import Tensor
 
 from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.moved_exchange import MovedExchange
-from megatron_noloco.federation.movement import DEPTH, Movement
+from megatron_noloco.federation.movement import DEPTH, FAILURES, Movement
 from megatron_noloco.federation.pairing import Others, choose
 from megatron_noloco.federation.partners import FederationPartners, Standing
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.messages import Channel, PartnerLostError, tag_of
+from megatron_noloco.outer.messages import Channel, tag_of
 from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.round import Fragment
 from megatron_noloco.outer.vectors import Ranges
@@ -56,7 +55,6 @@ Choose = Callable[[int, Others], int | None]
 """choose(number, others): the partner in an exchange, see `pairing.choose`."""
 
 _AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
-_FAILURES = (ExchangeTimeoutError, RankLostError)  # of messages between the two partners
 _Failure = ExchangeTimeoutError | RankLostError | UnequalError
 
 
@@ -110,13 +108,6 @@ class Guard:
     def accept(self, ratio: float) -> None:
         """Remember the ratio of an exchange that counts."""
         self._ratios.append(ratio)
-
-
-class _State(Enum):
-    SKIPPED = "there is no partner"
-    EXCHANGING = "the mean is being collected"
-    FAILED = "there is no mean, or it is refused"
-    PREPARED = "the mean is accepted, and the token sent"
 
 
 @dataclass(frozen=True)
@@ -175,12 +166,13 @@ class CommittedExchange:
         self._exchange = exchange
         self._replica = replica
         self._partners = replica.partners  # None: this rank does not speak
-        self._mean = self._vector = torch.empty(0)
-        self._state = _State.SKIPPED
-        self._failure: _Failure | PoisonedError | None = None
-        self._partner = self._number = -1
+        self._vector = torch.empty(0)
+        self._collecting = False  # whether the mean is still to come
+        self._failure: _Failure | PoisonedError | None = None  # why there is none, or it is refused
+        self._partner = self._number = -1  # no partner: the round is skipped
+        self._deadline_seconds = 600.0
         self._token: Flight | None = None  # the other speaker's
-        self._prepared: Flight | None = None  # ours
+        self._prepared: Flight | None = None  # ours: the mean is accepted
         self._ratio = math.nan  # see `Guard.check`
 
     @property
@@ -194,38 +186,37 @@ class CommittedExchange:
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
-        self._vector, self._failure, self._number = vector, None, number
+        self._vector, self._failure, self._prepared, self._number = vector, None, None, number
         place = self._replica.place
         speaks = self._partners is not None
         partner, missed = self._replica.tell(self._choice(group, number) if speaks else None)
         if self._partners is not None:
             self._partners.begin(number, partner)
+        self._partner, self._collecting = -1 if partner is None else partner, partner is not None
         if partner is None:
-            self._state = _State.SKIPPED
             self._exchange.report = ExchangeReport((place.replica,), missed=missed)
             return
-        self._state, self._partner = _State.EXCHANGING, partner
         if self._partners is not None:
-            self._exchange.deadline_seconds = self._partners.deadline_seconds
+            self._deadline_seconds = self._partners.deadline_seconds
             self._token = self._post_token([], [Message(partner, torch.zeros(1, dtype=torch.uint8))])
         pair = min(place.replica, partner), max(place.replica, partner)
         self._exchange.begin(vector, pair, number, what)
 
     def progress(self) -> Iterator[MeanPiece]:
         """Move the messages under way; yields nothing before `finish`."""
-        if self._state == _State.EXCHANGING:
-            self._collect(self._exchange.progress())
-        if self._state == _State.EXCHANGING and self._exchange.done:
-            self._prepare()
+        if self._collecting:
+            self._exchange.poll()
+            if self._exchange.done:
+                self._prepare()
         return iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the whole mean; the own vector where the round is skipped. A collective of the replica."""
         started = time.monotonic()
-        if self._state == _State.EXCHANGING:
+        if self._collecting:
             self._prepare()
         seconds, counts = time.monotonic() - started, False
-        if self._state != _State.SKIPPED:
+        if self._partner >= 0:
             speaks = self._partners is not None
             counts, missed, in_doubt = self._replica.tell(self._verdict() if speaks else None)
             if not counts:
@@ -233,7 +224,7 @@ class CommittedExchange:
                 self.report.in_doubt = in_doubt
         if self._partners is not None:
             self._note(self._partners, counts, seconds)
-        yield MeanPiece(0, len(self._vector), self._mean if counts else self._vector)
+        yield MeanPiece(0, len(self._vector), self._exchange.mean if counts else self._vector)
 
     def _note(self, partners: FederationPartners, counts: bool, seconds: float) -> None:
         """End the exchange for the partner, and remember how it went."""
@@ -261,49 +252,39 @@ class CommittedExchange:
         planned = [f"replica {other} {seen[other][1]}" for other in group if other != place.replica]
         return partner, "" if partner is not None else "".join(planned)
 
-    def _collect(self, pieces: Iterator[MeanPiece]) -> None:
-        try:
-            for piece in pieces:
-                self._mean = piece.mean  # all of it
-        except PartnerLostError as failure:
-            self._state, self._failure = _State.FAILED, cast(_Failure, failure.__cause__)
-
     def _prepare(self) -> None:
         """End the exchange. The speaker sends the token if the mean is accepted."""
-        self._collect(self._exchange.finish())
-        if self._state == _State.FAILED:
-            return
-        self._state = _State.PREPARED
-        if self._partners is None:
+        self._collecting = False
+        self._failure = cast(_Failure | None, self._exchange.wait(self._deadline_seconds))
+        if self._partners is None or self._failure is not None:
             return
         try:
             self._ratio = self._guard.check(math.sqrt(self._exchange.squared_norm), self.report)
         except PoisonedError as failure:
-            self._state, self._failure = _State.FAILED, failure
+            self._failure = failure
             return
         self._prepared = self._post_token([Message(self._partner, torch.ones(1, dtype=torch.uint8))], [])
 
     def _verdict(self) -> tuple[bool, str, bool]:
         """Return whether the mean counts; else why not, and whether the partner may use it all the same."""
-        prepared = self._state == _State.PREPARED
-        if prepared:
+        if self._prepared is not None:
             self._wait_for_token()
         if self._failure is not None:
-            in_doubt = prepared and not isinstance(self._failure, WithdrawnError)
+            in_doubt = self._prepared is not None and not isinstance(self._failure, WithdrawnError)
             return False, f"replica {self._partner} {self._failure.why}", in_doubt
         # `end` must not void our token before it arrives. If it is lost, the partner is in doubt.
         assert self._prepared is not None
-        with suppress(*_FAILURES):
-            self._prepared.finish(self._exchange.deadline_seconds)
+        with suppress(*FAILURES):
+            self._prepared.finish(self._deadline_seconds)
         return True, "", False
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
         started = time.monotonic()
         try:
-            self._token.finish(started - self._token.posted + self._exchange.deadline_seconds)
-        except _FAILURES as failure:
-            self._failure = failure
+            self._token.finish(started - self._token.posted + self._deadline_seconds)
+        except FAILURES as failure:
+            self._failure = cast(_Failure, failure)
         self.report.wait_seconds += time.monotonic() - started
 
     def _post_token(self, sends: list[Message], receives: list[Message]) -> Flight:
@@ -330,9 +311,4 @@ def committing(
     def choose_partner(number: int, others: Others) -> int | None:
         return choose(grouping, place.replica, divmod(number, settings.fragments), others)
 
-    tell = of_rank_0 if len(movement.holdings) > 1 else _same
-    return Replica(movement, place, partners, choose_partner, guards, tell)
-
-
-def _same(value: Any) -> Any:
-    return value
+    return Replica(movement, place, partners, choose_partner, guards, of_rank_0)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.job.agreement import of_all_ranks
-from megatron_noloco.outer.messages import PartnerLostError
 from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.canonical import Block, Holding, Matrix
@@ -96,7 +95,7 @@ class Dealing(Protocol):
 Work = Callable[[range, Tensor, Tensor], Dealing]
 """work(place, content, result) begins to deal with a slab: its elements, what was gathered, and what goes back."""
 
-FAILURES = (PartnerLostError, ConnectionError, TimeoutError)
+FAILURES = (ConnectionError, TimeoutError)
 
 
 class Pass(NamedTuple):

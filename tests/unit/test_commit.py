@@ -184,7 +184,7 @@ def average(
             while not committed._exchange.done:
                 time.sleep(0.001)
                 assert list(committed.progress()) == []
-            committed._exchange.deadline_seconds = SHORT_SECONDS
+            committed._deadline_seconds = SHORT_SECONDS
         mean = torch.zeros(LENGTH)
         for start, stop, piece in committed.finish():
             mean[start:stop] = piece
