@@ -26,14 +26,14 @@ class TrainingConfig(Block):
     exit_duration_minutes: AboveZero | None = field(None, "Save and exit after so many minutes; null: never.")
     watchdog_seconds: Size = field(
         120.0,
-        "Seconds after which a rank that stands still says in which step, and what it waits for from whom; "
-        "0: never (`watch` still shows it). It ends nothing: noloco.deadline_seconds ends a round without an "
-        "answer.",
+        "Seconds after which a rank that makes no progress writes in which step it is, and whom it waits for; "
+        "0: never (`watch` still shows it). The watchdog ends nothing: noloco.deadline_seconds ends a round "
+        "without an answer.",
     )
     peak_tflops: AboveZero | None = field(
         None,
-        "TFLOP/s that a GPU reaches at best in the precision of the run, for the MFU in the log; null: "
-        "those of its data sheet, where it is known.",
+        "Peak TFLOP/s of a GPU in the precision of the run, for the MFU in the log; null: the peak of its data "
+        "sheet, if it is known.",
     )
 
     def folder_of(self, replica: int) -> Path:
@@ -51,8 +51,8 @@ class CheckpointConfig(Block):
     async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")
     load: FilePath = field(
         "auto",
-        '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew, '
-        "each time; or a step folder: start from there, and after the next save as with auto.",
+        '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew at every '
+        'start; or a step folder: start from it, and once the run has saved, continue as with "auto".',
     )
 
 
@@ -68,8 +68,8 @@ class EvaluationConfig(Block):
     full: bool = field(False, "Whether an evaluation takes all of the validation split, not iters.")
     mean_model: bool = field(
         True,
-        "Whether the mean of the replicas of this job is evaluated too; their weights are then exchanged. In a "
-        "federation without effect: each job evaluates its own replica.",
+        "Whether the mean of the replicas of this job is evaluated too; their weights are then exchanged. Has no "
+        "effect in a federation, where each job evaluates its own replica.",
     )
 
 

@@ -43,7 +43,8 @@ class DataConfig(Block):
         "and completion. Only answers have a loss.",
     )
     sft_packing: bool = field(
-        True, "With sft_data_path: several records in one sample, told apart; false: one in each."
+        True,
+        "With sft_data_path: whether a sample holds several records, kept apart; false: one record each.",
     )
     tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = field(
         "byte", 'How text becomes tokens: "byte" needs no file.'
@@ -53,16 +54,17 @@ class DataConfig(Block):
     )
     split_special_tokens: bool = field(
         True,
-        "Whether a special token that a text spells out, such as <|endoftext|>, is text; false: it is the token. "
-        "In a chat template's text it is the token anyway.",
+        "Whether a special token that a text spells out, such as <|endoftext|>, is read as text; false: as the "
+        "token. In the text of a chat template it is always the token.",
     )
     prepend_bos: bool = field(
         False,
-        "Whether each document begins with the tokenizer's BOS, which the exported tokenizer then adds; of a "
-        "dataset in data_path: whether it was made with --prepend-bos.",
+        "Whether each document begins with the tokenizer's BOS, which the exported tokenizer then adds. A dataset "
+        "in data_path must have been made with --prepend-bos.",
     )
     split: str = field(
-        "949,50,1", "Weights of the train, validation and test parts, Megatron's way; left-out ones are zero."
+        "949,50,1",
+        "Weights of the training, validation and test parts, as in Megatron; a missing weight is 0.",
     )
 
     reset_attention_mask: bool = field(
@@ -72,8 +74,8 @@ class DataConfig(Block):
     )
     reset_position_ids: bool = field(
         False,
-        "Whether positions restart in each document. Rotary embeddings know differences of positions only: "
-        "with reset_attention_mask, which this needs, they restart anyway.",
+        "Whether positions restart in each document; needs reset_attention_mask, and changes nothing beside it: "
+        "rotary embeddings depend on differences of positions only.",
     )
     eod_mask_loss: bool = field(False, "Whether the token after the end of a document has no loss.")
 

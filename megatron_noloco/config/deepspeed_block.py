@@ -32,13 +32,15 @@ class Fp16Config(Block):
     enabled: bool = field(False, "Whether weights and activations are fp16, with fp32 master weights.")
     loss_scale: Size = field(0.0, "Factor of the loss; 0: dynamic, which does not go together with routing.")
     initial_scale_power: Annotated[Whole, Field(ge=0)] = field(
-        16, "A dynamic loss scale begins with 2 to the power of it."
+        16, "A dynamic loss scale begins with 2 to this power."
     )
     loss_scale_window: Annotated[Whole, Field(ge=1)] = field(
         1000, "Local steps without an overflow after which the scale doubles."
     )
     hysteresis: Annotated[Whole, Field(ge=1)] = field(2, "Overflows after which the scale is halved.")
-    consecutive_hysteresis: bool = field(False, "Whether a step without an overflow makes them count anew.")
+    consecutive_hysteresis: bool = field(
+        False, "Whether a step without an overflow starts the count of hysteresis anew."
+    )
     min_loss_scale: Annotated[Whole, Field(ge=1)] = field(1, "Lowest scale.")
 
 
@@ -53,15 +55,15 @@ class DataTypesConfig(Block):
 class ZeroConfig(Block):
     stage: NonNegative = field(
         1,
-        "1: the optimizer's state is divided over the data-parallel ranks of a replica. 2: gradients are, too, "
-        "and reduced after each microbatch, without pipeline or tensor parallelism. 0 is run as 1, which gives "
-        "the same numbers.",
+        "1: the optimizer's state is divided over the data-parallel ranks of a replica. 2: gradients are divided, "
+        "too, and reduced after each microbatch; needs pipeline and tensor parallel sizes of 1. 0 is run as 1, "
+        "which gives the same numbers.",
     )
     reduce_bucket_size: Annotated[Whole, Field(ge=1)] = field(
-        500_000_000, "Gradients that are reduced at a time."
+        500_000_000, "Number of gradients that are reduced at a time."
     )
     allgather_bucket_size: Annotated[Whole, Field(ge=0, multiple_of=2)] = field(
-        500_000_000, "Weights that are gathered at a time."
+        500_000_000, "Number of weights that are gathered at a time."
     )
     reduce_scatter: bool = field(True, "Whether each rank is sent its own gradients only.")
     use_multi_rank_bucket_allreduce: bool = field(
@@ -120,7 +122,7 @@ class DeepSpeedConfig(Block):
     )
     zero_optimization: ZeroConfig = ZeroConfig()
     zero_allow_untested_optimizer: bool = field(
-        False, "DeepSpeed asks for it with Muon and SGD, where it is set to true."
+        False, "DeepSpeed requires true for Muon and SGD; it is then set to true."
     )
 
 

@@ -60,16 +60,17 @@ class ModelConfig(Block):
         "rotary frequencies are as trained.",
     )
     yarn_original_max_position_embeddings: Positive | None = field(
-        None, "With YaRN: tokens of the context before, such as 32768."
+        None, "With YaRN: tokens of the context that the model was trained with, such as 32768."
     )
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = field(
         None,
         _only("rope_scaling_factor")
-        + "rotary frequencies are scaled by it (Llama 3.1 has 8, 3.2 has 32); null: they are not.",
+        + "factor that scales the rotary frequencies (8 in Llama 3.1, 32 in 3.2); null: they are not scaled.",
     )
     sliding_window: Positive | None = field(
         None,
-        _only("sliding_window") + "tokens that a token attends to, itself included; null: all before it.",
+        _only("sliding_window")
+        + "tokens that a token attends to, itself included; null: all earlier tokens.",
     )
     num_moe_experts: Positive | None = field(
         None, _only("num_moe_experts") + "experts of a layer" + _null("num_moe_experts"), le=10_000
@@ -80,19 +81,20 @@ class ModelConfig(Block):
     moe_router_load_balancing_type: LoadBalancing | None = field(
         None,
         _only("moe_router_load_balancing_type")
-        + 'over what a loss balances the experts: the tokens of a microbatch ("aux_loss"), of each sequence '
-        '("seq_aux_loss"), or not at all; null: "aux_loss".',
+        + 'a loss balances the experts over the tokens of a microbatch ("aux_loss") or of each sequence '
+        '("seq_aux_loss"); "none": there is no such loss; null: "aux_loss".',
     )
     moe_aux_loss_coeff: Size | None = field(
         None,
-        _only("moe_aux_loss_coeff") + "factor of that loss, which is added up over the layers; null: 0.01.",
+        _only("moe_aux_loss_coeff")
+        + "factor of the loss that balances the experts, which is added up over the layers; null: 0.01.",
     )
     hidden_dropout: float = field(0.0, "Dropout on the residual branches.", ge=0, lt=1)
     attention_dropout: float = field(0.0, "Dropout on the attention weights.", ge=0, lt=1)
     z_loss_coeff: float = field(
         0.0,
-        "Coefficient of the z-loss, the mean of logsumexp(logits)^2 over the tokens, such as 1e-4. The "
-        "gradient is with it, losses that are shown are without.",
+        "Coefficient of the z-loss, the mean of logsumexp(logits)^2 over the tokens, such as 1e-4. Losses are "
+        "shown without it.",
         ge=0,
     )
     recompute_granularity: Literal["full", "selective"] | None = field(
@@ -101,7 +103,8 @@ class ModelConfig(Block):
         "recompute_modules.",
     )
     recompute_method: Literal["uniform", "block"] | None = field(
-        None, 'With "full": recompute all layers in equal units, or only the first of a stage.'
+        None,
+        'With "full": "uniform" recomputes all layers in equal units, "block" the first layers of a stage.',
     )
     recompute_num_layers: Positive | None = field(
         None, 'Layers per unit ("uniform") or recomputed layers per model chunk ("block").'

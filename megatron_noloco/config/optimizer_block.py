@@ -22,19 +22,19 @@ class OptimizerParams(Block):
     """What every optimizer takes."""
 
     weight_decay: Size = field(
-        0.0, "Of all weights but norms and biases; 0 unless it is given, whatever the type."
+        0.0, "Weight decay of all weights but norms and biases; 0 for every type unless it is given."
     )
 
 
 class AdamParams(OptimizerParams):
-    """DeepSpeed's fused kernel on a GPU where it can be had, else torch's."""
+    """DeepSpeed's fused kernel on a GPU where it is available, else torch's."""
 
     lr: Size = field(1e-3, _PEAK)
     betas: Betas = field([0.9, 0.999], _BETAS)
     eps: Size = field(1e-8, _EPS)
     adam_w_mode: bool = field(True, 'With "Adam": whether weight decay is decoupled, as in AdamW.')
     torch_adam: bool | None = field(
-        None, "Whether torch's kernel is used; null: only where DeepSpeed's cannot be had."
+        None, "Whether torch's kernel is used; null: only where DeepSpeed's is not available."
     )
     fused: bool | None = field(None, "With torch_adam true: whether torch's kernel is its fused one.")
 
@@ -42,9 +42,9 @@ class AdamParams(OptimizerParams):
 class MuonParams(OptimizerParams):
     """Muon for the linear maps of the layers, AdamW for all other weights."""
 
-    lr: Size | None = field(None, "Stands for each of both rates that is not given.")
+    lr: Size | None = field(None, "Value of muon_lr and of adam_lr where that is not given.")
     muon_lr: Size = field(0.02, "Peak learning rate of Muon.")
-    adam_lr: Size = field(3e-4, "Peak learning rate of AdamW, which all other weights have.")
+    adam_lr: Size = field(3e-4, "Peak learning rate of AdamW, which trains all other weights.")
     momentum: Momentum = field(0.95, "Nesterov momentum of Muon.")
     ns_method: Literal["gram", "standard"] = field("gram", "DeepSpeed's Newton-Schulz kernel.")
     betas: Betas = field([0.9, 0.95], _BETAS)
@@ -78,14 +78,16 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
 _TOTAL = 'Local steps until the rate is lowest; "auto": training.train_iters.'
 _WARM_UP = "The first local steps, in which the rate rises"
 _WARM_UP_OF_TWO = f"{_WARM_UP}; DeepSpeed takes 1 as 2."
-_WARM_UP_TYPE = "How it rises."
+_WARM_UP_TYPE = "How the rate rises."
 
 
 class WarmupParams(Block):
     """A warm-up, then the peak."""
 
-    warmup_min_lr: Size = field(0.0, "Lowest rate, of all weights.")
-    warmup_max_lr: Size | None = field(None, "Peak of all weights; null: each rate of the optimizer.")
+    warmup_min_lr: Size = field(0.0, "Lowest rate, the same for all weights.")
+    warmup_max_lr: Size | None = field(
+        None, "Peak, the same for all weights; null: the rate, or each rate, of the optimizer."
+    )
     warmup_num_steps: Positive = field(1000, _WARM_UP_OF_TWO)
     warmup_type: Literal["log", "linear"] = field("log", _WARM_UP_TYPE)
 
@@ -101,21 +103,24 @@ class WarmupCosineParams(Block):
 
     total_num_steps: TotalSteps = field(..., _TOTAL)
     warmup_min_ratio: Share = field(
-        0.0, "Where the rise begins, to the peak; in the first local step the rate is 0."
+        0.0,
+        "Rate at which the warm-up begins, as a share of the peak; in the first local step the rate is 0.",
     )
     warmup_num_steps: Positive = field(1000, _WARM_UP_OF_TWO)
     warmup_type: Literal["log", "linear"] = field("log", _WARM_UP_TYPE)
-    cos_min_ratio: Share = field(1e-4, "Lowest rate, to the peak.")
+    cos_min_ratio: Share = field(1e-4, "Lowest rate, as a share of the peak.")
 
 
 class WsdParams(Block):
     """A linear warm-up, the peak, and a decay at the end; it scales the optimizer's rates."""
 
     total_num_steps: TotalSteps = field(..., 'Local steps of the run; "auto": training.train_iters.')
-    decay_num_steps: Positive = field(..., "The last of them, in which the rate decays.")
+    decay_num_steps: Positive = field(..., "The last local steps, in which the rate decays.")
     warmup_num_steps: NonNegative = field(WSD.warmup_num_steps, f"{_WARM_UP}.")
-    decay_type: DecayType = field(WSD.decay_type, 'How it decays; "1-sqrt" is 1 - sqrt(x) for x from 0 to 1.')
-    min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, to the peak.")
+    decay_type: DecayType = field(
+        WSD.decay_type, 'How the rate decays; "1-sqrt" is 1 - sqrt(x) for x from 0 to 1.'
+    )
+    min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, as a share of the peak.")
 
 
 PEAK_UP_TO_0_2 = 1e-3  # of WarmupDecayLR without warmup_max_lr: DeepSpeed's default
