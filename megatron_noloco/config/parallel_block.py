@@ -31,10 +31,10 @@ class ParallelConfig(Block):
         None, "Layers of the last stage, which also has the output layer; null: as the others."
     )
     account_for_embedding_in_pipeline_split: bool = field(
-        False, "The embedding takes the place of a layer in the first stage."
+        False, "Whether the embedding takes the place of a layer in the first stage."
     )
     account_for_loss_in_pipeline_split: bool = field(
-        False, "The output layer and the loss take the place of a layer in the last stage."
+        False, "Whether the output layer and the loss take the place of a layer in the last stage."
     )
     data_parallel_size: Positive = field(
         1, "dp: synchronous data parallelism inside a replica; gradients are averaged every step."
@@ -42,10 +42,10 @@ class ParallelConfig(Block):
     expert_model_parallel_size: Positive = field(
         1,
         "ep: data-parallel ranks of a replica that divide the experts of each layer among them; a divisor of dp. "
-        "Of experts they hold 1 / ep, and a token visits the ranks of its experts.",
+        "Each of these ranks holds 1 / ep of the experts; tokens are sent to the ranks that hold their experts.",
     )
     sequence_parallel: bool = field(
-        False, "Split the sequence over the tensor-parallel ranks outside attention and MLP."
+        False, "Whether the sequence is split over the tensor-parallel ranks outside attention and MLP."
     )
 
     @property
