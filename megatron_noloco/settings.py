@@ -58,12 +58,13 @@ class NolocoSettings:
     """
 
     method: Literal["noloco", "diloco"] = field(
-        "noloco", 'Replicas that average in a round: "noloco": those of a random group, "diloco": all.'
+        "noloco",
+        'Replicas that average in a round; "noloco": a random group of replicas, "diloco": all.',
     )
     local_steps: Positive = field(
         10,
-        'k: inner optimizer steps between two rounds. "auto" (in `train`, replicas in one job) is 1 with '
-        "most_waiting 0.1.",
+        'k: steps of the inner optimizer between two rounds. "auto" (in `train`, with all replicas in one job): 1 '
+        "at first, until most_waiting, which is then 0.1, chooses k.",
     )
     outer_momentum: Annotated[StrictFloat, Field(ge=0, lt=1)] = field(
         0.0, "alpha: the share of the outer momentum buffer kept from round to round."
@@ -72,7 +73,7 @@ class NolocoSettings:
     outer_nesterov: StrictBool = field(
         False,
         'Whether the outer step looks ahead by Nesterov\'s momentum. The usual DiLoCo is method "diloco", '
-        "outer_momentum 0.9, outer_lr 0.7 and this.",
+        "outer_momentum 0.9, outer_lr 0.7 and outer_nesterov true.",
     )
     consensus_weight: Size | None = field(
         None, "gamma: the pull towards the group's mean slow weights; null means outer_lr."
@@ -82,9 +83,9 @@ class NolocoSettings:
     )
     pairing: Literal["auto", "random", "cycle"] = field(
         "auto",
-        '"random": groups are drawn at random. "cycle": a cycle of rounds connects all replicas; the group sizes '
-        'of its rounds are the prime factors of replicas, none above n. "auto": cycles for pairs where replicas '
-        'is a power of two, else random (method "noloco" only).',
+        '"random": groups are drawn at random. "cycle": a cycle of rounds connects all replicas; the sizes of its '
+        "groups are the prime factors of the number of replicas, of which none may be above n. "
+        '"auto": cycles of pairs where that number is a power of two, else random (method "noloco" only).',
     )
     deadline_seconds: AboveZero = field(
         600.0, "Seconds that a replica waits for its group before the round counts as failed."
@@ -172,7 +173,7 @@ class TrainerSettings(NolocoSettings):
         "Largest share of the time that training may wait for exchanges: after the first rounds, which are "
         "measured, k becomes the smallest number with which it waits no longer; null: k stays local_steps.",
     )
-    enabled: StrictBool = field(True, "Whether replicas average at all; false: each trains on its own.")
+    enabled: StrictBool = field(True, "Whether replicas average at all; false: each replica trains alone.")
     final_average: StrictBool = field(
         True,
         "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
@@ -207,20 +208,20 @@ class FederationSettings:
 
     slots: Annotated[StrictInt, Field(ge=2, le=MOST_SLOTS)] | None = field(
         None,
-        "Largest number of replicas. Each is a job of its own, `train --replica I`, and may be absent. To raise "
-        "the number, restart one job after the other. null: all replicas are one job.",
+        "Largest number of replicas. Each replica is a job of its own, `train --replica I`, and may be absent. To "
+        "raise the number, restart one job after the other. null: all replicas are one job.",
     )
     rendezvous: StrictStr | None = field(
         None,
-        'How jobs find each other: "file://FOLDER", a folder that all can write, or "tcp://HOST:PORT,...", the '
-        "addresses of one or more replicas, any one of which is enough.",
+        'How jobs find each other: "file://FOLDER", a folder that all jobs can write, or "tcp://HOST:PORT,...", '
+        "the addresses of one or more replicas, any one of which is enough.",
     )
     listen: StrictStr | None = field(
         None,
-        'Where the replica listens, "tcp://HOST:PORT", an IPv6 address in []; HOST "*": every interface, for both '
-        'kinds of addresses, port 0: any. "off": nowhere; this job opens all its connections itself, as '
-        'behind a router or a firewall it must. Two jobs with "off" never exchange. null: "tcp://*:0" with a '
-        "folder, with addresses the port that all have.",
+        'Where the replica listens: "tcp://HOST:PORT", with an IPv6 address in []. HOST "*" is every interface, '
+        'IPv4 and IPv6; port 0 is any free port. "off": nowhere; the job then opens all its connections itself, '
+        'as it must behind a router or a firewall, and two jobs with "off" never exchange. null: "tcp://*:0" if '
+        "rendezvous is a folder, else the port that all addresses of rendezvous have.",
     )
     advertise: StrictStr | None = field(
         None,
@@ -229,8 +230,8 @@ class FederationSettings:
     )
     streams: Annotated[StrictInt, Field(ge=1, le=MOST_STREAMS)] = field(
         1,
-        "Connections to each other replica over which bulk data go. Several may fill a fast and long link that a "
-        "single one does not. Of two jobs the larger number counts.",
+        "Connections for bulk data to each other replica. Several connections may fill a fast and long link that "
+        "one connection does not. Of two jobs' numbers the larger one counts.",
     )
     encryption: Literal["tls", "none"] = field(
         "tls",
@@ -263,12 +264,13 @@ class FederationSettings:
     notice_command: StrictStr | None = field(
         None,
         "Command for the shell that `train` runs every 5 seconds on the host of rank 0; after 10 seconds it is "
-        "killed. Exit code 0 tells the job to leave, as where a cloud announces that it takes the machine back.",
+        "killed. Exit code 0 tells the job to leave, for example when a cloud announces that it will take the "
+        "machine back.",
     )
     start_with: Positive = field(
         1,
-        "Number of replicas, this one included, to wait for before the first local step; "
-        "noloco.deadline_seconds at most, half a minute where the job continues from a checkpoint.",
+        "Number of replicas, including this one, that must be there before the first local step. The job waits "
+        "for noloco.deadline_seconds at most, or half a minute if it continues from a checkpoint.",
     )
 
 
@@ -315,7 +317,7 @@ def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
 def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
     """Yield what a federation lacks, and what replicas that are separate jobs cannot do."""
     if federation.slots is None:
-        yield "federation.slots is missing: the most replicas there can be"
+        yield "federation.slots is missing: the largest number of replicas"
         return
     if federation.rendezvous is None:
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"
