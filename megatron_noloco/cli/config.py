@@ -13,9 +13,10 @@ def add_commands(commands: Commands) -> None:
         commands, "config", "explain or check a config file", "config --check my-run.json --world-size 16"
     )
     action = config.add_mutually_exclusive_group()
-    fields = "every field, those of a block such as noloco, or one such as noloco.local_steps: type, bounds, "
-    action.add_argument("--explain", nargs="?", const="", metavar="NAME", help=f"{fields}default, meaning")
-    check = "check a file, and that what it names is there; starts nothing"
+    fields = "of all fields, of a block such as noloco, or of a field such as noloco.local_steps"
+    explain = f"print type, bounds, default and meaning {fields}"
+    action.add_argument("--explain", nargs="?", const="", metavar="NAME", help=explain)
+    check = "check a config file, and that the files which it names are there; starts nothing"
     action.add_argument("--check", metavar="FILE", help=check)
     config.add_argument("--world-size", type=int, metavar="N", help="with --check: also check for N ranks")
     config.set_defaults(run=_config)

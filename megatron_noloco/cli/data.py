@@ -10,9 +10,9 @@ from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
 from megatron_noloco.job.leaving import INTERRUPTED
 
 _PREPROCESS = """\
-Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one per row) and text
-(anything else: one per file), the first and the last also as .gz or .zst; folders are searched. A run that was
-stopped leaves no dataset: run it again."""
+Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one document per row)
+and text (anything else: one document per file), JSON lines and text also as .gz or .zst; folders are searched. A
+command that was stopped leaves no dataset: give it again."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -30,11 +30,11 @@ def add_commands(commands: Commands) -> None:
     add = preprocess.add_argument
     add("--input", nargs="+", required=True, help="files or folders")
     add("--output-prefix", required=True, type=Path, help="path without suffix")
-    keys = "keys (Parquet: columns) that hold text; a dataset each"
+    keys = "keys (Parquet: columns) that hold text; each key gives a dataset (default: text)"
     add("--json-keys", nargs="+", default=["text"], help=keys)
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS")
-    as_text = "whether a special token that a text spells out, such as <|endoftext|>, is text (default: yes)"
+    as_text = "read a special token that a text spells out, such as <|endoftext|>, as text (default: yes)"
     add("--split-special-tokens", action=argparse.BooleanOptionalAction, default=True, help=as_text)
     add("--workers", type=at_least_one, help="threads that encode (default: all cores)")
     preprocess.set_defaults(run=_preprocess)

@@ -40,10 +40,15 @@ def add_commands(commands: Commands) -> None:
     add = export.add_argument
     add("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     add("--output", required=True, help="the folder to write")
-    add("--combine", default="mean", metavar="mean|best|replica=K", help="of the replicas (default: mean)")
+    combine = (
+        "weights: the mean of all replicas, the replica with the lowest loss, or replica K (default: mean)"
+    )
+    add("--combine", default="mean", metavar="mean|best|replica=K", help=combine)
     precisions = "fp32|bf16|fp16"
-    add("--dtype", type=dtype, default="float32", metavar=precisions, help="of the weights (default: fp32)")
-    add("--max-shard-size", type=size, default=_SHARD_BYTES, help="largest weight file (default: 500MB)")
+    precision = "precision of the weights (default: fp32)"
+    add("--dtype", type=dtype, default="float32", metavar=precisions, help=precision)
+    largest = "size of the largest weight file (default: 500MB)"
+    add("--max-shard-size", type=size, default=_SHARD_BYTES, metavar="SIZE", help=largest)
     export.set_defaults(run=_export)
     _add_tokenizer(export)
 
@@ -55,8 +60,8 @@ def add_commands(commands: Commands) -> None:
     )
     add = import_.add_argument
     add("folder", help="a Hugging Face model with safetensors")
-    add("--config", required=True, help="the run's JSON; its model block is replaced")
-    add("--output", required=True, help="the JSON to write")
+    add("--config", required=True, help="a config file; its block model is replaced")
+    add("--output", required=True, help="the config file to write")
     import_.set_defaults(run=_import)
 
     generate = add_command(
@@ -67,11 +72,11 @@ def add_commands(commands: Commands) -> None:
     )
     add = generate.add_argument
     add("model", nargs="+", type=Path, help=_MODEL)
-    add("--prompt", type=utf8, required=True, help='"": from the beginning of a document')
+    add("--prompt", type=utf8, required=True, help='the text to continue; "": the beginning of a document')
     add("--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)")
     temperature = "0: always the likeliest token (default: 0.8)"
     add("--temperature", type=at_least_zero, default=0.8, help=temperature)
-    add("--seed", type=seed, default=0)
+    add("--seed", type=seed, default=0, help="seed with which tokens are drawn (default: 0)")
     generate.set_defaults(run=_generate)
     _add_tokenizer(generate)
 
@@ -96,7 +101,7 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="FOLDER",
-        help="of a checkpoint's run (default: the run's copy, or the folder that its config names)",
+        help="folder of a checkpoint's tokenizer (default: the run's copy, or the folder that its config names)",
     )
 
 

@@ -20,12 +20,12 @@ _PORT = 29700
 _STDIN = "-"
 _HELP = """\
 The line holds where to ask, the fingerprint of the federation's key, the number of the run, the version, and a
-secret that is good for one machine. Give it to the other side over a channel that you trust: whoever has it
-first joins. With --serve the command answers, until Ctrl-C; without, it prints a further line for a command that
-does; give --port and --address as that has them."""
+secret that is good for one machine. Give the line to the other side over a channel that you trust: whoever uses
+it first joins. With --serve the command answers machines that join, until Ctrl-C. Without --serve it prints
+another line for an `invite --serve` that is running: give the same --port and --address."""
 _JOIN = """\
-LINE is what `megatron-noloco invite` printed; "-" reads it from stdin. As an argument it stands in the list of
-processes for an instant; this command hides it then, but not what the shell keeps."""
+LINE is the line that `megatron-noloco invite` printed; "-" reads it from stdin. As an argument the line is in the
+list of processes for an instant; then this command hides it there, but not in the history of the shell."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -38,33 +38,37 @@ def add_commands(commands: Commands) -> None:
     )
     add = invite.add_argument
     add("config", help="the config of a job of the federation, as it runs")
-    add("--serve", action="store_true", help="answer those who join")
-    add("--port", type=port, default=_PORT, help=f"where it answers (default: {_PORT})")
+    add("--serve", action="store_true", help="answer machines that join")
+    add("--port", type=port, default=_PORT, help=f"port at which --serve answers (default: {_PORT})")
     add(
         "--address",
         type=host,
         metavar="HOST",
-        help="of this host, as others reach it (default: as far as it is known)",
+        help="name or address by which others reach this host (default: its own towards the rendezvous)",
     )
-    add("--valid", type=duration, default=86400.0, metavar="TIME", help="such as 1h (default: 1d)")
-    add("--slot", type=int, metavar="I", help="of a machine that will not come back (default: a free one)")
+    valid = "how long the line is good, such as 1h (default: 1d)"
+    add("--valid", type=duration, default=86400.0, metavar="TIME", help=valid)
+    slot = "slot of a machine that will not come back (default: a free slot)"
+    add("--slot", type=int, metavar="I", help=slot)
     invite.set_defaults(run=_invite)
 
     join = add_command(commands, "join", "join a federation with an invitation", "join -", _JOIN)
     add = join.add_argument
-    add("line", metavar="LINE", help="of an invitation")
-    add("--folder", type=Path, default=Path("joined"), help="for config, key and run (default: joined)")
+    add("line", metavar="LINE", help="an invitation, or -")
+    folder = "folder for config, key and run (default: joined)"
+    add("--folder", type=Path, default=Path("joined"), help=folder)
     add(
         "--data",
         action="append",
         default=[],
         metavar="[FIELD=]PATH",
-        help="what this machine reads, such as text=my-texts; FIELD: of the block data (default: that of the run)",
+        help="data that this machine reads, such as text=my-texts; FIELD: of the block data (default: the run's)",
     )
-    add("--pretrained", type=Path, help="the folder of the weights with which the run began, if it did")
+    pretrained = "for a run with training.pretrained: folder of the same weights on this machine"
+    add("--pretrained", type=Path, help=pretrained)
     add("--listen", default="tcp://*:0", help='see federation.listen; "off" behind a router')
     add("--notice-command", metavar="COMMAND", help="see federation.notice_command")
-    add("--start", action="store_true", help="start the job, in place of printing how")
+    add("--start", action="store_true", help="start the job, instead of printing how to start it")
     join.set_defaults(run=_join)
 
 

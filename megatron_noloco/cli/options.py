@@ -9,8 +9,8 @@ from typing import TypeAlias
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 CHECKPOINT = (
-    "a step folder, or a run's output_dir (its latest checkpoint); of a federation its output_dir, or the "
-    "folders of several replicas (the newest step that all have)"
+    "a step folder, or a run's output_dir (its latest checkpoint); of a federation the output_dir, or the "
+    "folders of several replicas (the newest step that all of them have)"
 )
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _JSON = "one JSON object for scripts"
 _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
-"note" or "problem"), what, advice, and figures; those of the exchange are hosts,
-library, thread_level, over, latency_seconds, gb_per_second, hidden and
+"note" or "problem"), what, advice, and figures; the figures of the exchange are
+hosts, library, thread_level, over, latency_seconds, gb_per_second, hidden and
 clock_skew_seconds. A machine with any problem is not ready."""
 _MFU = 0.4
 _RANKS_OF_GPU_NODE = 8
@@ -48,23 +48,24 @@ def add_commands(commands: Commands) -> None:
     )
     add = plan.add_argument
     add("config", help="a config file")
-    add("--gpus", type=at_least_one, metavar="N", help="number of ranks (default: that of the file)")
-    add("--gpu", metavar="NAME", help="such as H100: say whether it fits and how long a step takes")
-    add("--mfu", type=share, help=f"with --gpu: part of its peak that is reached (default: {_MFU})")
+    add("--gpus", type=at_least_one, metavar="N", help="number of ranks (default: the config's)")
+    add("--gpu", metavar="NAME", help="such as H100: say whether the run fits and how long a step takes")
+    add("--mfu", type=share, help=f"with --gpu: share of its peak that a step reaches (default: {_MFU})")
     add("--step", type=duration, metavar="TIME", help="measured time of a local step, such as 0.3s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="rate of a node's link, such as 1Gbit")
     add("--latency", type=latency, default=0.0, metavar="TIME", help="delay from node to node, such as 25ms")
     per_node = (
-        "ranks that share a link (default: 1; with --gpu 8, or those of a replica if there are at most 8)"
+        "ranks that share a link (default: 1; with --gpu 8, or a replica's ranks if the run has at most 8)"
     )
     add("--gpus-per-node", type=at_least_one, metavar="N", help=per_node)
-    add("--preemptions", type=rate, metavar="RATE", help="of a federation's machines together, such as 6/h")
+    taken = "how often machines of a federation are taken away, all together, such as 6/h"
+    add("--preemptions", type=rate, metavar="RATE", help=taken)
     add(
         "--notice",
         type=latency,
         default=0.0,
         metavar="TIME",
-        help="with --preemptions: before each, such as 30s",
+        help="with --preemptions: notice before each of them, such as 30s",
     )
     add("--json", action="store_true", help=_JSON)
     plan.set_defaults(run=_plan)
@@ -77,10 +78,13 @@ def add_commands(commands: Commands) -> None:
         _FINDINGS,
     )
     add = doctor.add_argument
-    add("--hostfile", type=Path, help="of mpirun: measure exchanges between its first two hosts")
-    add("--seconds", type=at_least_zero, default=10.0, help="to measure exchanges; 0: do not (default: 10)")
-    add("--bandwidth", type=bandwidth, metavar="RATE", help="of the link to a partner: compare TCP's buffers")
-    add("--latency", type=latency, default=0.0, metavar="TIME", help="with --bandwidth: its delay, one way")
+    add("--hostfile", type=Path, help="hostfile of mpirun: measure exchanges between its first two hosts")
+    seconds = "time for measuring exchanges; 0: do not measure them (default: 10)"
+    add("--seconds", type=at_least_zero, default=10.0, help=seconds)
+    link = "rate of the link to a partner: say whether TCP's buffers are large enough for it"
+    add("--bandwidth", type=bandwidth, metavar="RATE", help=link)
+    delay = "with --bandwidth: delay of the link, one way"
+    add("--latency", type=latency, default=0.0, metavar="TIME", help=delay)
     add("--json", action="store_true", help=_JSON)
     doctor.set_defaults(run=_doctor)
 
@@ -191,7 +195,7 @@ def _show_fit(
 
     name, size = accelerator.words, accelerator.gigabytes
     if _fits(plan, accelerator):
-        say("", f"fits {name} of {size:g} GB; libraries and the allocator take some GB beside it")
+        say("", f"fits {name} of {size:g} GB; libraries and the allocator take some GB besides")
         return
     say("", f"too much for {name} of {size:g} GB, of which libraries and the allocator take a tenth")
     rows = [
@@ -217,7 +221,7 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
         say("", f"a local step computes for {step:.3g} s")
     if plan.round_core_seconds and plan.topology.ensemble > 1:
         say(
-            f"a round takes {plan.round_core_seconds:.2g} s of one core of the host, less with more for a rank"
+            f"a round takes {plan.round_core_seconds:.2g} s of one core of the host, less if a rank has more cores"
         )
     if plan.gathered_bytes:
         say(

@@ -15,14 +15,15 @@ def add_commands(commands: Commands) -> None:
         commands, "watch", "show a run in the terminal, one line for each replica", "watch runs/my-run"
     )
     watch.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
-    watch.add_argument("--once", action="store_true", help="show its state, and end")
+    watch.add_argument("--once", action="store_true", help="show the run's present state, and end")
     watch.set_defaults(run=_watch)
 
     report = add_command(
         commands, "report", "write a run, or a comparison of several, as one HTML page", "report runs/my-run"
     )
     report.add_argument("folders", metavar="RUN", nargs="+", type=Path, help="a run's output_dir")
-    report.add_argument("--output", type=Path, help="the page to write (default: report.html of the first)")
+    output = "the page to write (default: report.html in the folder of the first run)"
+    report.add_argument("--output", type=Path, help=output)
     report.set_defaults(run=_report)
 
     stop = add_command(commands, "stop", "ask a run to save its state and end", "stop runs/my-run")
@@ -30,7 +31,7 @@ def add_commands(commands: Commands) -> None:
     stop.add_argument(
         "--leave",
         action="store_true",
-        help="in a federation: exchange once more before, within federation.leave_seconds",
+        help="in a federation: exchange once more before the end, within federation.leave_seconds",
     )
     stop.set_defaults(run=_stop)
 

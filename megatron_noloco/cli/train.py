@@ -22,8 +22,8 @@ _LOST = (
 
 
 _LAUNCHERS = """\
-This is one process. Those of a run are started by a launcher; N is replicas x pipeline x tensor x data
-parallel sizes:
+This command is one process of a run. A launcher starts all N of them; N is replicas x pipeline x tensor x
+data parallel sizes:
 
   launch/mpirun.sh N my-run.json        mpirun -n N python -m megatron_noloco train my-run.json
   launch/torchrun.sh N my-run.json      torchrun --nproc-per-node N -m megatron_noloco train my-run.json
@@ -38,9 +38,9 @@ def add_commands(commands: Commands) -> None:
     config = train.add_mutually_exclusive_group(required=True)
     config.add_argument("config", nargs="?", help="the run's JSON")
     config.add_argument("--config", dest="named", help=argparse.SUPPRESS)  # as DeepSpeed's scripts have it
-    progress = "auto: bar on a terminal, else lines"
+    progress = "auto: a bar on a terminal, lines elsewhere"
     train.add_argument("--progress", choices=("auto", "bar", "lines"), default="auto", help=progress)
-    replica = "in a federation: the replica that this job is, from 0"
+    replica = "in a federation: the number of this job's replica, from 0"
     train.add_argument("--replica", type=int, metavar="I", help=replica)
     train.set_defaults(run=_train)
 

@@ -10,14 +10,15 @@ from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.files import writing
 
 _MORE = """\
-Trains with the model, the data and the rounds of the file, but a tenth as long, with learning rates doubled and
-halved until the best lie between worse ones; a longer run wants lower rates, by a rule that was measured. An
-optimizer's rates are multiplied alike. What follows "--" starts the trainer; the path of a config is appended:
+Trains with the model, the data and the rounds of the file, but a tenth as long. Learning rates are doubled and
+halved until the best rates lie between worse rates; for the longer run they are lowered by a rule that was
+measured. All rates of an optimizer are multiplied by the same factor. The command after "--" starts the trainer;
+the path of a config is appended to it:
 
   tune my-run.json -- launch/mpirun.sh 8
   tune my-run.json -- torchrun --nproc-per-node 8 -m megatron_noloco train
 
-A run of one rank needs none. The same command continues a search that was stopped."""
+A run of one rank needs no such command. A search that was stopped continues when `tune` is called again."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -29,10 +30,10 @@ def add_commands(commands: Commands) -> None:
         _MORE,
     )
     tune.add_argument("config", help="the run's JSON")
-    tune.add_argument("launcher", nargs="*", metavar="-- LAUNCHER", help="what starts the trainer's ranks")
-    tune.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="for the runs (default: training.output_dir with -tune)"
-    )
+    launcher = "the command that starts the trainer's ranks"
+    tune.add_argument("launcher", nargs="*", metavar="-- LAUNCHER", help=launcher)
+    output = "folder of the short runs (default: training.output_dir with -tune at its end)"
+    tune.add_argument("--output", type=Path, metavar="FOLDER", help=output)
     tune.set_defaults(run=_tune)
 
 
