@@ -46,7 +46,7 @@ def say(*lines: str) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
-# Types for argparse. What they raise becomes one line with the option's name.
+# Types for argparse. An error that they raise becomes one line with the option's name.
 
 
 def at_least_one(text: str) -> int:

@@ -315,7 +315,7 @@ def _line(finding: "Finding") -> str:
 
 def _verdict(findings: Sequence["Finding"]) -> str:
     """Return what to fix first."""
-    for state, verdict in (("problem", "Fix first"), ("note", "Ready. What would help most")):
+    for state, verdict in (("problem", "Fix first"), ("note", "Ready. Improve next")):
         for finding in findings:
             if finding.state == state and finding.advice:
                 return f"{verdict}: {finding.area}: {finding.what}. {finding.advice}"

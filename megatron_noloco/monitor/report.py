@@ -132,7 +132,7 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
     """Yield the plots of a run; those for which it has no numbers have no traces."""
     yield Plot(
         "Loss",
-        "Of every replica: training (lines) and validation (points).",
+        "The loss of every replica: training (lines) and validation (points).",
         "loss, nats per token",
         list(_losses(run)),
         {"showlegend": len(run.replicas) <= _MOST_NAMES},
@@ -147,7 +147,7 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
     yield Plot(
         "Spread",
         "How far replicas are apart: the standard deviation of a weight over the group before its round, root "
-        "mean square over all weights. It follows the learning rate (dotted, on the right).",
+        "mean square over all weights. The spread follows the learning rate (dotted, on the right).",
         "spread",
         [*spreads, rates] if spreads else [],
         {
@@ -168,8 +168,8 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
     )
     yield Plot(
         "Bytes",
-        "Sent by a replica so far, mean of the replicas, and what a ring all-reduce of the gradients in every "
-        "step would have sent.",
+        "MB sent by a replica so far (mean of the replicas), and MB that a ring all-reduce of the gradients in "
+        "every step would have sent.",
         "MB sent",
         list(_bytes(run)),
     )
@@ -183,7 +183,7 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
     )
     yield Plot(
         "Timeline",
-        "What each job of the federation did: where a line breaks off, the job was away.",
+        "The jobs of the federation: where the line of a job breaks off, the job was away.",
         "replica",
         timeline_of(run),
         {"yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
@@ -201,7 +201,7 @@ def _of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
             losses = [mean or row["validation/loss"] for mean, row in zip(means, rows, strict=True)]
             curve = places_of(run.replicas[0], scale), losses
             traces.append(_line(curve, run.folder.resolve().name, number, mode="lines+markers"))
-        title, explanation = f"Validation loss over {scale}", "Of the mean model, or of the first replica."
+        title, explanation = f"Validation loss over {scale}", "Of the mean model, else of the first replica."
         yield Plot(title, explanation, "loss, nats per token", traces, x=scale)
 
 

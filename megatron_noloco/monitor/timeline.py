@@ -6,7 +6,7 @@ from plotly import graph_objects
 
 from megatron_noloco.monitor.run_log import RunLog
 
-_PARTNER, _ALONE = "round with a partner", "round without one"
+_PARTNER, _ALONE = "round with a partner", "round without a partner"
 _MISSED = "round skipped because of the partner"
 _CONTINUED, _TAKEN_OVER = "start from its checkpoint", "goes on with another replica's state"
 _MARKERS = {  # symbol, size, colour

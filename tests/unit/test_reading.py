@@ -272,7 +272,7 @@ def test_the_timeline_of_a_federation(tmp_path: Path) -> None:
             *((1, 1), (5, 1), end, (13, 1), (17, 1), end),
         ],
         "round with a partner": [(4, 0), (16, 0), (5, 1), (17, 1)],
-        "round without one": [(12, 0)],
+        "round without a partner": [(12, 0)],
         "round skipped because of the partner": [(8, 0)],
         "start from its checkpoint": [(13, 1)],
         "goes on with another replica's state": [(17, 1)],
