@@ -1,4 +1,4 @@
-"""What the commands share: types and help of their options, and writing their result to stdout."""
+"""Defines what the commands share: types and help of their options, and writing their result to stdout."""
 
 import argparse
 import math

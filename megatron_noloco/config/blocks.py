@@ -1,4 +1,4 @@
-"""What blocks of the user's file are made of, and the blocks about a run; others have files of their own."""
+"""Defines what blocks of the user's file are made of, and the blocks about a run; others have their own files."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ class Block(BaseModel):
 
 
 class TrainingConfig(Block):
-    """The run."""
+    """The run: its length, its folder, its log."""
 
     train_iters: Positive = field(..., "Local steps of the whole run.")
     seed: NonNegative = field(1234, "Seed of weights, sample order, groups and routes.")
@@ -42,7 +42,7 @@ class TrainingConfig(Block):
 
 
 class CheckpointConfig(Block):
-    """What is saved, and where a run continues. Replaces DeepSpeed's block of the same name."""
+    """Checkpoints: when they are saved, and from which one a run continues. Replaces DeepSpeed's `checkpoint`."""
 
     save_interval: NonNegative = field(
         0, "Local steps between two checkpoints; 0: only at the end, and when the run is stopped."

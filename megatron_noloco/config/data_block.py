@@ -23,7 +23,7 @@ Paths = FilePath | list[FilePath | float]
 
 
 class DataConfig(Block):
-    """What is read."""
+    """The data: their place, the tokenizer, and what is done at the borders of documents."""
 
     text: FilePath | None = field(
         None, 'A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.'
@@ -94,7 +94,7 @@ class DataConfig(Block):
 
     @property
     def source(self) -> Source:
-        """What is read, of the fields that say it."""
+        """Return what is read, of the fields that say it."""
         if self.text is not None:
             return TextSource(self.text, Split.parse(self.split))
         if self.data_path is not None:
@@ -107,7 +107,7 @@ class DataConfig(Block):
 
     @property
     def separate_documents(self) -> bool:
-        """Whether what lies in one sample is told apart."""
+        """Return whether the documents or records in one sample are kept apart."""
         return self.reset_attention_mask or (self.sft_data_path is not None and self.sft_packing)
 
     @property

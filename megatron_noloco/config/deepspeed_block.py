@@ -95,9 +95,9 @@ class SchedulerConfig(Block):
 
 
 class DeepSpeedConfig(Block):
-    """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" is the
-    default, but for gradient_clipping (1.0). At most one of bf16 and fp16 may be enabled; with neither the run is
-    fp32.
+    """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" stands for
+    the default, but for 1.0 in gradient_clipping. At most one of bf16 and fp16 may be enabled; with neither, the
+    run is fp32.
     """
 
     train_batch_size: Positive | None = field(

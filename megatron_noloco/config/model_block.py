@@ -72,8 +72,8 @@ class ModelConfig(Block):
         _only("sliding_window")
         + "tokens that a token attends to, itself included; null: all earlier tokens.",
     )
-    num_moe_experts: Positive | None = field(
-        None, _only("num_moe_experts") + "experts of a layer" + _null("num_moe_experts"), le=10_000
+    num_moe_experts: Annotated[Positive, Field(le=10_000)] | None = field(
+        None, _only("num_moe_experts") + "experts of a layer" + _null("num_moe_experts")
     )
     moe_router_topk: Annotated[int, Field(ge=2)] | None = field(
         None, _only("moe_router_topk") + "experts that compute a token" + _null("moe_router_topk")

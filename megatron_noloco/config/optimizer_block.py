@@ -19,7 +19,7 @@ _EPS = "Added to the root of the second moment."
 
 
 class OptimizerParams(Block):
-    """What every optimizer takes."""
+    """Parameters of every optimizer."""
 
     weight_decay: Size = field(
         0.0, "Weight decay of all weights but norms and biases; 0 for every type unless it is given."

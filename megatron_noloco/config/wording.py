@@ -78,7 +78,7 @@ NOT_SUPPORTED = {
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration: one line per problem."""
+    """Says what is wrong with a configuration: one line per problem."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
