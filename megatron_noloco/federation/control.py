@@ -98,12 +98,14 @@ class State:
         counted: the latest with the receiver that counts for the sender, plus 1. A receiver that misses a token of
             that exchange is in doubt, as the sender did not skip it.
         step: local steps of the state that it can give; 0: it has none to give.
+        takes_over: whether it waits for the state of another replica, and takes part in no exchange until then.
     """
 
     begun: Number
     open_from: Number
     counted: Number
     step: Number = 0
+    takes_over: bool = False
     kind: Literal["state"] = "state"
 
 

@@ -30,7 +30,7 @@ class Seen(NamedTuple):
         step: local steps of the state that it can give; 0: it has none to give.
         heard: the time of its last message, on the monotonic clock; -inf: never.
         connected: whether our messages can reach it.
-        takes_over: whether it has asked for our state, and has begun no exchange since.
+        takes_over: whether it waits for the state of another replica, and exchanges with nobody until then.
     """
 
     epoch: int = 0
@@ -95,7 +95,7 @@ class Exchanges:
 
     def __init__(self, others: Mapping[int, Peer]) -> None:
         self._others = others
-        self._begun, self._step = -1, 0
+        self._begun, self._step, self._takes_over = -1, 0, False
         self._under_way: dict[int, int | None] = {}  # the partner, by exchange
 
     # Messages that this replica posts
@@ -120,7 +120,13 @@ class Exchanges:
                 session.send(send)
 
     def ask(self, slot: int, tag: int) -> None:
-        """Ask a replica for its state."""
+        """Ask a replica for its state, and tell all not to wait for this one until it goes on.
+
+        The other gives its state between two local steps, and may before wait for a third replica: if that waited
+        for this one, all three would wait.
+        """
+        self._takes_over = True
+        self._cancel_void()
         if (session := self._others[slot].session) is not None:
             session.say(Ask(tag))
 
@@ -147,13 +153,12 @@ class Exchanges:
 
     def begin(self, number: int, slot: int | None) -> None:
         """Tell all that this exchange has begun here, with `slot`; the others have no part in it."""
-        self._begun = max(self._begun, number)
         self._under_way[number] = slot
-        self._cancel_void()
+        self.leave_out(number)
 
     def leave_out(self, number: int) -> None:
         """Tell all that the exchanges up to this one, except those under way, never begin here."""
-        self._begun = max(self._begun, number)
+        self._begun, self._takes_over = max(self._begun, number), False
         self._cancel_void()
 
     def end(self, number: int, counts: bool = False) -> None:
@@ -177,7 +182,8 @@ class Exchanges:
 
     def state(self, peer: Peer) -> State:
         """Return what another replica is to know of this one."""
-        return State(self._begun + 1, self._open_from(peer.slot), peer.counted + 1, self._step)
+        open_from = self._open_from(peer.slot)
+        return State(self._begun + 1, open_from, peer.counted + 1, self._step, self._takes_over)
 
     # What others say
 
@@ -199,20 +205,23 @@ class Exchanges:
 
     def _take_state(self, peer: Peer, session: Session, state: State) -> None:
         slot, goes_on = peer.slot, state.begun - 1 > peer.seen.begun
-        peer.update(begun=state.begun - 1, open_from=state.open_from, step=state.step)
+        peer.update(
+            begun=state.begun - 1,
+            open_from=state.open_from,
+            step=state.step,
+            takes_over=state.takes_over,
+        )
         counts = RankLostError(slot, "has used the mean, and this replica missed its token")
         session.cancel(_before(min(state.counted, state.open_from)), counts)
         session.cancel(_before(state.open_from), WithdrawnError(slot, "has no part in this exchange"))
-        if goes_on:  # it trains, and takes nothing over any more
-            peer.update(takes_over=False)
+        if state.takes_over:
+            session.cancel(_before(self._begun + 1), WithdrawnError(slot, TAKES_OVER))
+        if goes_on:
             session.cancel_sends(HANDOVERS, RankLostError(slot, "trains"))
 
     def _take_ask(self, peer: Peer, session: Session, ask: Ask) -> None:
         session.asked, session.waits = ask.tag, True
         session.cancel_sends(HANDOVERS, RankLostError(peer.slot, "has asked again"))
-        if self._step:  # it gets the state between two local steps: neither may wait for the other before
-            peer.update(takes_over=True)
-            session.cancel(_before(self._begun + 1), WithdrawnError(peer.slot, TAKES_OVER))
         self._refuse(peer)
 
     def _refuse(self, peer: Peer) -> None:

@@ -127,11 +127,13 @@ def hello(slot: int = 1, epoch: int = THEIRS, **changes: Any) -> Hello:
     return Hello(**{"run": RUN, "slot": slot, "slots": 3, "address": address, **known, **changes})
 
 
-def connected(replica: Replica, epoch: int = THEIRS, name: str = "a name") -> tuple[Hand, Hand]:
-    """Slot 1, connected to a replica: its connections for small messages and for bulk data."""
+def connected(
+    replica: Replica, epoch: int = THEIRS, name: str = "a name", slot: int = 1
+) -> tuple[Hand, Hand]:
+    """Another slot, connected to a replica: its connections for small messages and for bulk data."""
     control = Hand(replica)
     control.write(GREETING)
-    control.say(hello(epoch=epoch), Go(name), State(0, 0, 0))
+    control.say(hello(slot, epoch), Go(name), State(0, 0, 0))
     bulk = Hand(replica)
     bulk.write(GREETING)
     bulk.say(Stream(name))
@@ -314,15 +316,30 @@ def test_parts_of_a_state_end_with_the_next_question_and_with_training() -> None
 def test_a_replica_that_takes_over_is_waited_for_by_nobody_until_it_trains() -> None:
     replica = Replica()
     control, _ = connected(replica)
-    replica.peers.exchanges.give(5)
     replica.peers.exchanges.begin(0, 1)
     _, transfers = replica.receive()
-    control.say(Ask(HANDOVER_TAG))
+    control.say(State(0, 0, 0, takes_over=True))
     for under_way in (transfers, replica.receive()[1]):
         assert why(under_way) == "rank 1 takes over a state"
     assert replica.peers.others[1].seen.takes_over
     control.say(State(2, 0, 0))
     assert not replica.peers.others[1].seen.takes_over
+
+
+def test_a_replica_tells_all_that_it_takes_over_before_it_asks() -> None:
+    """The giver may wait for a third replica, which must not wait for this one."""
+    replica = Replica()
+    giver, third = connected(replica)[0], connected(replica, slot=2)[0]
+    for control in (giver, third):
+        control.heard()
+    replica.peers.exchanges.ask(1, HANDOVER_TAG)
+    replica.sockets.advance()
+    waits = State(0, 0, 0, takes_over=True)
+    assert giver.heard() == [Ask(HANDOVER_TAG), waits]
+    assert third.heard() == [waits]
+    replica.peers.exchanges.leave_out(4)
+    replica.sockets.advance()
+    assert third.heard() == [State(5, 5, 0)]
 
 
 def test_a_question_is_answered_at_once_only_where_there_is_no_state_to_give() -> None:
