@@ -44,29 +44,20 @@ def test_the_library_page_imports_what_is_there() -> None:
         exec(line, {})
 
 
-def test_the_configuration_of_two_machines_is_valid() -> None:
-    """The blocks of docs/internet.md in the place of those of configs/federation.json."""
-    (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/internet.md").read_text(), re.DOTALL)
-    raw: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
-    config = RunConfig.from_dict(raw | json.loads("{" + block + "}"))
-    assert config.topology(1, slot=3).ensemble == 4
+def test_the_configurations_of_several_machines_are_valid() -> None:
+    """The blocks of docs/several-machines.md in the place of those of configs: a federation, and one job."""
+    page = (ROOT / "docs/several-machines.md").read_text()
+    blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    federation, parallel = (json.loads("{" + block + "}") for block in blocks)
+    small: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
+    assert RunConfig.from_dict(small | federation).topology(1, slot=3).ensemble == 4
 
-
-def test_the_configurations_of_two_clusters_are_valid() -> None:
-    """The blocks of docs/two-clusters.md in the place of those of configs/llama_125m_recipe.json."""
-    one_job, federation = re.findall(
-        r"```json\n(.*?)```", (ROOT / "docs/two-clusters.md").read_text(), re.DOTALL
-    )
-    raw: dict[str, Any] = json.loads((ROOT / "configs/llama_125m_recipe.json").read_text())
-    both = RunConfig.from_dict(raw | json.loads("{" + one_job + "}")).topology(32, slot=0)
-    one = RunConfig.from_dict(raw | json.loads("{" + federation + "}")).topology(8, slot=3)
+    large: dict[str, Any] = json.loads((ROOT / "configs/llama_125m_recipe.json").read_text())
+    both = RunConfig.from_dict(large | parallel).topology(32, slot=0)
+    del parallel["parallel"]["replicas"]
+    one = RunConfig.from_dict(large | federation | parallel).topology(8, slot=3)
     assert (both.replicas, one.replicas, one.slots) == (4, 1, 4)
     assert both.replica_size == one.replica_size == 8
-
-
-def test_the_script_of_the_workstations_is_the_example() -> None:
-    script, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/workstations.md").read_text(), re.DOTALL)
-    assert script == (ROOT / "examples/hf_trainer.py").read_text()
 
 
 def test_the_config_of_the_readme_can_be_checked_and_planned(
