@@ -127,7 +127,7 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     def decode() -> None:
         for piece, at in pieces(mine):
             coded = [(codes[side, at], checksums[side, at]) for side in range(2)]
-            m, right[at] = codec.differences(steps[at], coded[0], coded[1])
+            m, right[at], _ = codec.differences(steps[at], coded[0], coded[1])
             moved, _ = codec.from_difference(piece, m, steps[at] * right[at] / 2)
             mean[at.start * BLOCK : at.stop * BLOCK] = moved
 

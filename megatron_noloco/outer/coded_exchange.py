@@ -10,6 +10,10 @@ payload.py has the code. Each phase needs what the one before brought:
 | SUMS | nothing | as an owner, the sums of its part to the others, and its verdict on each block |
 | 0 and 1 | the blocks left over, in fp32, as `Swap` does | as `Share` does |
 
+A vector is coded where it lies. Messages leave from (pinned) host memory, and arrive there. So if the vector lies
+on a GPU, codes, sketches and sums cross the bus in place of fp32. The host waits for the GPU before it sends, and
+once for each piece that it uses, to learn which blocks are left over.
+
 Left over are blocks in which a difference was larger than the code holds, blocks in which a member is not
 finite, and blocks with elements that are to be exact. All members know which: a pair comes to the same verdict
 about each block, and the owner of a part sends its verdict.
@@ -34,6 +38,7 @@ from megatron_noloco.outer.payload import (
     CELLS,
     Codec,
     Coded,
+    UnequalError,
     blocks_in,
     find_steps,
     pieces,
@@ -41,8 +46,9 @@ from megatron_noloco.outer.payload import (
     signs_of,
     wide_type,
 )
-from megatron_noloco.outer.stretch import Alone, Session, Stretch, divided, in_fp32
-from megatron_noloco.outer.vectors import Ranges, Spans
+from megatron_noloco.outer.stretch import Alone, Session, Stretch, divided
+from megatron_noloco.outer.vectors import HOST, Ranges, Spans
+from megatron_noloco.outer.weights import wait_for
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import keeps_rounding
 from megatron_noloco.plans.topology import Place
@@ -77,8 +83,8 @@ class CodedExchange(Exchange):
     """Exchanges vectors in codes. The mean of a piece is this replica's estimate of it.
 
     The mean of a group's estimates is that of its vectors, to the rounding of fp32; two estimates differ by a step
-    at most. With `rounding` all members have the same bits, which lack the mean of `rounding` (payload.py). Works
-    in host memory. `begin` posts the sketches of the first stretch.
+    at most. With `rounding` all members have the same bits, which lack the mean of `rounding` (payload.py).
+    `begin` posts the sketches of the first stretch.
     """
 
     def __init__(
@@ -91,11 +97,14 @@ class CodedExchange(Exchange):
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         if not self._under_way:
-            self._signs = signs_of(number)
-            keeps = keeps_rounding(self.coding.bits, len(group))
-            self.rounding = (
-                self._buffers.get("rounding", torch.float32, len(vector)).zero_() if keeps else None
-            )
+            device = vector.device
+            if self._codec.device != device:
+                self._codec = Codec(self.coding.bits, device)
+            self._signs = signs_of(number).to(device, non_blocking=True)
+            self.rounding = None
+            if keeps_rounding(self.coding.bits, len(group)):
+                rounding = self._buffers.get("rounding", torch.float32, len(vector), device=device)
+                self.rounding = rounding.zero_()
         super().begin(vector, group, number, what, exact)
 
     def _open(self, part: Tensor) -> Stretch:
@@ -115,8 +124,9 @@ class CodedExchange(Exchange):
         last = self._stretch
         if isinstance(last, CodedStretch) and (left_over := _spans(~last.coded, len(last.vector))).length:
             self.report.resent_elements += left_over.length
-            vector = self._buffers.get("left over", torch.float32, left_over.length)
-            self._stretch = in_fp32(self._session, left_over.gather(last.vector, vector))
+            length, device = left_over.length, last.vector.device
+            vector = self._buffers.get("left over", torch.float32, length, device=device)
+            self._stretch = super()._open(left_over.gather(last.vector, vector))
             first = self._posted - len(last.vector)
             self._spans = Spans([(first + start, first + stop) for start, stop in left_over.ranges])
         else:
@@ -129,7 +139,8 @@ class Code:
 
     Attributes:
         signs: of the sketches.
-        coded: bool, shape [blocks]; False: exact. In the end it is False for all blocks that are left over.
+        coded: bool, shape [blocks], in host memory; False: exact. In the end it is False for all blocks that are
+            left over.
         rounding: as long as the stretch, to be filled with what the codes leave out; None where it is not kept.
     """
 
@@ -140,30 +151,66 @@ class Code:
 
 
 class CodedStretch(Stretch):
-    """Exchanges a stretch in codes; its mean lacks the blocks that are not `coded`."""
+    """Exchanges a stretch in codes; its mean lacks the blocks that are not `coded`.
+
+    `sketches` and `steps` are in host memory, as all messages are; own codes are where the vector lies.
+    """
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector)
         self.codec, self.coded, self.rounding = code.codec, code.coded, code.rounding
-        self.sketches = session.buffers.get("sketches", torch.float32, len(code.coded), CELLS)
-        self.steps = session.buffers.get("steps", torch.float32, len(code.coded))
+        blocks, get = len(code.coded), session.buffers.get
+        self.sketches = get("sketches", torch.float32, blocks, CELLS)
+        self.steps = get("steps", torch.float32, blocks)
+        self.mine = self._sent = self._codes("my", blocks)
+        if vector.device != HOST:
+            self.mine = self._codes("my coded", blocks, vector.device)
         self.codec.sketch(vector, code.signs, self.sketches)
+        wait_for(vector.device)
 
-    def _count(self, squares: float, steps: Tensor, coded: Tensor, elements: int) -> None:
-        """Add a piece to the report: `squares` is the variance over the group, summed over its coded blocks."""
+    def _encode(self, vector: Tensor, at: slice) -> Coded:
+        """Code these blocks, and return what is to be sent of them."""
+        self.codec.encode(vector, self._here(self.steps[at]), *_at(self.mine, at))
+        if self.mine is not self._sent:
+            for ours, out in zip(_at(self.mine, at), _at(self._sent, at), strict=True):
+                out.copy_(ours, non_blocking=True)
+            wait_for(vector.device)
+        return _at(self._sent, at)
+
+    def _here(self, part: Tensor) -> Tensor:
+        """Return a part of a message where the vector lies."""
+        return part.to(self.vector.device, non_blocking=True)
+
+    def _note(
+        self, found: tuple[Tensor, Tensor, Tensor], steps: Tensor, coded: Tensor, elements: int
+    ) -> None:
+        """Fill `coded` for a piece, and add it to the report, after a wait for the device.
+
+        Args:
+            found: which of its blocks are right, whether vectors differ in length, and the variance over the
+                group, summed over the elements of the blocks that are right.
+            steps, coded: of the piece, in host memory.
+
+        Raises UnequalError for vectors that differ in length.
+        """
+        right, unequal, squares = (one.to(HOST, non_blocking=True) for one in found)
+        wait_for(self.vector.device)
+        if unequal:
+            raise UnequalError
+        coded.copy_(right)
         sizes = torch.full((len(steps),), float(BLOCK)).mul_(coded)
         if len(sizes):
             sizes[-1] *= 1 - (len(steps) * BLOCK - elements) / BLOCK
         error = float((steps.square() * sizes).sum()) / 12
         report = self.session.report
         report.squared_error += error
-        report.squared_deviation += max(0.0, squares - error)  # the rounding's own variance
+        report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
         report.compared_elements += round(float(sizes.sum()))
 
-    def _codes(self, name: str, blocks: int) -> Coded:
+    def _codes(self, name: str, blocks: int, device: torch.device = HOST) -> Coded:
         get = self.session.buffers.get
-        codes = get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
-        return codes, get(f"{name} checksums", torch.int32, blocks)
+        codes = get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes, device=device)
+        return codes, get(f"{name} checksums", torch.int32, blocks, device=device)
 
 
 class CodedSwap(CodedStretch):
@@ -173,10 +220,10 @@ class CodedSwap(CodedStretch):
         super().__init__(session, vector, code)
         blocks = len(self.coded)
         (self._partner,) = set(session.ranks) - {session.place.rank}
-        self._mine, self._theirs = self._codes("my", blocks), self._codes("their", blocks)
+        self._theirs = self._codes("their", blocks)
         self._their_sketches = session.buffers.get("their sketches", torch.float32, blocks, CELLS)
         self._unsent = list(pieces(vector, _SEGMENT))
-        self._sent: list[tuple[Tensor, slice, Flight]] = []
+        self._under_way: list[tuple[Tensor, slice, Flight]] = []
         sketches = [(self._partner, self.sketches)], [(self._partner, self._their_sketches)]
         self.send(Phase.SKETCHES, *sketches)
 
@@ -194,23 +241,22 @@ class CodedSwap(CodedStretch):
     def _send_segment(self) -> None:
         """Code the next segment and send it. After the last one, wait for the partner's first."""
         piece, at = self._unsent.pop(0)
-        self.codec.encode(piece, self.steps[at], *_at(self._mine, at))
-        mine, theirs = ([(self._partner, part) for part in _at(of, at)] for of in (self._mine, self._theirs))
-        self._sent.append((piece, at, self.send(Phase.CODES, mine, theirs)))
-        self.awaited = None if self._unsent else self._sent[0][2]
+        coded = self._encode(piece, at), _at(self._theirs, at)
+        mine, theirs = ([(self._partner, part) for part in parts] for parts in coded)
+        self._under_way.append((piece, at, self.send(Phase.CODES, mine, theirs)))
+        self.awaited = None if self._unsent else self._under_way[0][2]
 
     def _use_segment(self) -> Iterator[MeanPiece]:
         """Yield the mean of the segment that has come, and wait for the next one."""
-        segment, within, _ = self._sent.pop(0)
-        for piece, at in pieces(segment, first=within.start):
-            steps = self.steps[at]
-            m, coded = self.codec.differences(steps, _at(self._mine, at), _at(self._theirs, at))
-            self.coded[at] = coded
-            moved, square = self.codec.from_difference(piece, m, steps * coded / 2)
-            self._count(2 * square, steps, coded, len(piece))
-            yield from _chosen(moved, at.start, coded)
-        self.done = not self._sent
-        self.awaited = None if self.done else self._sent[0][2]
+        segment, within, _ = self._under_way.pop(0)
+        for piece, at in pieces(segment, self.codec.at_once, within.start):
+            steps, codes, checksums = map(self._here, (self.steps[at], *_at(self._theirs, at)))
+            m, right, unequal = self.codec.differences(steps, _at(self.mine, at), (codes, checksums))
+            moved, square = self.codec.from_difference(piece, m, steps * right / 2)
+            self._note((right, unequal, 2 * square), self.steps[at], self.coded[at], len(piece))
+            yield from _chosen(moved, at.start, self.coded[at])
+        self.done = not self._under_way
+        self.awaited = None if self.done else self._under_way[0][2]
 
 
 class CodedShare(CodedStretch):
@@ -221,7 +267,6 @@ class CodedShare(CodedStretch):
         blocks, get = len(self.coded), session.buffers.get
         self._own, self._parts = divided(blocks, session)
         others, width = len(self._parts), self._own.stop - self._own.start
-        self._mine = self._codes("my", blocks)
         self._received = [self._codes(f"their {place}", width) for place in range(others)]
         self._their_sketches = get("their sketches", torch.float32, others, width, CELLS)
         self._sums = get("sums", wide_type(self.codec.bits, others + 1), blocks, BLOCK)
@@ -235,8 +280,8 @@ class CodedShare(CodedStretch):
             steps *= self.coded[self._own]
             self._hand_out(Phase.STEPS, self.steps)
         if self.has(Phase.STEPS):
-            self.codec.encode(self.vector, self.steps, *self._mine)
-            mine = ((rank, one) for rank, part in self._parts.items() for one in _at(self._mine, part))
+            coded = self._encode(self.vector, slice(0, len(self.coded)))
+            mine = ((rank, one) for rank, part in self._parts.items() for one in _at(coded, part))
             theirs = zip(self._parts, self._received, strict=True)
             self.send(Phase.CODES, mine, ((rank, one) for rank, coded in theirs for one in coded))
         if self.has(Phase.CODES):
@@ -250,16 +295,16 @@ class CodedShare(CodedStretch):
         """Form the sums of the own part, and find the blocks that the codes hold."""
         own = self._own
         steps, sums, coded = self.steps[own], self._sums[own], self.coded[own]
-        codes = [_at(self._mine, own), *self._received]
-        for piece, at in pieces(self.vector[own.start * BLOCK : own.stop * BLOCK]):
-            parts = [_at(one, at) for one in codes]
-            coded[at], squares = self.codec.sum_of(piece, steps[at], parts, sums[at])
-            self._count(squares, steps[at], coded[at], len(piece))
+        mine = _at(self.mine, own)
+        for piece, at in pieces(self.vector[own.start * BLOCK : own.stop * BLOCK], self.codec.at_once):
+            theirs = [(self._here(codes[at]), self._here(checks[at])) for codes, checks in self._received]
+            found = self.codec.sum_of(piece, self._here(steps[at]), [_at(mine, at), *theirs], sums[at])
+            self._note(found, steps[at], coded[at], len(piece))
 
     def _means(self) -> Iterator[MeanPiece]:
         """Yield the mean of the blocks that the codes hold."""
-        for piece, at in pieces(self.vector):
-            summed = piece, self.steps[at], self._sums[at], len(self.session.ranks)
+        for piece, at in pieces(self.vector, self.codec.at_once):
+            summed = piece, self._here(self.steps[at]), self._here(self._sums[at]), len(self.session.ranks)
             if self.rounding is None:
                 mean = self.codec.from_sum(*summed)
             else:

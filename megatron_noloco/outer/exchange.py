@@ -76,7 +76,7 @@ class Exchange:
         deadline_seconds: may be changed between two exchanges.
         report: of the exchange begun last; complete when `finish` is exhausted.
         rounding: what is left out of this rank's vector in the mean, to be added to its next one; as long as the
-            vector, in host memory, valid where a piece has been yielded. None: nothing is left out, as here.
+            vector, beside it, valid where a piece has been yielded. None: nothing is left out, as here.
         done: whether all of the mean has been yielded, and all that was sent has arrived.
     """
 
@@ -116,8 +116,8 @@ class Exchange:
         """Post the messages of this rank, and return without waiting for any.
 
         Args:
-            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. A vector
-                on an accelerator is copied to host memory, stretch by stretch.
+            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. What is sent of a
+                vector on an accelerator is copied to host memory, stretch by stretch.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
             what: names the exchange in errors.
@@ -168,11 +168,12 @@ class Exchange:
             return
         self._spans = Spans([(self._posted, self._posted + len(part))])
         self._posted += len(part)
-        if part.device.type != "cpu":
-            part = self._buffers.get("outbox", torch.float32, len(part)).copy_(part)
         self._stretch = self._open(part)
 
     def _open(self, part: Tensor) -> Stretch:
+        """Open the stretch of a part of the vector; messages leave from host memory, and arrive there."""
+        if part.device.type != "cpu":
+            part = self._buffers.get("outbox", torch.float32, len(part)).copy_(part)
         return in_fp32(self._session, part)
 
     def _pieces(self, since: float | None) -> Iterator[MeanPiece]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,23 +77,6 @@ class ExchangeReport:
         if not self.squared_deviation:
             return math.nan
         return math.sqrt(self.squared_error / self.squared_deviation)
-
-
-def gathered(pieces: Iterator[MeanPiece], memory: Tensor) -> Iterator[MeanPiece]:
-    """Yield the same mean in pieces copied to `memory`, joining short pieces that follow each other."""
-    start = stop = 0
-    for piece in pieces:
-        at = piece.start
-        for part in piece.mean.split(len(memory)):
-            if at != stop or at + len(part) > start + len(memory):
-                if stop > start:
-                    yield MeanPiece(start, stop, memory[: stop - start])
-                start = stop = at
-            at = stop + len(part)
-            memory[stop - start : at - start] = part
-            stop = at
-    if stop > start:
-        yield MeanPiece(start, stop, memory[: stop - start])
 
 
 def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:

@@ -15,7 +15,7 @@ from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange, group
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.messages import Channel, Contacts
 from megatron_noloco.outer.round import Fragment, Round, RoundReport, cut
-from megatron_noloco.outer.vectors import OuterVectors
+from megatron_noloco.outer.vectors import HOST, OuterVectors
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Group, averaging_cycle
@@ -346,7 +346,9 @@ class OuterOptimizer:
             if self._apart is None
             else self._apart.exchange(self._exchange)
         )
-        return Round(self._vectors, exchange, self._longest)
+        # Separate jobs move vectors through the host memory of a replica's first rank.
+        coded = self.settings.payload_bits is not None and self._apart is None
+        return Round(self._vectors, exchange, self._longest, self._vectors.home if coded else HOST)
 
     def _exchange(self, channel: int, stretch: int) -> Exchange:
         transport, place, settings = self.transport, self.place, self.settings

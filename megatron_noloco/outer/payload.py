@@ -36,14 +36,18 @@ alpha^j mean(r_t-j)). The variance of a member's error falls from (n-1)/n to 1/n
 are equal, so a pair keeps nothing.
 
 All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
+The same operations run on a GPU if the vector lies there, and give the same bits. Only the squares in reports are
+added up in another order. Steps are found on the host, from sketches, which are messages: a GPU multiplies by 1/5
+where a CPU divides by 5, and a pair of both would not agree on steps.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.stability import keeps_rounding
 
@@ -52,7 +56,7 @@ CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
 BITS = (8, 4)
 
 _CELL = BLOCK // CELLS
-_PIECE = 128  # blocks worked on at a time: 256 KiB of fp32 stay in cache
+_PIECE = 128  # blocks that a CPU works on at a time: 256 KiB of fp32 stay in cache
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
 
 RANGE = {8: 8.0, 4: 6.0}  # root mean squares of the difference that a code of so many bits holds
@@ -62,7 +66,7 @@ _NEAR = 2  # blocks on each side, see `_smooth`
 _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of 100
 _FINEST = 2.0**-22  # of the root mean square of c: a finer step is below the resolution of fp32
 _SMALLEST = 2.0**-100  # step where all is zero
-_AT_ONCE = 8192  # blocks
+_AT_ONCE = 8192  # blocks in which steps are found; and that a GPU works on at a time: few, long kernels
 _NONE = torch.zeros(1, dtype=torch.int8)
 
 
@@ -119,34 +123,37 @@ def wide_type(bits: int, members: int) -> torch.dtype:
 class Codec:
     """Encodes vectors in `bits` bits. Its methods work in pieces that stay in cache.
 
-    Vectors are fp32, flat, in host memory, of any length; `steps` have one element per block, 0 where a block is
-    not coded. Holds working memory for one piece.
+    Vectors are fp32, flat, of any length; `steps` have one element per block, 0 where a block is not coded. All
+    tensors lie on `device`; the host never waits for it. Holds working memory for one piece.
+
+    Attributes:
+        at_once: blocks of a piece.
     """
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, device: torch.device = HOST) -> None:
         if bits not in BITS:
             raise ValueError(f"a code has {', '.join(map(str, BITS))} bits, not {bits}")
-        self.bits = bits
+        self.bits, self.device = bits, device
         self.block_bytes = BLOCK * bits // 8
-        self._floats = torch.empty(_PIECE, BLOCK)
-        self._integers = torch.empty(_PIECE, BLOCK, dtype=torch.int32)
-        self._weighted = torch.empty(_PIECE, BLOCK, dtype=torch.int32)
-        self._sums = torch.empty(_PIECE, BLOCK, dtype=torch.int32)
-        self._small = torch.empty(_PIECE, BLOCK, dtype=torch.int8)
+        self.at_once = _PIECE if device.type == "cpu" else _AT_ONCE
+        empty = partial(torch.empty, self.at_once, BLOCK, device=device)
+        self._floats, self._small = empty(), empty(dtype=torch.int8)
+        self._integers, self._weighted, self._sums = (empty(dtype=torch.int32) for _ in range(3))
+        self._weights = _checksum_weights().to(device)
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
-        """Fill `out`, fp32 of shape [blocks, CELLS]."""
-        for piece, at in pieces(vector):
+        """Fill `out`, fp32 of shape [blocks, CELLS], on any device."""
+        for piece, at in pieces(vector, self.at_once):
             rows = self._rows(piece, signs).view(-1, _CELL, CELLS)
             width = _CELL
             while width > 1:  # in a fixed order, unlike torch.sum
                 width //= 2
                 rows[:, :width].add_(rows[:, width : 2 * width])
-            out[at] = rows[:, 0]
+            out[at].copy_(rows[:, 0], non_blocking=True)
 
     def encode(self, vector: Tensor, steps: Tensor, codes: Tensor, checksums: Tensor) -> None:
         """Fill `codes`, uint8 of shape [blocks, block_bytes], and `checksums`, int32 of shape [blocks]."""
-        for piece, at in pieces(vector):
+        for piece, at in pieces(vector, self.at_once):
             integers = self._whole_steps(piece, steps[at])
             self._checksum(integers, checksums[at])
             out = codes[at]
@@ -158,12 +165,11 @@ class Codec:
             torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=out.view(torch.int8))
         checksums[-1:] += len(vector) % BLOCK  # or one of another length, in as many blocks, would look alike
 
-    def differences(self, steps: Tensor, mine: Coded, theirs: Coded) -> tuple[Tensor, Tensor]:
-        """Return m = n_theirs - n_mine of at most one piece, and for which blocks it is right.
+    def differences(self, steps: Tensor, mine: Coded, theirs: Coded) -> tuple[Tensor, Tensor, Tensor]:
+        """Return m = n_theirs - n_mine of at most one piece, for which blocks it is right, and whether the vectors
+        differ in length (UnequalError). If they do by a multiple of 2^bits, the last block is not right instead.
 
-        Returns int8 of shape [blocks, BLOCK], valid until the next call, and bool of shape [blocks].
-        Raises UnequalError for codes of a vector of another length. Where the lengths differ by a multiple of
-        2^bits, the last block is not right.
+        Returns int8 of shape [blocks, BLOCK], valid until the next call, bool of shape [blocks], and a bool.
         """
         (my_codes, my_checksums), (their_codes, their_checksums) = mine, theirs
         m = self._small[: len(steps)]
@@ -176,30 +182,33 @@ class Codec:
         else:
             torch.sub(their_bytes, my_bytes, out=m)
         off = their_checksums - my_checksums - self._checksum(m, torch.empty_like(my_checksums))
-        if (off & (2**self.bits - 1)).any():  # differences that do not fit are off by multiples of 2^bits
-            raise UnequalError
+        # Differences that do not fit are off by multiples of 2^bits.
+        unequal = (off & (2**self.bits - 1)).any()
         right = (off == 0) & (steps > 0)
         # Its negative does not fit, so the two ends would not agree.
-        return m, right & (m.amin(dim=1) > -(2 ** (self.bits - 1)))
+        return m, right & (m.amin(dim=1) > -(2 ** (self.bits - 1))), unequal
 
     def sum_of(
         self, piece: Tensor, steps: Tensor, coded: Sequence[Coded], out: Tensor
-    ) -> tuple[Tensor, float]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Fill `out`, of `wide_type` and shape [blocks, BLOCK], with the sums of n over the group.
 
         Args:
             piece: of this member's vector; `coded[0]` is its own, the others those of the other members.
+            out: on any device.
 
-        Returns which blocks are right, and the variance of s * n over the group, summed over their elements.
+        Returns which blocks are right, whether two vectors differ in length, and the variance of s * n over the
+        group, summed over the elements of the blocks that are right.
         """
         members = len(coded)
-        right = steps > 0
+        right, unequal = steps > 0, torch.zeros((), dtype=torch.bool, device=self.device)
         total = self._sums[: len(steps)].zero_()
-        least, most = torch.zeros(2, len(steps), BLOCK, dtype=torch.int8)
-        squares = torch.zeros(len(steps))
+        least, most = torch.zeros(2, len(steps), BLOCK, dtype=torch.int8, device=self.device)
+        squares = torch.zeros(len(steps), device=self.device)
         for other in coded[1:]:
-            m, fits = self.differences(steps, coded[0], other)
+            m, fits, differ = self.differences(steps, coded[0], other)
             right &= fits
+            unequal |= differ
             total += m
             torch.minimum(least, m, out=least)
             torch.maximum(most, m, out=most)
@@ -214,26 +223,27 @@ class Codec:
             right &= own.amax(dim=1) < _LARGEST
             right &= own.amin(dim=1) > -_LARGEST
         torch.add(total, own, alpha=members, out=total)
-        out.copy_(total)
-        return right, float(variance)
+        out.copy_(total, non_blocking=True)
+        return right, unequal, variance
 
-    def from_difference(self, piece: Tensor, m: Tensor, scale: Tensor) -> tuple[Tensor, float]:
+    def from_difference(self, piece: Tensor, m: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return piece + scale * m, valid until the next call, and the sum of the squares of scale * m."""
         moved = self._floats[: len(m)].copy_(m).mul_(scale.unsqueeze(1)).view(-1)
-        square = float(torch.dot(moved, moved))
+        square = torch.dot(moved, moved)
         return moved[: len(piece)].add_(piece), square
 
     def from_sum(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
         """Return the mean of at most one piece, from the sums of n over the group; valid until the next call."""
         differences = _sum_of_differences(self._whole_steps(piece, steps), total, members)
-        return self.from_difference(piece, differences, steps / members)[0]
+        return self.from_difference(piece, differences, _divided(steps, members))[0]
 
     def common_mean(
         self, piece: Tensor, steps: Tensor, total: Tensor, members: int, coded: Tensor, rounding: Tensor
     ) -> Tensor:
         """Return s * mean(n) instead, the same bits for the whole group: the mean less that of the roundings.
 
-        Fills `rounding`, like the piece, with r = c - s n of the coded blocks, and 0 for the others.
+        Fills `rounding`, like the piece, with r = c - s n of the coded blocks, and 0 for the others; which these
+        are is in host memory.
         """
         own = self._whole_steps(piece, steps)
         floats = self._floats[: len(own)].copy_(own).mul_(steps.unsqueeze(1))
@@ -242,7 +252,7 @@ class Codec:
             rounding[first * BLOCK : last * BLOCK] = 0.0
         whole = own.double().mul_(members)
         whole.add_(_sum_of_differences(own, total, members))
-        whole.mul_(steps.double().div_(members).unsqueeze(1))
+        whole.mul_(_divided(steps.double(), members).unsqueeze(1))
         return floats.copy_(whole).view(-1)[: len(piece)]
 
     def _whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
@@ -261,7 +271,7 @@ class Codec:
         return rows.mul_(factor)
 
     def _checksum(self, integers: Tensor, out: Tensor) -> Tensor:
-        weighted = torch.mul(integers, _checksum_weights(), out=self._weighted[: len(integers)])
+        weighted = torch.mul(integers, self._weights, out=self._weighted[: len(integers)])
         return torch.sum(weighted, dim=1, dtype=torch.int32, out=out)
 
 
@@ -269,6 +279,11 @@ def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tup
     """Yield the vector in pieces of `blocks` blocks, each with the numbers of its blocks, counted from `first`."""
     for at in slices(blocks_in(len(vector)), blocks):
         yield vector[at.start * BLOCK : at.stop * BLOCK], slice(first + at.start, first + at.stop)
+
+
+def _divided(steps: Tensor, members: int) -> Tensor:
+    """Return steps / members. By a number of the host, a GPU would multiply by its reciprocal."""
+    return steps / torch.full_like(steps, members)
 
 
 def _sum_of_differences(own: Tensor, total: Tensor, members: int) -> Tensor:

@@ -122,6 +122,8 @@ class Round:
         vectors: of all weights.
         exchange: of this object alone.
         longest: elements of the longest fragment.
+        where: c lies: with the slow weights if they are exchanged in codes, else in host memory, from where all
+            messages leave.
 
     Attributes:
         index: of the round.
@@ -131,10 +133,13 @@ class Round:
         report: of the exchange; final once the round is complete.
     """
 
-    def __init__(self, vectors: OuterVectors, exchange: AnyExchange, longest: int) -> None:
+    def __init__(
+        self, vectors: OuterVectors, exchange: AnyExchange, longest: int, where: torch.device
+    ) -> None:
         self._vectors = vectors
         self._exchange = exchange
         self._longest = longest
+        self._where = where
         self._buffers = Buffers()
         self._arriving: Iterator[MeanPiece] | None = (
             None  # of a call of `progress` that ended before its pieces
@@ -149,27 +154,30 @@ class Round:
         self.index, self.fragment, self.due, self.complete = index, fragment, due, False
         combined = self.combined[: fragment.length]
         self._vectors.combine(fragment, combined, self._snapshot)
-        self._exchange.begin(combined, group, number, f"round {index}{fragment.name}", fragment.exact)
+        what = f"round {index}{fragment.name}"
+        with self._vectors.side.used():
+            self._exchange.begin(combined, group, number, what, fragment.exact)
         self.report = self._exchange.report
 
     def finish(self) -> None:
         """Wait for the exchange of a round without delay, and move the slow and the fast weights."""
-        with self._vectors.weights.writing(waits=False) as write, self._vectors.side.used():
-            for mean in self._vectors.to_step(self._exchange.finish()):
-                for start, phi in self._vectors.outer_step(
-                    self.fragment, mean, None, self._exchange.rounding
-                ):
-                    write(start, phi)
+        with self._vectors.weights.writing(waits=False) as write:
+            with self._vectors.side.used():
+                for mean in self._exchange.finish():
+                    for start, phi in self._step(mean):
+                        write(start, phi)
+            self._vectors.side.wait()
         self.complete = True
 
     def progress(self, until: float = math.inf) -> None:
         """Use the pieces of a delayed round that have arrived, without waiting, and none after `until`."""
         if not self.complete:
-            self._arriving = self._arriving or self._vectors.to_step(self._exchange.progress())
-            for mean in self._arriving:
-                self._step(mean)
-                if time.monotonic() >= until:
-                    return
+            self._arriving = self._arriving or self._exchange.progress()
+            with self._vectors.side.used():
+                for mean in self._arriving:
+                    self._step(mean)
+                    if time.monotonic() >= until:
+                        return
             self._arriving = None
 
     def wait(self) -> None:
@@ -177,8 +185,10 @@ class Round:
         if not self.complete:
             if self._arriving is not None:
                 self.progress()
-            for mean in self._vectors.to_step(self._exchange.finish()):
-                self._step(mean)
+            with self._vectors.side.used():
+                for mean in self._exchange.finish():
+                    self._step(mean)
+            self._vectors.side.wait()
             self.complete = True
 
     def merge(self) -> None:
@@ -192,8 +202,8 @@ class Round:
 
     @property
     def combined(self) -> Tensor:
-        """c, shape [longest], in host memory; free once the round is complete."""
-        return self._buffers.get("combined", torch.float32, self._longest)
+        """c, shape [longest]; free once the round is complete."""
+        return self._buffers.get("combined", torch.float32, self._longest, device=self._where)
 
     @property
     def correction(self) -> Tensor:
@@ -221,5 +231,5 @@ class Round:
     def _snapshot(self) -> Tensor | None:
         return self.correction if self.due else None
 
-    def _step(self, mean: MeanPiece) -> None:
-        self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)
+    def _step(self, mean: MeanPiece) -> list[tuple[int, Tensor]]:
+        return self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)

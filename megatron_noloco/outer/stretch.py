@@ -46,7 +46,7 @@ class Stretch(ABC):
     """Exchanges one stretch; its constructor posts the messages of the first phase.
 
     Args:
-        vector: fp32, flat, in host memory.
+        vector: fp32, flat, in host memory; a coded stretch takes any.
 
     Attributes:
         awaited: the messages without which it cannot go on; None: it has work to do before it waits for any.

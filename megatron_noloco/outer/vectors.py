@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer import step
-from megatron_noloco.outer.finite_mean import MeanPiece, gathered
+from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.weights import Joined, Weights, wait_for
 from megatron_noloco.settings import NolocoSettings
 
@@ -57,7 +57,9 @@ class Buffers:
         return held[:length].view(shape)
 
     def release(self) -> None:
-        """Drop our references; operations in flight keep theirs."""
+        """Drop our references; messages in flight keep theirs. Waits for copies from and to a GPU."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._held.clear()
 
 
@@ -107,24 +109,24 @@ class Spans:
 class SideStream:
     """Runs work on a CUDA stream: on vectors that no local step reads or writes.
 
-    These are slow weights, momentum, corrections, means. The stream does the work in the order in which the host
-    queued it, and the host runs ahead of it. On the stream of the local steps, each piece of a mean would wait for
-    all local steps queued before. The kernels here are short and go first. The caller ensures (`wait_for`) that
-    the local steps' stream has written what is read here. On a CPU all work is done when a call returns.
+    These are slow weights, momentum, corrections, codes and means. The stream does the work in the order in which
+    the host queued it, and the host runs ahead of it. On the stream of the local steps, each piece of a mean would
+    wait for all local steps queued before. The kernels here are short and go first. The caller ensures
+    (`wait_for`) that the local steps' stream has written what is read here. On a CPU all work is done when a call
+    returns.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Queue the work inside on the stream, and wait for it on leaving: messages may then be overwritten."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+    def used(self) -> AbstractContextManager[object]:
+        """Queue the work inside on the stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Wait for what is queued on the stream."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class OuterVectors:
@@ -151,7 +153,6 @@ class OuterVectors:
         self.momentum = buffer(weights.length, self.home).zero_() if settings.outer_momentum else None
         self.rounding = buffer(weights.length, self.home).zero_() if keeps_rounding else None
         self.side = SideStream(self.home)
-        self._arrived = buffer(_AT_ONCE, HOST) if self.home.type == "cuda" else None
 
     @torch.no_grad()
     def combine(self, spans: Spans, combined: Tensor, snapshot: Tensor | None) -> None:
@@ -182,7 +183,7 @@ class OuterVectors:
         """
         parts, crosses = Joined(self.weights.parts()), self.weights.device != self.home
         under_way = deque[tuple[slice, slice, Tensor, torch.cuda.Event | None]]()
-        for ours, place in _in_cache(spans):
+        for ours, place in _in_cache(spans, 0, spans.length):
             phi = self.slow_weights[place]
             theta = into[ours] if into.device == phi.device else torch.empty_like(phi)
             self.weights.read_into(theta, place.start, parts, waits=False)
@@ -194,46 +195,44 @@ class OuterVectors:
         while under_way:
             yield _there(*under_way.popleft())
 
-    def to_step(self, means: Iterator[MeanPiece]) -> Iterator[MeanPiece]:
-        """Return the pieces for `outer_step`; for slow weights on an accelerator, gathered into larger ones."""
-        return means if self._arrived is None else gathered(means, self._arrived)
-
     @torch.no_grad()
     def outer_step(
         self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None, rounding: Tensor | None
     ) -> list[tuple[int, Tensor]]:
         """Take the outer step of a piece; a snapshot theta_s becomes the correction, phi - theta_s.
 
-        On an accelerator it does not wait for local steps that are queued there; on return it is done.
+        To be called inside `side.used()`; then it does not wait for local steps that are queued on an accelerator.
+        There it is queued on return, and done where the mean has come from host memory: that may be overwritten.
 
         Args:
-            rounding: `Exchange.rounding`, shape [spans.length], which is kept.
+            rounding: `Exchange.rounding`, shape [spans.length], where phi lies, which is kept.
 
         Returns phi in pieces, each with the place of its first element in the vector of weights.
         """
         moved = []
-        with self.side.used():
-            for ours, place in spans.within(mean.start, mean.stop):
-                phi = self.slow_weights[place]
-                delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
-                c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
-                c = c.to(delta.device, non_blocking=True)
-                if self.rounding is not None:
-                    kept = self.rounding[place]
-                    kept.zero_() if rounding is None else kept.copy_(rounding[ours], non_blocking=True)
-                method = self.settings
-                numbers = method.outer_momentum, method.gamma, method.outer_nesterov
-                step.outer_step(phi, delta, c, *numbers, out=(phi, delta))
-                if snapshot is not None:
-                    torch.sub(phi, snapshot[ours], out=snapshot[ours])
-                moved.append((place.start, phi))
+        for ours, place in _in_cache(spans, mean.start, mean.stop):
+            phi = self.slow_weights[place]
+            delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
+            c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
+            c = c.to(delta.device, non_blocking=True)
+            if self.rounding is not None:
+                kept = self.rounding[place]
+                kept.zero_() if rounding is None else kept.copy_(rounding[ours])
+            method = self.settings
+            numbers = method.outer_momentum, method.gamma, method.outer_nesterov
+            step.outer_step(phi, delta, c, *numbers, out=(phi, delta))
+            if snapshot is not None:
+                torch.sub(phi, snapshot[ours], out=snapshot[ours])
+            moved.append((place.start, phi))
+        if mean.mean.device != self.home:
+            self.side.wait()
         return moved
 
     @torch.no_grad()
     def merge(self, spans: Spans, correction: Tensor) -> None:
         """Move the fast weights, where they lie, by the correction, of shape [spans.length]."""
         parts = Joined(self.weights.parts())
-        for ours, place in _in_cache(spans):
+        for ours, place in _in_cache(spans, 0, spans.length):
             for theta, within in parts.overlaps(place.start, place.stop - place.start):
                 shift = correction[ours][within].to(theta.device, non_blocking=True)
                 step.merge(theta, shift, out=theta)
@@ -250,7 +249,7 @@ def _there(
     return ours, place, theta
 
 
-def _in_cache(spans: Spans) -> Iterator[tuple[slice, slice]]:
-    """Yield all elements in short pieces: their places in the vector of the ranges and in that of all weights."""
-    for start in range(0, spans.length, _AT_ONCE):
-        yield from spans.within(start, min(start + _AT_ONCE, spans.length))
+def _in_cache(spans: Spans, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    """Yield elements in short pieces: their places in the vector of the ranges and in that of all weights."""
+    for first in range(start, stop, _AT_ONCE):
+        yield from spans.within(first, min(first + _AT_ONCE, stop))

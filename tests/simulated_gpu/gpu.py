@@ -43,6 +43,11 @@ class Gpu(TorchFunctionMode):
         """How often the host waited for the device, by source line."""
         return self._device.waits
 
+    @property
+    def crossed(self) -> Counter[str]:
+        """Bytes copied to the "host", and to the "device"."""
+        return self._device.crossed
+
     def __enter__(self) -> "Gpu":
         set_here(self._device)
         self._device.start()
@@ -122,6 +127,8 @@ class Gpu(TorchFunctionMode):
             raise NotImplementedError("a copy between host and device that autograd records is not simulated")
         where = "host" if on_device(tensor) else "device"
         made = self._made(where, torch.empty_like, (tensor,), {"dtype": dtype})
+        if where == "host" and non_blocking:
+            pin(made)  # as torch does: the copy is there once the stream is waited for
         return copy_across(self._device, made, tensor, non_blocking)
 
     def _cpu(self, function: Any, args: Any, kwargs: Any) -> Tensor:

@@ -249,6 +249,9 @@ def copy_across(device: Device, to: Tensor, source: Tensor, non_blocking: bool) 
     read it when the call returns.
     """
     to_host = on_device(source)
+    # The GPU converts numbers of another type if the copy may be late, else the host does.
+    crosses = to if to_host == non_blocking else source
+    device.crossed["host" if to_host else "device"] += crosses.itemsize * source.numel()
     with outside_modes():
         host, there = (to, source.data) if to_host else (source, to.data)
         if non_blocking and is_pinned(host):

@@ -193,6 +193,7 @@ class Device:
     Attributes:
         order: which streams run at once.
         waits: how often the host waited for the device, by place and reason.
+        crossed: bytes that were copied, by the side to which: "host", "device".
         pending: how many tensors of kernels that have not run lie in a storage, by its address.
         recorded: (address of a storage, stream) for each call of `Tensor.record_stream`.
     """
@@ -200,6 +201,7 @@ class Device:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.waits: Counter[Wait] = Counter()
+        self.crossed: Counter[str] = Counter()
         self.pending: Counter[int] = Counter()
         self.recorded: set[tuple[int, Stream]] = set()
         self.streams: list[Stream] = []

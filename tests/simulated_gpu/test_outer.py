@@ -5,9 +5,18 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.outer import vectors
+from megatron_noloco.outer import coded_exchange, vectors
+from megatron_noloco.outer import payload as codes
+from megatron_noloco.outer.payload import BLOCK
 from tests.simulated_gpu import Order, installed
-from tests.simulated_gpu.rounds import AT_ONCE, after_rounds, differences
+from tests.simulated_gpu.rounds import (
+    AT_ONCE,
+    CODED_AT_ONCE,
+    SEGMENT,
+    after_rounds,
+    cost_of_a_round,
+    differences,
+)
 
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {},
@@ -26,6 +35,8 @@ delay = pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.fixture(autouse=True)
 def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "_AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(codes, "_AT_ONCE", CODED_AT_ONCE)
+    monkeypatch.setattr(coded_exchange, "_SEGMENT", SEGMENT)
 
 
 def check(method: dict[str, Any], orders: tuple[Order, ...]) -> None:
@@ -51,3 +62,28 @@ def test_all_methods_are_those_of_a_cpu(
     method: dict[str, Any], overlap_steps: int, slow_weights: str
 ) -> None:
     check({**method, "overlap_steps": overlap_steps, "slow_weights": slow_weights}, tuple(Order))
+
+
+BLOCKS = 60
+SEGMENTS, PIECES = BLOCKS // SEGMENT, BLOCKS // SEGMENT * -(-SEGMENT // CODED_AT_ONCE)
+OTHER_WAITS = 5  # for c, sketches, the blocks that are sent again, slow weights, fast weights
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
+def test_codes_cross_the_bus_if_slow_weights_are_on_the_device(payload: str) -> None:
+    """Else fast weights have to reach the host, and slow weights the device, whatever is sent."""
+    length = BLOCKS * BLOCK
+    with installed():
+        host, device = (
+            cost_of_a_round({"payload": payload, "slow_weights": where}, length)
+            for where in ("host", "device")
+        )
+    assert set(host.crossed.values()) == {4 * length}
+    most = 1.02 * device.report.bytes_sent + 4 * BLOCK  # with signs, steps and verdicts
+    assert max(device.crossed.values()) < most
+    assert sum(host.waits.values()) == -(-length // AT_ONCE) + 1, (
+        "for each piece that is formed, and the last"
+    )
+    if payload != "fp32":
+        again = device.report.resent_elements // BLOCK
+        assert sum(device.waits.values()) <= SEGMENTS + PIECES + OTHER_WAITS + again

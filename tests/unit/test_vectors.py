@@ -1,15 +1,11 @@
 """Weights as one flat vector, read and written in pieces."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_noloco.outer import TorchWeights
-from megatron_noloco.outer.finite_mean import MeanPiece, gathered
 from megatron_noloco.outer.weights import Joined
-from tests.unit.fleet import noise
 
 
 def test_torch_weights_are_one_vector_in_the_order_of_the_parameters() -> None:
@@ -70,30 +66,3 @@ def test_leaving_refreshes_what_depends_on_the_weights_but_not_after_an_exceptio
     with pytest.raises(ValueError, match="outside"), weights.kept_in(kept), weights.writing() as write:
         write(0, torch.zeros(4))
     assert (weights.times, weights.read().tolist()) == (2, [1.0] * 3)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "expected"),
-    [
-        ([(0, 3), (3, 5), (5, 9)], [(0, 3), (3, 5), (5, 9)]),
-        ([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)], [(0, 4), (4, 6)]),
-        ([(0, 2), (4, 6), (6, 7)], [(0, 2), (4, 7)]),
-        ([(6, 7), (0, 9)], [(6, 7), (0, 4), (4, 8), (8, 9)]),
-        ([], []),
-    ],
-)
-def test_pieces_are_gathered_into_longer_ones(
-    pieces: list[tuple[int, int]], expected: list[tuple[int, int]]
-) -> None:
-    vector, scratch = noise(9, seed=30), torch.empty(9)
-
-    def arriving() -> Iterator[MeanPiece]:
-        for start, stop in pieces:
-            scratch[: stop - start] = vector[start:stop]  # a piece is overwritten by the next
-            yield MeanPiece(start, stop, scratch[: stop - start])
-
-    found = []
-    for start, stop, mean in gathered(arriving(), torch.empty(4)):
-        assert torch.equal(mean, vector[start:stop])
-        found.append((start, stop))
-    assert found == expected
