@@ -49,26 +49,37 @@ class Address:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Hello:
-    """Who a process is.
+class Member:
+    """A process, as others know it.
 
     Attributes:
-        run: the number of its run, see `likeness`; jobs of another run, or of another model, have another number.
-        slots: of all replicas, as far as its job knows.
-        digests, kind_number: of what jobs have alike, see `likeness`.
-        question: whether it wants to know addresses, and nothing else.
-        streams: connections for bulk data that it would have.
+        slot, slots: of its replica, and of all, as far as its job knows; another job may have more.
+        run: the number of its run.
+        digests: of what all jobs have alike, by name.
+        kind: of its job. See `likeness` for these three.
+        streams: connections for bulk data that it would have to each other replica.
     """
 
-    run: Number
     slot: Number
     slots: Number
+    run: Number
+    digests: dict[str, Text] = Field(default_factory=dict)
+    kind: Text = ""
+    streams: Annotated[int, Field(ge=1, le=64)] = 1
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Hello:
+    """Who a process is, and which addresses it knows.
+
+    Attributes:
+        question: whether it wants to know addresses, and nothing else.
+    """
+
+    member: Member
     address: Address
     others: dict[int, Address]
-    digests: dict[str, Text]
-    kind_number: Number
-    question: bool
-    streams: Annotated[int, Field(ge=1, le=64)]
+    question: bool = False
     kind: Literal["hello"] = "hello"
 
 

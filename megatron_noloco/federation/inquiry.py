@@ -3,10 +3,10 @@
 import socket
 from contextlib import ExitStack, suppress
 
-from megatron_noloco.federation.control import LARGEST, Hello, heard, packed
+from megatron_noloco.federation.control import LARGEST, Address, Hello, Member, heard, packed
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.peers import greeting
-from megatron_noloco.federation.rendezvous import Directory, Member, split
+from megatron_noloco.federation.rendezvous import Directory, split
 
 _SECONDS = 10.0
 
@@ -14,19 +14,19 @@ _SECONDS = 10.0
 def known_addresses(network: Network) -> dict[int, str]:
     """Return where jobs are reached that the rendezvous knows, or jobs there; "" where others cannot reach one."""
     # Of a slot that no federation has, so that nobody takes it for a job.
-    known = Directory(Member(LARGEST, LARGEST, network.run, 1, kind_number=network.kind_number), "")
+    member = Member(LARGEST, LARGEST, network.run, dict(network.digests), network.kind)
+    known = Directory(LARGEST, LARGEST, Address("", 1))
     found = network.rendezvous.look()
     known.merge(found.addresses)
     for endpoint in found.endpoints:
         with suppress(OSError):  # another one may answer
-            hello = _asked(network, endpoint, known)
-            known.merge({**hello.others, hello.slot: hello.address})
+            hello = _asked(network, endpoint, Hello(member, known.own, {}, question=True))
+            known.merge({**hello.others, hello.member.slot: hello.address})
     return {slot: address.endpoint for slot, address in known.addresses.items() if slot != LARGEST}
 
 
-def _asked(network: Network, endpoint: str, known: Directory) -> Hello:
-    who, first = known.member, greeting(network.keys)
-    question = Hello(who.run, who.slot, who.slots, known.own, {}, {}, who.kind_number, True, 1)
+def _asked(network: Network, endpoint: str, question: Hello) -> Hello:
+    first = greeting(network.keys)
     with ExitStack() as stack:
         wire = stack.enter_context(socket.create_connection(split(endpoint), timeout=_SECONDS))
         wire.sendall(first)

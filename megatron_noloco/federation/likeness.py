@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megatron_noloco.federation.control import Member
+
 _DIGEST_CHARACTERS = 8
 _MOST_NAMED = 8
 _NAME = re.compile(r"[A-Za-z0-9_. ]{1,80}")  # it is written to the terminal of another job
@@ -34,20 +36,15 @@ class Alike(NamedTuple):
         """See `digests_of`."""
         return digests_of(self.shared) | digests_of(self.own)
 
-    @property
-    def kind_number(self) -> int:
-        """A number for the kind, in the upper bits, and for what only it knows; see `of_one_kind_and_unlike`."""
-        return _hashed(self.kind) % 2**31 << 32 | _hashed(self.own) % 2**32
 
-
-def of_one_kind_and_unlike(first: int, second: int) -> bool:
-    """Return whether the `kind_number`s of two jobs are of one kind, and differ in the rest."""
-    return first != second and first >> 32 == second >> 32
+def fit(one: Member, other: Member) -> bool:
+    """Return whether two jobs may exchange."""
+    return one.run == other.run and (one.kind != other.kind or one.digests == other.digests)
 
 
 def run_number(alike: Mapping[str, Any]) -> int:
     """Hash the values that all jobs of a run must share, as JSON has them."""
-    return _hashed(alike) >> 1
+    return int.from_bytes(hashlib.sha256(_json(alike)).digest()[:8], "big") >> 1
 
 
 def digests_of(alike: Mapping[str, Any]) -> dict[str, str]:
@@ -66,10 +63,6 @@ def differences(own: Mapping[str, str], theirs: Mapping[str, Any]) -> str:
     names = [name for name in names if _NAME.fullmatch(name)]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
-
-
-def _hashed(value: Any) -> int:
-    return int.from_bytes(hashlib.sha256(_json(value)).digest()[:8], "big")
 
 
 def _leaves(alike: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -316,6 +316,6 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Al
         partial(reachable_address, rendezvous.hosts),
         federation.advertise,
         digests=digests,
-        kind_number=alike.kind_number,
+        kind=alike.kind,
         streams=federation.streams,
     )

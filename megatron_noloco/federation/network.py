@@ -16,7 +16,7 @@ from itertools import count, groupby
 from typing import Any
 from weakref import WeakSet
 
-from megatron_noloco.federation.control import LARGEST, LONGEST, LONGEST_ROW, Offer, packed
+from megatron_noloco.federation.control import LARGEST, LONGEST, LONGEST_ROW, Address, Member, Offer, packed
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.partners import FederationPartners, Patience
@@ -24,7 +24,6 @@ from megatron_noloco.federation.rendezvous import (
     ADVERTISE,
     PLACES,
     SELDOM,
-    Member,
     Rendezvous,
     can_listen,
     endpoint_of,
@@ -56,7 +55,7 @@ class Network:
     """How a replica reaches the others, and how they reach it.
 
     Attributes:
-        run, digests, kind_number, streams: see `Member`.
+        run, digests, kind, streams: see `Member`.
         listen: port 0: any. None: no other job can connect to this one.
         keys: None: nothing is authenticated or encrypted.
         host: returns the address of this host; needed where a replica listens on all interfaces.
@@ -74,7 +73,7 @@ class Network:
     advertise: str | None = None
     chunk_bytes: int = CHUNK_BYTES
     digests: Mapping[str, str] = field(default_factory=dict)
-    kind_number: int = 0
+    kind: str = ""
     streams: int = 1
 
     def __post_init__(self) -> None:
@@ -127,10 +126,11 @@ class FederationTransport:
         self.world_size = place.replicas
         self.chunk_bytes = network.chunk_bytes
         self._network = network
-        who = self.rank, self.world_size, network.run, time.time_ns()
-        member = Member(*who, network.digests, network.kind_number, network.streams)
+        alike = network.run, dict(network.digests), network.kind
+        member = Member(self.rank, self.world_size, *alike, network.streams)
         listener = None if network.listen is None else _listening(network.listen, self.rank)
-        self.service = Service(member, listener, _announced(network, listener), network.keys)
+        own = Address(_announced(network, listener), time.time_ns())
+        self.service = Service(member, own, listener, network.keys)
         self._peers = self.service.peers
         self._peers.stopped = stopped
         self.partners = FederationPartners(self.service, patience)

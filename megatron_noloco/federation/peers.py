@@ -23,6 +23,7 @@ from megatron_noloco.federation.control import (
     Got,
     Hello,
     Known,
+    Member,
     Offer,
     RefusedError,
     Row,
@@ -35,8 +36,8 @@ from megatron_noloco.federation.control import (
 )
 from megatron_noloco.federation.exchanges import Exchanges, Peer, Seen
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.likeness import differences, of_one_kind_and_unlike
-from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, Member, host_of, numeric
+from megatron_noloco.federation.likeness import differences, fit
+from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of, numeric
 from megatron_noloco.federation.session import ALL_TAGS, Session
 from megatron_noloco.federation.wires import Script, SocketAddress, Wire, Wires
 from megatron_noloco.transport.interface import RankLostError
@@ -63,7 +64,8 @@ class Peers:
     """Connects this replica to the others, and runs its part of the protocol. Used by one thread.
 
     Args:
-        endpoint: where the others reach this process; "": nowhere.
+        member: this process.
+        own: where the others reach it.
 
     Attributes:
         wires: opens connections; to be set before the first `tick`.
@@ -76,9 +78,10 @@ class Peers:
         leaves_at: until when, on the monotonic clock, what is under way is waited for all the same.
     """
 
-    def __init__(self, member: Member, endpoint: str, keys: Keys | None = None) -> None:
+    def __init__(self, member: Member, own: Address, keys: Keys | None = None) -> None:
         self.wires: Wires
-        self.directory = Directory(member, endpoint)
+        self.member = member
+        self.directory = Directory(member.slot, member.slots, own)
         self.others: Mapping[int, Peer] = {
             slot: Peer(slot) for slot in range(member.slots) if slot != member.slot
         }
@@ -92,11 +95,6 @@ class Peers:
         self._rival_again = float("-inf")
         self._questions = list[Wire]()
         self._warnings = set[str]()
-
-    @property
-    def member(self) -> Member:
-        """This process, as the others know it."""
-        return self.directory.member
 
     def warn(self, line: str) -> None:
         """Write a line to stderr, once; no more after many."""
@@ -214,8 +212,8 @@ class Peers:
             hello = yield from heard(Hello)
         except OSError:  # nobody answers, or somebody else
             pass
-        own = self.member
-        if hello is None or hello.slot != own.slot or hello.address.epoch <= own.epoch:
+        slot, epoch = self.member.slot, self.directory.own.epoch
+        if hello is None or hello.member.slot != slot or hello.address.epoch <= epoch:
             self.directory.may_claim()
 
     def name_namesakes(self) -> None:
@@ -265,9 +263,9 @@ class Peers:
         except OSError as error:
             self._say_why(wire, error)
             return
-        if slot is not None and (hello.slot, hello.address.epoch) == (self.member.slot, self.member.epoch):
+        if slot is not None and self._is_own(hello):
             self._name_namesake(self.others[slot], "this replica itself answers there")
-        elif self._fits(hello) and hello.slot == slot:
+        elif self._fits(hello) and hello.member.slot == slot:
             yield from self._meet(wire, own, hello)
 
     def _greet(self, wire: Wire) -> Script:
@@ -303,22 +301,26 @@ class Peers:
         self.warn(f"{at}: {why}")
 
     def _hello(self, question: bool = False) -> Hello:
-        member, known = self.member, self.directory
-        others = {slot: one for slot, one in known.addresses.items() if slot != member.slot}
-        who = member.run, member.slot, member.slots, known.own
-        return Hello(*who, others, dict(member.digests), member.kind_number, question, member.streams)
+        known = self.directory
+        others = {slot: one for slot, one in known.addresses.items() if slot != self.member.slot}
+        return Hello(self.member, known.own, others, question)
+
+    def _is_own(self, hello: Hello) -> bool:
+        """Whether this process itself has answered."""
+        own = self.member.slot, self.directory.own.epoch
+        return (hello.member.slot, hello.address.epoch) == own
 
     def _fits(self, hello: Hello) -> bool:
         """Whether a process can exchange with this one; says why not, as the other side does."""
-        member, slot, epoch = self.member, hello.slot, hello.address.epoch
-        if hello.run != member.run or of_one_kind_and_unlike(hello.kind_number, member.kind_number):
-            names = differences(member.digests, hello.digests)
+        member, theirs, slot = self.member, hello.member, hello.member.slot
+        if not fit(member, theirs):
+            names = differences(member.digests, theirs.digests)
             self.warn(f"replica {slot} is refused: its job differs from this one in {names or 'its run'}")
             return False
-        if (slot, epoch) == (member.slot, member.epoch):
+        if self._is_own(hello):
             return False  # all addresses in the config are asked, this one's among them
         self.directory.merge({**hello.others, slot: hello.address})
-        if not hello.question and (slot >= member.slots or member.slot >= hello.slots):
+        if not hello.question and (slot >= member.slots or member.slot >= theirs.slots):
             fewer = "its job has fewer slots; give it as many"
             more = "its job has more slots; give this one as many"
             self.warn(f"replica {slot} is not exchanged with: {more if slot >= member.slots else fewer}")
@@ -327,14 +329,14 @@ class Peers:
 
     def _meet(self, wire: Wire, own: Hello, hello: Hello) -> Script:
         """Make a connection the session with another replica, and run it."""
-        peer, session = self.others[hello.slot], None
+        peer, session = self.others[hello.member.slot], None
         try:
             decides, name = self.member.slot > peer.slot, secrets.token_hex(16)
             if decides and wire.endpoint and peer.session is not None:
                 return  # the other side has connected as well, and was first
             if not decides:
                 name = (yield from heard(Go)).session
-            if own.address.epoch != self.member.epoch or hello.address.epoch < peer.seen.epoch:
+            if own.address.epoch != self.directory.own.epoch or hello.address.epoch < peer.seen.epoch:
                 return  # there is a later process
             if decides:
                 say(wire, Go(name))
@@ -342,7 +344,7 @@ class Peers:
                 peer, hello, Session(peer.slot, name, wire, partial(self.exchanges.state, peer))
             )
             said: Said = yield from heard(State)  # so the other side knows the session
-            for _ in range(max(own.streams, hello.streams)):
+            for _ in range(max(self.member.streams, hello.member.streams)):
                 if wire.to is not None:
                     self.wires.dial(wire.endpoint, wire.to, partial(self._carry_to, session))
             while True:

@@ -92,53 +92,34 @@ def _places(endpoint: str, flags: int = 0) -> list[SocketAddress]:
     return [(family, place) for family, _, _, _, place in found]
 
 
-@dataclass(frozen=True)
-class Member:
-    """This process as others know it.
-
-    Attributes:
-        slot, slots: of its replica, and of all, as far as its job knows; another job may have more.
-        run: the number of its run; see `likeness`.
-        epoch: of the process; a later process of the same slot has a larger one.
-        digests: of what all jobs of its run have alike, by name; see `likeness`.
-        kind_number: of what all jobs of its run and its kind have alike; see `likeness`.
-        streams: connections for bulk data to each other replica.
-    """
-
-    slot: int
-    slots: int
-    run: int
-    epoch: int
-    digests: Mapping[str, str] = field(default_factory=dict)
-    kind_number: int = 0
-    streams: int = 1
-
-
 class Directory:
     """The addresses of all replicas, as far as this one knows them. Used by one thread.
 
+    Args:
+        slot, slots: see `Member`.
+
     Attributes:
+        own: the address of this process.
         addresses: by slot.
         version: grows with each change.
-        member: this process.
-        own: its address.
     """
 
-    def __init__(self, member: Member, endpoint: str) -> None:
-        self.member, self.own = member, Address(endpoint, member.epoch)
-        self.addresses = {member.slot: self.own}
+    def __init__(self, slot: int, slots: int, own: Address) -> None:
+        self.own = own
+        self.addresses = {slot: own}
+        self._slot, self._slots = slot, slots
         self.version = 0
         self._claimed = False
 
     @property
     def rival(self) -> Address | None:
         """The address of a later process of this slot, which counts for the others; None: there is none."""
-        latest = self.addresses.get(self.member.slot)
-        return None if latest is None or latest.epoch <= self.member.epoch else latest
+        latest = self.addresses[self._slot]
+        return latest if latest.epoch > self.own.epoch else None
 
     def answers(self, rival: Address) -> bool:
         """Whether a rival has claimed the slot because this process is there, so that it runs."""
-        return rival.epoch - self.member.epoch <= _EPOCHS
+        return rival.epoch - self.own.epoch <= _EPOCHS
 
     def claim(self) -> bool:
         """Become the latest process of this slot where there is a `rival`; returns whether it did.
@@ -151,12 +132,12 @@ class Directory:
         rival = self.rival
         if rival is None or self._claimed:
             return False
-        epoch = rival.epoch + 1 + self.member.epoch % _EPOCHS  # which no other process takes
+        epoch = rival.epoch + 1 + self.own.epoch % _EPOCHS  # which no other process takes
         if epoch > LARGEST:
             return False
         self._claimed = True
-        self.member, self.own = replace(self.member, epoch=epoch), replace(self.own, epoch=epoch)
-        self.merge({self.member.slot: self.own})
+        self.own = replace(self.own, epoch=epoch)
+        self.merge({self._slot: self.own})
         return True
 
     def may_claim(self) -> None:
@@ -168,7 +149,7 @@ class Directory:
         for slot, address in addresses.items():
             known = self.addresses.get(slot)
             valid = not address.endpoint or is_endpoint(address.endpoint)
-            if valid and 0 <= slot < self.member.slots and (known is None or known.epoch < address.epoch):
+            if valid and 0 <= slot < self._slots and (known is None or known.epoch < address.epoch):
                 self.addresses[slot] = address
                 self.version += 1
 

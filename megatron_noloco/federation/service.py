@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_noloco.federation.control import Address, Member
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.peers import Peers
-from megatron_noloco.federation.rendezvous import Member
 from megatron_noloco.federation.wires import Wires
 
 _TICK_SECONDS = 0.5
@@ -26,17 +26,17 @@ class Service:
     """Connects to the other replicas, and runs the protocol in a thread, from construction to `close`.
 
     Args:
+        member, own: see `Peers`.
         listener: takes the connections of others; None: no other process can connect to this one.
-        endpoint: see `Peers`.
 
     Attributes:
         peers: its methods are work for `do`.
     """
 
     def __init__(
-        self, member: Member, listener: socket.socket | None, endpoint: str, keys: Keys | None
+        self, member: Member, own: Address, listener: socket.socket | None, keys: Keys | None
     ) -> None:
-        self.peers = Peers(member, endpoint, keys)
+        self.peers = Peers(member, own, keys)
         self._wires = self.peers.wires = Wires(listener, self.peers.visited)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False

@@ -386,7 +386,9 @@ def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
     first, second = network_of(Partly()), network_of(other)
     assert differences(first.digests, second.digests) == named
     wrapped: Any = torch.compile(Partly())
-    run, of_same, of_other = ((one.run, one.kind_number) for one in (first, network_of(wrapped), second))
+    run, of_same, of_other = (
+        (one.run, one.kind, one.digests) for one in (first, network_of(wrapped), second)
+    )
     assert run == of_same != of_other
 
 

@@ -25,7 +25,6 @@ from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import (
     Directory,
     Found,
-    Member,
     Seeds,
     SharedFolder,
     endpoint_of,
@@ -347,7 +346,7 @@ def test_a_rank_whose_address_cannot_be_written_leaves_nothing_behind() -> None:
 
 
 def directory(addresses: Mapping[int, Address] | None = None) -> Directory:
-    made = Directory(Member(slot=0, slots=8, run=RUN, epoch=1), "tcp://own:1")
+    made = Directory(0, 8, Address("tcp://own:1", epoch=1))
     made.merge(addresses or {})
     return made
 

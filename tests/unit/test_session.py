@@ -20,6 +20,7 @@ from megatron_noloco.federation.control import (
     Got,
     Hello,
     Known,
+    Member,
     Offer,
     RefusedError,
     Row,
@@ -33,7 +34,6 @@ from megatron_noloco.federation.control import (
 from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.likeness import Alike, digests_of, run_number
 from megatron_noloco.federation.peers import Peers
-from megatron_noloco.federation.rendezvous import Member
 from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send, checksum_of
 from megatron_noloco.transport.chunks import ReportedTransfers, cut
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, Message, RankLostError
@@ -95,8 +95,8 @@ class Replica:
     """Slot 0 of three, whose connections are in memory."""
 
     def __init__(self, slot: int = 0, slots: int = 3, epoch: int = OWN, **member: Any) -> None:
-        who = Member(slot, slots, **{"run": RUN, **member}, epoch=epoch)
-        self.peers = Peers(who, f"tcp://10.0.0.{slot}:1")
+        who = Member(slot, slots, **{"run": RUN, **member})
+        self.peers = Peers(who, Address(f"tcp://10.0.0.{slot}:1", epoch))
         self.sockets = self.peers.wires = Sockets(self, lambda _: None, [])
         self.reports = list[RankLostError | None]()
 
@@ -121,10 +121,9 @@ class Replica:
         self.sockets.advance()
 
 
-def hello(slot: int = 1, epoch: int = THEIRS, **changes: Any) -> Hello:
+def hello(slot: int = 1, epoch: int = THEIRS, run: int = RUN, **more: Any) -> Hello:
     address = Address(f"tcp://10.0.0.{slot}:1", epoch)
-    known: dict[str, Any] = {"others": {}, "digests": {}, "kind_number": 0, "question": False, "streams": 1}
-    return Hello(**{"run": RUN, "slot": slot, "slots": 3, "address": address, **known, **changes})
+    return Hello(Member(slot, 3, run), address, **{"others": {}, **more})
 
 
 def connected(
@@ -477,7 +476,7 @@ def test_a_process_counts_as_later_than_one_that_has_ended_but_not_than_one_that
         for later, claims, said in ((5 * second, True, False), (6 * second, False, True)):
             replica.peers.directory.merge({0: Address("tcp://10.9.9.9:2", later)})
             replica.tick()
-            assert replica.peers.member.epoch == claimed
+            assert replica.peers.directory.own.epoch == claimed
             assert (replica.peers.directory.rival is None) == claims
             assert ("the others exchange with it: does another job" in output.getvalue()) == said
         replica.tick()
@@ -493,7 +492,7 @@ def test_no_process_is_later_than_the_last_number() -> None:
     replica = Replica()
     replica.peers.directory.merge({0: Address("tcp://10.9.9.9:2", LARGEST)})
     replica.tick()
-    assert replica.peers.member.epoch == OWN
+    assert replica.peers.directory.own.epoch == OWN
 
 
 # Who is refused
@@ -543,7 +542,7 @@ def test_what_one_kind_of_job_knows_is_compared_by_jobs_of_this_kind(
     for slot, kind in enumerate(kinds):
         alike = Alike({"seed": 1}, kind, {"tokenizer": f"of {slot}", f"of {kind}": slot})
         run = run_number(alike.shared)
-        replicas.append(Replica(slot, run=run, digests=alike.digests, kind_number=alike.kind_number))
+        replicas.append(Replica(slot, run=run, digests=alike.digests, kind=kind))
     between = Between(*replicas)
     names = named and f"of train, {named}"
     line = "replica {}: replica {} is refused: its job differs from this one in " + names
@@ -598,7 +597,7 @@ def test_what_another_protocol_says_first_is_named(greeting: bytes, line: str) -
 
 
 SOUND = [
-    hello(others={2: Address("tcp://10.0.0.2:1", 3)}, digests={"a": "b"}),
+    Hello(Member(1, 3, RUN, {"a": "b"}), Address("tcp://10.0.0.1:1", 2), {2: Address("", 3)}, question=True),
     *(Go("n"), Stream("n"), State(1, 2, 3), Want(1, 2, 3, "int8"), Got(1), Ask(1), Offer(1, 2, {}, ["a"], 1)),
     Row("{}"),
     Known({1: Address("", 1)}),

@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from megatron_noloco.federation import exchanges, peers, wires
+from megatron_noloco.federation.control import Address, Member
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.federation.partners import FederationPartners, Patience
-from megatron_noloco.federation.rendezvous import Member
 from megatron_noloco.federation.service import Service
 from megatron_noloco.federation.session import Session
 from megatron_noloco.outer import Channel
@@ -68,7 +68,8 @@ class Process(FederationTransport):
     def __init__(self, rank: int, epoch: int, number: int, machine: "Faults", life: int = 1) -> None:
         self.rank, self.life, self.world_size = rank, life, RANKS
         self.chunk_bytes = CHUNK_BYTES
-        self.peers = peers.Peers(Member(rank, RANKS, RUN, epoch, streams=2), f"tcp://10.0.{rank}.{life}:1")
+        own = Address(f"tcp://10.0.{rank}.{life}:1", epoch)
+        self.peers = peers.Peers(Member(rank, RANKS, RUN, streams=2), own)
         self._peers = self.peers
         self.sockets = self.peers.wires = Sockets(self, machine.find, machine.ends)
         service = SimpleNamespace(peers=self.peers, check=lambda: None, do=self._do)
@@ -84,7 +85,7 @@ class Process(FederationTransport):
 
     @property
     def epoch(self) -> int:
-        return self.peers.member.epoch
+        return self.peers.directory.own.epoch
 
     def session(self, rank: int) -> Session | None:
         return self.peers.others[rank].session
