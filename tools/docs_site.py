@@ -1,17 +1,20 @@
 """Adds pages made from other files, and links to files that are not in docs/, to the site.
 
 A hook of mkdocs.yml. The first page is README.md; the configuration reference is made from the models, so that it
-cannot differ from them.
+cannot differ from them. A page whose tables differ from docs/evidence.csv is refused.
 """
 
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from megatron_noloco.config.explain import as_markdown
+from tools.evidence import EVIDENCE, read
+from tools.tables import TableError, check, without_comments
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -35,7 +38,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links as GitHub shows them into links of the site; what the site has not becomes its name."""
+    """Turn links as GitHub shows them into links of the site; what the site has not becomes its name.
+
+    Raises PluginError where a table is not that of docs/evidence.csv.
+    """
+    try:
+        check(markdown, read(EVIDENCE))
+    except TableError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from None
     sources = {made: ROOT / name for name, made in _PAGES.items()}
     here = sources.get(page.file.src_uri, ROOT / "docs" / page.file.src_uri).parent
 
@@ -54,4 +64,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"`{within}`" if text in (target, str(within)) else f"{text} (`{within}`)"
         return f"[{text}]({name}{'#' + anchor if anchor else ''})"
 
-    return _LINK.sub(link, markdown)
+    return _LINK.sub(link, without_comments(markdown))

@@ -3,14 +3,14 @@
 python -m tools.figures docs
 """
 
-import csv
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import exp
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from tools.evidence import STEPS, WEIGHTS, Run, read
 from tools.options import command_line
 
 if TYPE_CHECKING:
@@ -99,16 +99,6 @@ STUDIES = (
     "front",
     "replicas",
 )  # of this text, with 512 tokens per replica and step
-STEPS = 2000  # of these rows
-WEIGHTS = 84_816
-
-
-class Run(NamedTuple):
-    seed: int
-    sent: float  # bytes, nan: not kept
-    loss: float  # of the mean model
-
-
 Runs = Mapping[str, list[Run]]
 
 
@@ -121,7 +111,7 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs = read(folder / "evidence.csv")
+    runs = methods(read(folder / "evidence.csv"))
     for name, draw in {"bytes": draw_bytes, "replicas": draw_replicas}.items():
         figure, axes = pyplot.subplots(figsize=(6.5, 3.6), layout="constrained")
         draw(axes, runs)
@@ -165,13 +155,12 @@ def _line(axes: "Axes", name: str, places: list[float], found: list[list[float]]
         axes.errorbar(x, y, deviation, marker="o", capsize=3, color=line.get_color())
 
 
-def read(file: Path) -> Runs:
+def methods(runs: Iterable[Run]) -> Runs:
     """Return the runs of each method of `STUDIES`."""
     found = defaultdict(list)
-    for row in csv.DictReader(file.read_text().splitlines()):
-        if row["study"] in STUDIES:
-            run = Run(int(row["seed"]), float(row["sent_bytes"]), float(row["mean_model_loss"]))
-            found[row["method"]].append(run)
+    for run in runs:
+        if run.study in STUDIES:
+            found[run.method].append(run)
     return found
 
 

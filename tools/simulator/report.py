@@ -78,18 +78,34 @@ def _compared(row: Row, best: Mapping[str, tuple[float, Row]]) -> Row:
 
 
 def as_markdown(rows: Iterable[Row]) -> str:
-    lines = [
-        "| method | learning rate | loss, mean model | worst replica above it | perplexity above synchronous | "
-        "benefit retained | MB sent |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.name} | {row.learning_rate:g} | {_loss(row)} | "
-        f"{row.worst_replica:.4f} | {100 * (row.perplexity - 1):.1f} % | {100 * row.benefit:.0f} % | "
-        f"{row.megabytes:.1f} |"
+    head = (
+        "method",
+        "learning rate",
+        "loss, mean model",
+        "worst replica above it",
+        "perplexity above synchronous",
+        "benefit retained",
+        "MB sent",
+    )
+    cells = [
+        (
+            row.name,
+            f"{row.learning_rate:g}",
+            _loss(row),
+            f"{row.worst_replica:.4f}",
+            f"{100 * (row.perplexity - 1):.1f} %",
+            f"{100 * row.benefit:.0f} %",
+            f"{row.megabytes:.1f}",
+        )
         for row in rows
     ]
-    return "\n".join(lines) + "\n"
+    return as_rows([head, *cells])
+
+
+def as_rows(rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown; the first row is its head."""
+    head, *others = [f"| {' | '.join(map(str, row))} |\n" for row in rows]
+    return f"{head}{'|---' * (head.count(' | ') + 1)}|\n{''.join(others)}"
 
 
 def _loss(row: Row) -> str:

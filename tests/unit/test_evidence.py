@@ -1,0 +1,125 @@
+"""The tables of docs/ are those of docs/evidence.csv, and a page that differs fails `make docs`."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mkdocs.exceptions import PluginError
+
+from tools import docs_site
+from tools.evidence import EVIDENCE, ROOT, Run, found, methods_of, read
+from tools.rates import over_texts
+from tools.simulator.report import Key
+from tools.tables import TableError, check, written
+
+RUNS = [
+    Run("a", "synchronous, 0.01 0.02", 0.004, 1, 1.0, 1.0, 0),
+    Run("a", "synchronous, 0.01 0.02", 0.004, 2, 1.2, 1.2, 0),
+    Run("a", "pairs, 0.01 0.02", 0.004, 1, 1.2, 1.3, 5e6),
+    Run("a", "pairs, 0.04 0.02", 0.004, 1, 1.1, 1.2, 5e6),
+    Run("a", "pairs, 0.04 0.02", 0.004, 2, 1.2, 1.3, 5e6),
+    Run("a", "alone, 0.01 0.02 @ b", 0.004, 1, 2.0, 2.0, 0),
+    Run("b", "pairs, 0.08 0.02", 0.004, 1, 0.5, 0.5, 0),
+]
+LIST = """\
+<!-- table of a: rates loss perplexity benefit MB others
+synchronous
+**pairs** = pairs
+alone = alone @ b
+-->
+<!-- end -->
+"""
+CROSS = """\
+<!-- table of a: loss
+| method | alone = {} @ c | on b = {} @ b | here = {}
+pairs
+no rounds = alone
+-->
+<!-- end -->
+"""
+
+
+def rows(page: str) -> list[str]:
+    """Those of the table, without its head."""
+    return written(page, RUNS).split("-->\n")[1].splitlines()[2:-1]
+
+
+def test_a_row_is_a_method_at_its_best_rates_beside_runs_of_the_same_seeds() -> None:
+    assert rows(LIST) == [
+        "| synchronous | 0.01, 0.02 | 1.1000 +- 0.1414 (2 seeds) |  | 100 % |  |  |",
+        "| **pairs** | 0.04, 0.02 | 1.1500 +- 0.0707 (2 seeds) | 5.1 % | 90 % | 5.0 | 0.01, 0.02: 1.2000 |",
+        "| alone | 0.01, 0.02 | 2.0000 | 171.8 % | 0 % |  |  |",
+    ]
+
+
+def test_columns_are_methods_and_a_column_without_runs_is_refused() -> None:
+    with pytest.raises(TableError, match="no runs of the column alone"):
+        rows(CROSS)
+    assert rows(CROSS.replace(" alone = {} @ c |", "")) == [
+        "| pairs |  | 1.1500 +- 0.0707 (2 seeds) |",
+        "| no rounds | 2.0000 |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("= pairs", "= pears", 'table of a: .*: evidence.csv has no runs of "pears"'),
+        ("= pairs", "= pairs, 0.5 0.5", 'no runs of "pairs, 0.5 0.5"'),
+        ("MB", "GB", "measures are rates .*, not GB"),
+        ("<!-- end -->\n", "", "is not in a line of its own"),
+    ],
+)
+def test_a_mistake_in_a_comment_is_named(old: str, new: str, message: str) -> None:
+    with pytest.raises(TableError, match=message):
+        written(LIST.replace(old, new), RUNS)
+
+
+def test_rates_that_a_name_lacks_are_those_of_the_study() -> None:
+    tokens = methods_of(run for run in read(EVIDENCE) if run.study == "tokens")
+    synchronous = found("synchronous @ 256 tokens", tokens)
+    assert synchronous is not None
+    assert synchronous.best[1].rates == pytest.approx((0.056, 0.064))  # twice those of the study
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_the_tables_of_a_page_are_those_of_the_csv(page: Path) -> None:
+    check(page.read_text(), read(EVIDENCE))
+
+
+def build(page: str, markdown: str) -> str:
+    """What `make docs` makes of a page."""
+    site: Any = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    return docs_site.on_page_markdown(markdown, site, site, site)
+
+
+@pytest.mark.parametrize("side", ["page", "csv"])
+def test_a_number_that_differs_fails_make_docs(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    markdown = (ROOT / "docs/evidence.md").read_text()
+    assert "| 1.3325 +- 0.0014 |" in build("evidence.md", markdown)
+    if side == "page":
+        markdown = markdown.replace("| 1.3325 +- 0.0014 |", "| 1.3324 +- 0.0014 |")
+    else:
+        runs = [run._replace(loss=run.loss + 0.001) for run in read(EVIDENCE)]
+        monkeypatch.setattr(docs_site, "read", lambda file: runs)
+    with pytest.raises(PluginError, match=r'^evidence.md: "\| .*" is "\| .*" by evidence.csv; python -m'):
+        build("evidence.md", markdown)
+
+
+def test_of_several_texts_the_worst_comes_first_and_unended_searches_are_left_out() -> None:
+    losses = {
+        "synchronous @ a, 20 steps": [1.2, 1.0, 1.3],
+        "synchronous @ b, 20 steps": [1.2, 1.0, 1.3],
+        "synchronous @ c, 20 steps": [1.0, 1.2, 1.3],  # the best has no neighbour below
+        "pairs @ a, 20 steps": [1.2, 1.1, 1.3],
+        "pairs @ b, 20 steps": [1.3, 1.2, 1.3],
+        "pairs @ c, 20 steps": [1.3, 1.2, 1.3],
+    }
+    results = {
+        Key(name, rate, 1): {"mean_model_loss": loss}
+        for name, tried in losses.items()
+        for rate, loss in zip((0.01, 0.02, 0.04), tried, strict=True)
+    }
+    *_, row = over_texts(results).splitlines()
+    assert row.startswith("| 20 | pairs | 22.1 % b, 10.5 % a | 0.02 b, 0.018 a |")
