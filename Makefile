@@ -57,7 +57,7 @@ matrix: $(INSTALLED)
 	@.venv/bin/python -m tools.matrix
 
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 evidence: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
