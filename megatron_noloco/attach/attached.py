@@ -52,8 +52,8 @@ class Attached:
     Attributes:
         done: local steps of the training so far. Use it for the learning rate, and for the end of the loop. In a
             federation it jumps ahead, without steps of this loop, when the job has fallen
-            `FederationSettings.rounds_behind` rounds behind and has taken over the state of another one, or is
-            slow (`FederationSettings.skip_local_steps`).
+            `FederationSettings.rounds_behind` rounds behind and has taken over the state of another one, and
+            often when the job is slow (`FederationSettings.skip_local_steps`).
         taken: the local steps of the state of `inner` that was taken over last, after `attach`; -1: none was. A
             schedule in it is advanced up to there.
         outer: the outer optimizer of this rank.
@@ -98,12 +98,13 @@ class Attached:
 
         With DeepSpeed, call it after each `engine.step()`; it does nothing while gradients are accumulated.
 
-        Returns the reports of the rounds that ended with it: none after most steps. In one job it raises
-        PartnerLostError when a partner is gone, or PartnerTimeoutError, a subclass, when it does not answer in
-        time: go back to a checkpoint. In a federation a lost partner costs a skipped round, which the report
-        names (`report.exchange.missed`), and UntrainedError is raised where this job began without a checkpoint
-        and the others have trained long before, or wait at their end; NotFiniteError where a round is due and a
-        weight of this replica is not finite.
+        Returns the reports of the rounds that ended with it: none after most steps. In a federation a lost partner
+        costs a skipped round, and the report says why (`report.exchange.missed`).
+
+        Raises PartnerLostError in one job, when a partner is gone, or its subclass PartnerTimeoutError, when a
+        partner does not answer in time: go back to a checkpoint. In a federation raises NotFiniteError where a
+        round is due and a weight of this replica is not finite, and UntrainedError where this job began without a
+        state, and the others have trained long before or wait at their end.
         """
         if self._adapter.steps is not None:
             steps = self._adapter.steps()
@@ -177,13 +178,17 @@ class Attached:
     def average(self) -> list[ExchangeReport]:
         """Make all replicas one model, the mean of their weights. Call it after the last step.
 
-        In one job all replicas then have the mean to rounding, in a federation the same bits. A job of a
-        federation waits for the others that are there, as long as they train; one that does not begin a round for
-        `NolocoSettings.deadline_seconds` is left out. So are the weights of one that ended more than
-        `FederationSettings.rounds_behind` rounds before the furthest; it gets the mean of the others. A warning
-        names those that are left out. The reports have the replicas averaged, and how far apart they were. With a
-        delay, rounds under way are merged before. Where this job is asked to stop meanwhile (`stopped` of
-        `attach`), the weights stay its own, and there are no reports.
+        In one job all replicas then have the mean to rounding, in a federation the same bits. With overlap, rounds
+        under way are merged before. Buffers, such as the running means of batch norm, stay each replica's own.
+
+        A job of a federation waits for the others that are there, as long as they train. A job that does not begin
+        a round for `NolocoSettings.deadline_seconds` is left out. A job that ended more than
+        `FederationSettings.rounds_behind` rounds before the furthest gets the mean of the others, without its own
+        weights in it. A warning names the jobs that are left out. Where this job is asked to stop meanwhile
+        (`stopped` of `attach`), its weights stay its own.
+
+        Returns reports with the replicas averaged, and how far apart they were; none where it was asked to stop.
+        Raises PartnerLostError in one job, as `step` does.
         """
         self._adapter.check_all()
         self.outer.finish()
@@ -214,8 +219,8 @@ class Attached:
     def close(self, at_once: bool = False) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.
 
-        With a delay, the rounds under way are merged, except `at_once`, or while an exception is handled; a job of
-        a federation then does not wait for them. A second call does nothing.
+        With overlap, the rounds under way are merged, except `at_once` or while an exception is handled. A job of
+        a federation does not wait for them then. A second call does nothing.
         """
         if self not in _ATTACHED:
             return
@@ -279,21 +284,24 @@ def attach(
             trained already, the weights and the outer state of the replica that is furthest are taken over.
         inner: the inner optimizer, with DeepSpeed `engine.optimizer`; or several objects with `state_dict` and
             `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
-            of the federation that begin later, and taken over with the weights; that of a torch optimizer whatever
-            the layout of the ranks, others must be the same on all ranks.
+            of the federation that begin later, and taken over with the weights; without `inner` the optimizer
+            begins anew. So does an optimizer that keeps anything but numbers and tensors of a weight's shape
+            (Adafactor, 8-bit moments), and a line says so. The ranks of the jobs may differ for an optimizer of
+            torch or DeepSpeed; the state of any other object must be the same on all ranks.
         stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
             `threading.Event` that a handler of SIGTERM sets. Called often, also from other threads. Once it
             returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
             and `step` skips the round. To save and to end is left to the loop.
 
-    Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
-    replica, where ranks of this job have different settings, or its replicas different weights, for settings with
-    which the replicas drift apart, for a state of other weights, and for an optimizer in `inner` that keeps
-    weights of its own (some of these are noticed by `step`, before the first round). Jobs of a federation refuse
-    each other where settings, seed, names and shapes of weights, first weights, frozen weights, first buffers or
-    the configs of a transformers model differ, but not where their ranks do: a line on the stderr of both says
-    which. In a shared folder they may not see each other; a job that is alone for ten seconds says on stderr in
-    what the newest job there differs.
+    Raises ValueError for an argument that does not fit; where gradients are not reduced over the ranks of one
+    replica; where ranks of this job have different settings, or its replicas different weights; for settings with
+    which the replicas drift apart; for a state of other weights; and for an optimizer in `inner` that keeps
+    weights of its own, which some show only in `step`, before the first round.
+
+    Jobs of a federation refuse each other where settings, seed, names and shapes of weights, first weights, frozen
+    weights, first buffers or the configs of a transformers model differ. A line on the stderr of both says in
+    what. In a shared folder such jobs may not see each other; a job that is alone for ten seconds says on stderr
+    in what the newest job there differs.
     """
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, seed, transport)

@@ -23,11 +23,11 @@ _MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is
 
 
 class UntrainedError(RuntimeError):
-    """The others have trained, and this replica has no weights with which it could join them."""
+    """Raised where the others have trained, and this replica has no weights with which it could join them."""
 
 
 class NotFiniteError(RuntimeError):
-    """The state of this replica is of no use and must not be saved; its last checkpoint is good."""
+    """Raised where weights or losses of this replica are not finite. Save nothing; the last checkpoint is good."""
 
 
 @dataclass

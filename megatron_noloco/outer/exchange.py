@@ -50,7 +50,15 @@ class AnyExchange(Protocol):
 def group_mean(
     exchange: AnyExchange, vector: Tensor, group: Group, number: int, what: str, out: Tensor
 ) -> Tensor:
-    """Fill `out`, other memory than the vector's, with the whole mean: `begin` and `finish` in one."""
+    """Fill `out` with the mean of a vector over a group, and return it: `begin` and `finish` in one.
+
+    Args:
+        exchange: with nothing under way.
+        vector: as in `Exchange.begin`; so are group, number and what.
+        out: fp32, as long as the vector, other memory than it.
+
+    Raises as `Exchange.begin` and `Exchange.finish` do.
+    """
     exchange.begin(vector, group, number, what)
     for start, stop, mean in exchange.finish():
         out[start:stop] = mean

@@ -32,21 +32,34 @@ class MeanPiece(NamedTuple):
 
 @dataclass
 class ExchangeReport:
-    """Reports what one exchange cost, and what it measured, on this rank."""
+    """Reports what one exchange cost, and what it measured, on this rank.
 
-    group: Group  # this replica included
+    Attributes:
+        group: the replicas averaged, this one included; this one alone where the round was skipped.
+        bytes_sent: by this rank.
+        wait_seconds: spent waiting inside `Exchange.finish`.
+        seconds: from `begin` until this rank has seen that everything is received and sent.
+        squared_deviation: sum over the elements of the unbiased variance over the group.
+        compared_elements: elements in that sum.
+        poisoned_elements: elements in chunks where some member was not finite.
+        squared_error: of the code, likewise: s^2 / 12 of each coded element, the variance of its rounding.
+        resent_elements: sent in fp32 after the code, which could not hold them.
+        missed: the partner that was not exchanged with, and why; empty if the round took place.
+        in_doubt: whether a partner may have used the mean of a round that was skipped here.
+        started: when it began, on the clock `time.perf_counter`.
+    """
+
+    group: Group
     bytes_sent: int = 0
-    wait_seconds: float = 0.0  # spent waiting inside `Exchange.finish`
-    seconds: float = 0.0  # from `begin` until this rank has seen that everything is received and sent
-    squared_deviation: float = 0.0  # sum over elements of the unbiased variance over the group
+    wait_seconds: float = 0.0
+    seconds: float = 0.0
+    squared_deviation: float = 0.0
     compared_elements: int = 0
-    poisoned_elements: int = 0  # in chunks where some member was not finite
-    squared_error: float = (
-        0.0  # of the code, likewise: s^2 / 12 of each coded element, the rounding's variance
-    )
-    resent_elements: int = 0  # sent in fp32 after the code, which could not hold them
-    missed: str = ""  # the partner that was not exchanged with, and why: the round was skipped
-    in_doubt: bool = False  # skipped here, but the partner may have used the mean
+    poisoned_elements: int = 0
+    squared_error: float = 0.0
+    resent_elements: int = 0
+    missed: str = ""
+    in_doubt: bool = False
     started: float = field(default_factory=time.perf_counter, repr=False)
 
     def add(self, other: "ExchangeReport") -> None:

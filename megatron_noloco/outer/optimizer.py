@@ -53,7 +53,7 @@ class Apart(Protocol):
 
 
 class OuterOptimizer:
-    """Holds one rank's slow weights and outer momentum buffer, and runs rounds; `step` has the equations.
+    """Holds one rank's slow weights and outer momentum buffer, and runs rounds; `outer.step` has the equations.
 
     All replicas must start from equal weights, and call `after_local_step` after each of their local steps.
 
@@ -211,7 +211,10 @@ class OuterOptimizer:
         return reports
 
     def average_all(self, done: int) -> list[ExchangeReport]:
-        """Make the weights of all replicas of a job their mean to rounding, after `done` steps; see `settle`."""
+        """Make the weights of all replicas of a job their mean to rounding, after `done` steps; see `settle`.
+
+        Returns the report of each exchange. Raises as `run_round` does.
+        """
         place = self.place
         groups = averaging_cycle(place.replica, place.replicas, self.grouping.seed)
         assert self.transport is not None
@@ -416,6 +419,7 @@ def mean_model(outer: Rounds, exchange: Exchange, number: int) -> Iterator[Excha
     answer; the weights are then put back.
 
     Args:
+        outer: of this rank.
         exchange: on a channel of its own (`Channel.MEAN_MODEL`). Its buffers are all the memory that this takes.
         number: of this evaluation, the same on all ranks: the local steps done.
     """

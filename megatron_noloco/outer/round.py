@@ -99,11 +99,14 @@ class RoundReport:
     """Reports what one round of a fragment cost and showed, on this rank.
 
     Attributes:
+        round_index: from 0.
+        exchange: its report.
         spread: standard deviation of the fast weights over the group before the round, root mean square over the
             weights; nan if the round was skipped. Exactly that for consensus_weight = outer_lr, payload "fp32" and
             pairs. Otherwise it is that of c / gamma = phi + (beta / gamma) Delta (of Delta if gamma is 0), of
             codes, and in a larger group of this rank's part of the weights.
         pause_seconds: seconds that local steps stood still for it.
+        fragment: of the weights, from 0.
     """
 
     round_index: int

@@ -13,7 +13,7 @@ Pairing = Literal["random", "cycle"]
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of replicas, another division of all replicas in each round.
+    """Divides all replicas into groups, in another way in each round.
 
     "random": a random permutation of the replicas is cut into groups of `group_size`; when that does not divide
     `replicas`, the rest is one smaller group, and a group of one skips the round. `group_size == replicas` is
@@ -31,6 +31,14 @@ class Grouping:
     Each fragment still takes every digit once before labels are drawn again. So its spread shrinks by
     `stability.cycle_spread_factor` of the group sizes in the order that begins f digits later, which for pairs is
     the same for all fragments.
+
+    Attributes:
+        replicas: their number, R.
+        group_size: the most replicas in a group.
+        seed: of the draws, at least 0, the same on all ranks.
+        pairing: see above.
+
+    Raises ValueError for a seed that is negative or no integer.
     """
 
     replicas: int

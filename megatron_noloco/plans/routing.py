@@ -21,11 +21,16 @@ class Routes:
     Boundary b lies between stages b and b+1 (with virtual stages: between chunks b and b+1 of the model,
     including the wrap from the last stage back to the first). All ranks at a boundary use its one permutation, so
     a send and its receive name each other.
+
+    Attributes:
+        replicas: their number.
+        seed: the same on all ranks.
+        counters: of the draw, by microbatch; None: routes that never leave their replica.
     """
 
     replicas: int
     seed: int
-    counters: tuple[int, ...] | None  # by microbatch; None is the straight route
+    counters: tuple[int, ...] | None
 
     def next_replica(self, boundary: int, replica: int, microbatch: int) -> int:
         """Return the replica whose stage after `boundary` receives what `replica` computed before it."""
@@ -59,13 +64,21 @@ def _permutation(
 
 @dataclass(frozen=True)
 class Routing:
-    """Draws routes for each round or for each microbatch, or never ("off", the default of `noloco.routing`)."""
+    """Draws routes for each round or for each microbatch, or never ("off", the default of `noloco.routing`).
+
+    Attributes:
+        replicas: their number.
+        microbatches: of a replica in a local step.
+        seed: the same on all ranks.
+        interval: for which new routes are drawn.
+        pp: stages of a replica; with one there is no boundary.
+    """
 
     replicas: int
     microbatches: int
     seed: int
     interval: RoutingInterval
-    pp: int = 2  # stages of a replica; with one there is no boundary
+    pp: int = 2
 
     @property
     def active(self) -> bool:

@@ -26,6 +26,8 @@ class Place:
         replicas: their number.
         rank: its rank in the transport; by default the first rank of the replica.
         ranks_per_replica: replicas are contiguous blocks of this many ranks.
+
+    Raises ValueError for a replica that is not among them, and for a rank that is not in the replica.
     """
 
     replica: int

@@ -63,6 +63,9 @@ class MpiTransport:
     buffers until the partner answers. Every exchange needs tags of its own, so that a late message arrives in
     the old buffer and not in the next one.
 
+    Args:
+        chunk_bytes: of the pieces into which messages are cut, below 2^31.
+
     Raises ValueError for `chunk_bytes` out of range, and when MPI was started with THREAD_SINGLE.
     """
 

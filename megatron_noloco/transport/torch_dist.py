@@ -31,7 +31,10 @@ class TorchTransport:
     """Sends messages between two ranks over a gloo group of its own.
 
     The constructor makes the group over all ranks, so every rank must construct its transport at the same
-    place of the program.
+    place of the program, after `torch.distributed.init_process_group`.
+
+    Args:
+        chunk_bytes: of the pieces into which messages are cut.
     """
 
     name = "torch"
