@@ -128,7 +128,7 @@ def commands_of(text: str) -> Iterator[str]:
 def _prepare(clone: Path, venv: Path | None) -> None:
     """Clone HEAD, and write the configs that the table names."""
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    (config,) = re.findall(r"```json\n(.*?)```", (clone / "README.md").read_text(), re.DOTALL)
+    (config,) = re.findall(r"```json\n(.*?)```", (clone / "docs/running.md").read_text(), re.DOTALL)
     (clone / "my-run.json").write_text(config)
     short = json.loads((clone / "configs/quickstart.json").read_text())
     short["training"]["train_iters"] = short["noloco"]["local_steps"] = 4

@@ -60,10 +60,10 @@ def test_the_configurations_of_several_machines_are_valid() -> None:
     assert both.replica_size == one.replica_size == 8
 
 
-def test_the_config_of_the_readme_can_be_checked_and_planned(
+def test_the_first_config_can_be_checked_and_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/running.md").read_text()
     (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my-run.json").write_text(block)
     assert main(["config", "--check", str(tmp_path / "my-run.json")]) == 0
