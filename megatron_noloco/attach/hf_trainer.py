@@ -64,7 +64,7 @@ class NolocoCallback(TrainerCallback):
 
     Args:
         trainer: the Trainer to which the callback is added.
-        federation, settings, slot, seed: see `attach`.
+        federation: how this job finds the others; see `attach`, also for `settings`, `slot` and `seed`.
         average: whether the replicas average at the end.
 
     Raises ValueError at the beginning of the training as `attach` does, for a checkpoint without a state, for

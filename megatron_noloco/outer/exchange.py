@@ -54,7 +54,7 @@ def group_mean(
 
     Args:
         exchange: with nothing under way.
-        vector: as in `Exchange.begin`; so are group, number and what.
+        vector: see `Exchange.begin`, also for `group`, `number` and `what`.
         out: fp32, as long as the vector, other memory than it.
 
     Raises as `Exchange.begin` and `Exchange.finish` do.

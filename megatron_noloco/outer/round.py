@@ -30,7 +30,7 @@ Fragments. A rank's weights can be cut into F equal parts whose rounds are at di
 of its own (`plans.fragments`, `Grouping.groups`). A round is element by element, so all of this holds for each
 fragment. Elements that other ranks of the replica hold as well (`Weights.copied`) stay equal if they are exchanged
 with the same replicas after the same local steps. They lie at different places of the ranks' vectors, so all of
-them are in fragment 0. docs/exchange-details.md says more about the cuts.
+them are in fragment 0. docs/exchange.md says more about the cuts.
 """
 
 import math
