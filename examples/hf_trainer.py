@@ -3,7 +3,8 @@
     python examples/hf_trainer.py --slot 0 --slots 2 --folder my-run &
     python examples/hf_trainer.py --slot 1 --slots 2 --folder my-run
 
-On several machines `--rendezvous tcp://first:29600 --key-file my-run.key` in addition (docs/workstations.md).
+On several machines `--rendezvous tcp://first:29600 --key-file my-run.key` in addition
+(docs/several-machines.md).
 Each may be stopped and started again on its own; it continues from the Trainer's last checkpoint. Several ranks
 for each replica: torchrun --nproc-per-node 2 in place of python, for all jobs. `--deepspeed FILE`: a ds_config.
 

@@ -70,7 +70,7 @@ def test_chaos_kills_a_replica_that_comes_back(tmp_path: Path) -> None:
     found = run("chaos", [*few.split(), "--output", str(tmp_path / "chaos")])
     assert set(found["exit_codes"].values()) == {0}
     assert found["processes_left"] == 0
-    assert found["loss_ratio"] < 1.1  # so short a run is not that of docs/faults-details.md
+    assert found["loss_ratio"] < 1.1  # so short a run is not that of docs/faults.md
 
 
 @pytest.mark.slow
