@@ -96,7 +96,9 @@ class NolocoSettings:
         "integers. docs/exchange.md has bytes and errors.",
     )
     slow_weights: Literal["host", "device"] = field(
-        "host", "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's."
+        "host",
+        "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's. They are "
+        "quantized for an exchange where they are kept.",
     )
     fragments: Positive = field(
         1,
@@ -123,6 +125,12 @@ class NolocoSettings:
     def payload_bits(self) -> int | None:
         """Return the bits of a code; None for fp32."""
         return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
+
+    def codes_on_device(self, apart: bool) -> bool:
+        """Return whether an accelerator computes codes; not if replicas are `apart`: vectors of separate jobs move
+        through the host memory of a replica's first rank.
+        """
+        return self.slow_weights == "device" and self.payload_bits is not None and not apart
 
     @property
     def first_overlap_steps(self) -> int:

@@ -150,7 +150,7 @@ def _plan(args: argparse.Namespace) -> int:
             _show_fit(plan, config, architecture, accelerator)
             if step is None:
                 say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
-        _show_time(plan, network)
+        _show_time(plan, network, on_gpu=accelerator is not None)
         if departures is not None:
             _show_departures(departures, args.notice, config.federation.leave_seconds)
     return 0
@@ -213,7 +213,7 @@ def _fits(plan: "Plan", accelerator: "Accelerator") -> bool:
     return plan.memory.gpu_bytes / 1e9 <= USABLE * accelerator.gigabytes
 
 
-def _show_time(plan: "Plan", network: "Network | None") -> None:
+def _show_time(plan: "Plan", network: "Network | None", on_gpu: bool) -> None:
     from megatron_noloco.monitor.figures import megabytes, percent
 
     step = plan.step_seconds
@@ -223,6 +223,9 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
         say(
             f"a round takes {plan.round_core_seconds:.2g} s of one core of the host, less if a rank has more cores"
         )
+        if on_gpu:
+            to_host, to_gpu = map(megabytes, plan.bus_bytes)
+            say(f"    and moves {to_host} MB from the GPU to the host, {to_gpu} MB back")
     if plan.gathered_bytes:
         say(
             f"rank 0 of a replica exchanges for all of its ranks: in a round they send it "

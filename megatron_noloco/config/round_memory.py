@@ -23,6 +23,8 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
         of_round["received vector"] = 4
     elif in_pairs and noloco.payload_bits:
         of_round |= {"quantized values": noloco.payload_bits / 4, "sketches and steps": 0.1}
+    if noloco.payload_bits and noloco.codes_on_device(kept_aside):
+        of_round["quantized values on the device"] = noloco.payload_bits / 8
     if noloco.keeps_rounding_among(replicas):
         of_round["new rounding errors"] = 4
     if kept_aside:
@@ -33,14 +35,24 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
     return {vector: size * share for vector, size in of_round.items()}
 
 
+def on_accelerator(noloco: NolocoSettings, kept_aside: bool = False) -> set[str]:
+    """Return which of the vectors of these two functions lie in the memory of an accelerator, if there is any."""
+    if noloco.slow_weights == "host":
+        return set()
+    vectors = {"slow weights", "outer momentum", "rounding errors", "snapshot"}
+    if noloco.codes_on_device(kept_aside):
+        vectors |= {"combined vector", "quantized values on the device", "new rounding errors"}
+    return vectors
+
+
 def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> str:
     """Return what `outer` keeps beside the weights, in words.
 
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
     """
-    state = bytes_of_state(noloco, replicas)
-    vectors = state | bytes_of_rounds(noloco, replicas, kept_aside)
+    vectors = bytes_of_state(noloco, replicas) | bytes_of_rounds(noloco, replicas, kept_aside)
+    there = [vector for vector in vectors if vector in on_accelerator(noloco, kept_aside)]
     in_pairs = noloco.in_pairs_among(replicas)
     at_a_time = _rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
@@ -48,7 +60,7 @@ def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False)
         f"{sum(vectors.values()):.3g} bytes per parameter ("
         + ", ".join(f"{vector} {size:.2g}" for vector, size in vectors.items())
         + (")" if in_pairs else f"), and at most 128 MiB to receive in{rounds}")
-        + ("" if noloco.slow_weights == "host" else f"; {', '.join(state)} and snapshot on the accelerator")
+        + (f"; on the accelerator: {', '.join(there)}" if there else "")
     )
 
 

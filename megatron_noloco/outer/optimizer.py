@@ -349,8 +349,7 @@ class OuterOptimizer:
             if self._apart is None
             else self._apart.exchange(self._exchange)
         )
-        # Separate jobs move vectors through the host memory of a replica's first rank.
-        coded = self.settings.payload_bits is not None and self._apart is None
+        coded = self.settings.codes_on_device(apart=self._apart is not None)
         return Round(self._vectors, exchange, self._longest, self._vectors.home if coded else HOST)
 
     def _exchange(self, channel: int, stretch: int) -> Exchange:

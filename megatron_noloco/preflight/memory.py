@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import is_muon, moments
 from megatron_noloco.config.parallel_block import layers_of_chunks
-from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state
+from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state, on_accelerator
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.model.families import Parameter, table_of
@@ -174,12 +174,19 @@ def memory_of(
     nccl = _nccl(topology, routed, shares_embedding, stage)
     if not config.noloco.enabled:
         return Memory(device, {}, nccl)
-    of_state = bytes_of_state(config.noloco, topology.ensemble)
-    of_rounds = bytes_of_rounds(config.noloco, topology.ensemble, kept_aside=bool(topology.slots))
-    state = {" and ".join(of_state): round(held.owned * sum(of_state.values()))}
-    rounds = {"rounds": round(held.owned * sum(of_rounds.values()))}
-    on_host = config.noloco.slow_weights == "host"
-    return Memory(device, state | rounds, nccl) if on_host else Memory(device | state, rounds, nccl)
+    apart = bool(topology.slots)
+    state = bytes_of_state(config.noloco, topology.ensemble)
+    rounds = bytes_of_rounds(config.noloco, topology.ensemble, kept_aside=apart)
+    there = on_accelerator(config.noloco, apart)
+
+    def parts(on_device: bool) -> dict[str, int]:
+        sizes = {
+            name: sum(size for vector, size in vectors.items() if (vector in there) == on_device)
+            for name, vectors in ((" and ".join(state), state), ("rounds", rounds))
+        }
+        return {name: round(held.owned * size) for name, size in sizes.items() if size}
+
+    return Memory(device | parts(on_device=True), parts(on_device=False), nccl)
 
 
 def communicators(topology: Topology, routed: bool, tied: bool) -> int:

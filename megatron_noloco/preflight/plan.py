@@ -17,7 +17,7 @@ from megatron_noloco.preflight.memory import (
     fullest_stage,
     parameters_of_stages,
 )
-from megatron_noloco.settings import TrainerSettings
+from megatron_noloco.settings import NolocoSettings, TrainerSettings
 
 _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
@@ -28,6 +28,7 @@ _LEAST_TIME_OUT = 0.2  # seconds, of Linux; after a pause of so long and a round
 
 # For 10^9 weights, in pairs and in groups of 4, with copies of messages in memory (python -m tools.bench_host).
 _CORE_SECONDS = {"fp32": (5.0, 8.0), "int8": (12.0, 13.0), "int4": (13.0, 25.0)}
+_CORE_SECONDS_OF_STEPS = 0.1  # where a GPU computes the codes: to find their steps
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ class Plan:
         schemes: the config's own scheme, then others in its place; empty where the network is not known.
         routed_bytes: bytes that a replica sends to others in a local step, for routing.
         routed_seconds: seconds of these messages if no computation hides them; None without routing or network.
-        round_core_seconds: seconds that a round takes of one core of the host: with codes, and slow weights there.
+        round_core_seconds: seconds that a round takes of one core of the host.
+        bus_bytes: that a round moves between a GPU and the host: to the host, and to the GPU.
         gathered_bytes: bytes that the other ranks of a replica send to its speaker in a round of a federation, and
             that come back.
     """
@@ -141,6 +143,7 @@ class Plan:
     routed_bytes: float
     routed_seconds: float | None
     round_core_seconds: float
+    bus_bytes: tuple[int, int]
     gathered_bytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -153,6 +156,7 @@ class Plan:
             "memory_bytes": asdict(self.memory),
             "step_seconds": self.step_seconds,
             "core_seconds_per_round": self.round_core_seconds,
+            "bus_bytes_per_round": self.bus_bytes,
             "gathered_bytes_per_round": self.gathered_bytes,
             "routed_bytes_per_step": self.routed_bytes,
             "routed_seconds_per_step": self.routed_seconds,
@@ -203,14 +207,39 @@ def plan_of(
         # Of the first microbatch forward, of the last one backward.
         trips = 2 * (topology.pp * topology.vpp - 1)
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
-    computed = core_seconds(config.noloco, largest.owned, topology.ensemble) if config.noloco.enabled else 0.0
-    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds, computed, gathered)
+    computed, crosses = 0.0, (0, 0)
+    if config.noloco.enabled:
+        computed = core_seconds(config.noloco, largest.owned, topology.ensemble, bool(topology.slots))
+        crosses = bus_bytes(config.noloco, held.owned, topology.ensemble, bool(topology.slots))
+    return Plan(
+        topology, stage, held, memory, step_seconds, found, sent, seconds, computed, crosses, gathered
+    )
 
 
-def core_seconds(noloco: TrainerSettings, weights: int, replicas: int) -> float:
-    """Return the seconds of one core in which a rank computes its part of a round of all its weights."""
+def core_seconds(noloco: NolocoSettings, weights: int, replicas: int, apart: bool) -> float:
+    """Return the seconds of one core in which a rank computes its part of a round of all its weights.
+
+    Args:
+        apart: whether replicas are separate jobs.
+    """
     in_pairs, in_groups = _CORE_SECONDS[noloco.payload]
+    if noloco.codes_on_device(apart):
+        in_pairs = in_groups = _CORE_SECONDS_OF_STEPS
     return weights / 1e9 * (in_pairs if noloco.in_pairs_among(replicas) else in_groups)
+
+
+def bus_bytes(noloco: NolocoSettings, weights: int, replicas: int, apart: bool) -> tuple[int, int]:
+    """Return the bytes that a round of all weights of a rank moves from a GPU to the host, and to the GPU."""
+    bits = noloco.payload_bits
+    if bits is None or not noloco.codes_on_device(apart):
+        return _FP32 * weights, _FP32 * weights
+    codes, elements = message_bytes(weights, bits), blocks_in(weights) * BLOCK
+    to_host, to_gpu = [], []
+    for members in noloco.group_sizes_among(replicas):
+        sums = elements * wide_type(bits, members).itemsize if members > 2 else 0
+        to_host.append(codes + sums / members)
+        to_gpu.append((codes * (1 - 1 / members) if members > 2 else codes) + sums)
+    return round(mean(to_host)), round(mean(to_gpu))
 
 
 def computing_seconds(

@@ -8,6 +8,8 @@ import pytest
 from megatron_noloco.outer import coded_exchange, vectors
 from megatron_noloco.outer import payload as codes
 from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.preflight.plan import bus_bytes
+from megatron_noloco.settings import PAPER, NolocoSettings
 from tests.simulated_gpu import Order, installed
 from tests.simulated_gpu.rounds import (
     AT_ONCE,
@@ -79,8 +81,10 @@ def test_codes_cross_the_bus_if_slow_weights_are_on_the_device(payload: str) -> 
             for where in ("host", "device")
         )
     assert set(host.crossed.values()) == {4 * length}
-    most = 1.02 * device.report.bytes_sent + 4 * BLOCK  # with signs, steps and verdicts
-    assert max(device.crossed.values()) < most
+    settings = NolocoSettings(**PAPER | {"local_steps": 1, "payload": payload, "slow_weights": "device"})
+    for way, planned in zip(("host", "device"), bus_bytes(settings, length, 2, apart=False), strict=True):
+        again = 4 * device.report.resent_elements
+        assert planned - 16 * BLOCKS <= device.crossed[way] < 1.1 * planned + 4 * BLOCK + again
     assert sum(host.waits.values()) == -(-length // AT_ONCE) + 1, (
         "for each piece that is formed, and the last"
     )

@@ -29,7 +29,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         (
             "llama_1.3b",
             "--gpu A100 --bandwidth 1Gbit --latency 25ms",
-            ("16 replicas x pipeline 4", "NCCL", " s of one core of the host",
+            ("16 replicas x pipeline 4", "NCCL", " s of one core of the host", "from the GPU to the host",
              "memory of this rank GB", "inner optimizer", "fits A100", "this config",
              "routing sends"),
             ("Changes that help",),
@@ -378,3 +378,27 @@ def test_the_bytes_of_larger_groups_and_cycles(method: dict[str, Any]) -> None:
     assert len(group) == settings.group_sizes_among(replicas)[0]
     planned = exchange_bytes(settings, held, len(group), dp=1)
     assert {exchange.report.bytes_sent for exchange in exchanges} == {planned}
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int8"])
+def test_a_device_that_keeps_slow_weights_keeps_the_codes_as_well(payload: str) -> None:
+    """The snapshot lies beside slow weights and momentum. Codes need the combined vector there, too."""
+    apart = {"federation": {"slots": 2, "rendezvous": "file:///x", "encryption": "none"}}
+    found = []
+    for changes in ({}, {"noloco__slow_weights": "device"}, {"noloco__slow_weights": "device", **apart}):
+        method = {"noloco__overlap_steps": 1, "noloco__payload": payload, "noloco__routing": "off"}
+        replicas = {} if "federation" in changes else {"replicas": 2}
+        run = config(parallel=replicas, **method, **changes)
+        architecture, topology = run.architecture(257), run.topology(len(replicas) + 1)
+        plan = plan_of(run, architecture, topology)
+        kept = {"slow weights and outer momentum", "rounds"}
+        there = sum(size for part, size in plan.memory.device.items() if part in kept) / plan.held.owned
+        found.append((round(there, 3), plan.bus_bytes[0] / plan.held.owned, plan.round_core_seconds))
+    host, device, federation = found
+    assert (host[0], federation[0]) == (0, 12)
+    if payload == "fp32":
+        assert device == (12, 4, host[2])
+    else:
+        assert device[:2] == (17, pytest.approx(1.04, rel=0.01))
+        assert device[2] < host[2] / 50
+    assert host[1] == federation[1] == 4
