@@ -165,8 +165,8 @@ class Attached:
     def state_dict(self) -> dict[str, Tensor]:
         """Return what this rank saves beside its model and optimizer; `attach(..., state=...)` continues from it.
 
-        Each rank has a state of its own, which belongs to the present weights. The tensors are live: save or copy
-        them before the next step.
+        Each rank has a state of its own, which belongs to the present weights: it has their SHA-256, which takes
+        some 2.5 s for 10^9 weights of a rank. The tensors are live: save or copy them before the next step.
         """
         return self.outer.state() | {
             "local_steps_done": torch.tensor(self.done),

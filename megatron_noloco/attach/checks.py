@@ -13,6 +13,7 @@ from megatron_noloco.attach.adapter import EngineAdapter, check_reduced_over
 from megatron_noloco.attach.held import held_by
 from megatron_noloco.attach.other_state import Fingerprint, digest_of_replica, fingerprints_of
 from megatron_noloco.outer import Weights
+from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.outer.weights import Joined
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
@@ -187,7 +188,7 @@ def _check_state(state: Mapping[str, Tensor], weights: Weights) -> None:
 def digest_of(weights: Weights) -> bytes:
     """Return SHA-256 of the bits of this rank's weights in fp32."""
     parts, digest = Joined(weights.parts()), hashlib.sha256()
-    memory = torch.empty(min(weights.length, _AT_ONCE))
+    memory = buffer(min(weights.length, _AT_ONCE), HOST)
     for start in range(0, weights.length, _AT_ONCE):
         piece = memory[: weights.length - start]
         weights.read_into(piece, start, parts)

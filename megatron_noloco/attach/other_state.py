@@ -15,6 +15,7 @@ from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.held import parameters_of, plain, shapes_of, trained_in
 from megatron_noloco.federation.session import checksum_of
 from megatron_noloco.outer import Weights
+from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.outer.weights import Joined
 from megatron_noloco.plans.canonical import Block, Matrix, matrices
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
@@ -65,7 +66,7 @@ def digest_of_replica(ranks: Sequence[Fingerprint | str]) -> str:
 
 
 def _sums_of_weights(weights: Weights, held: Sequence[Block] | None) -> dict[Block, int]:
-    parts, memory = Joined(weights.parts()), torch.empty(min(weights.length, _ELEMENTS))
+    parts, memory = Joined(weights.parts()), buffer(min(weights.length, _ELEMENTS), HOST)
     if held is None:
         held = [Block(0, Matrix(0, 1, weights.length), 0, 0, 1, weights.length)]
 
@@ -124,8 +125,8 @@ def buffers_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 @torch.no_grad()
 def write_buffers(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
     """Overwrite the buffers with those of another replica, which `check_buffers` has accepted."""
-    for name, buffer in buffers_of(modules).items():
-        buffer.copy_(values[name])
+    for name, one in buffers_of(modules).items():
+        one.copy_(values[name])
 
 
 def check_buffers(modules: Sequence[nn.Module], values: Any) -> None:

@@ -29,6 +29,7 @@ from megatron_noloco.pipeline.stream_clock import StreamClock
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.routing import Routes
 
+_REDUCING = "reducing gradients and clipping them with the other ranks of the replica"
 _POLL_SECONDS = 1e-4
 
 
@@ -55,11 +56,6 @@ class ReplicaEngine:
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
         self._device = self.pipeline.communicator.device
         self._computing, self._stepping = StreamClock(self._device), StreamClock(self._device)
-        self._reducing = "reducing gradients and clipping them with the other ranks of the replica"
-        if self._device.type == "cuda" and groups.topology.pp > 1:  # queued, and waited for in the norm
-            self._reducing += (
-                ", or on the GPU still in a hop between stages, which NCCL's flight recorder names"
-            )
         if stage.config.fp16:
             stage.config.grad_scale_func = lambda loss: loss * self._optimizer.loss_scale
 
@@ -86,7 +82,8 @@ class ReplicaEngine:
             losses = self.pipeline.run(read, routes, self.microbatches, after_backward=self._reduce_one)
         self.record("time/forward_backward_seconds", self._computing.take(), PER_STEP)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
-        now.part(self._reducing)
+        # Hops are queued on a GPU, and the host waits for them in the norm.
+        now.part(lambda: self.pipeline.communicator.waits.inside() or _REDUCING)
         with self._stepping.running():
             self._gradients.complete()
             self._deepspeed.allreduce_gradients()

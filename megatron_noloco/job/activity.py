@@ -4,20 +4,24 @@ There is one activity per process, `now`. This file imports no torch, and a call
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 
 class State(NamedTuple):
-    """Says what a process is doing, which part of that, and since when (time.monotonic)."""
+    """Says what a process is doing, which part of that, and since when (time.monotonic).
+
+    The part may be a function, which is called when the state is shown, by any thread.
+    """
 
     what: str
-    part: str
+    part: str | Callable[[], str]
     since: float
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.part}" if self.part else self.what
+        part = self.part() if callable(self.part) else self.part
+        return f"{self.what}: {part}" if part else self.what
 
 
 class Activity:
@@ -48,7 +52,7 @@ class Activity:
         finally:
             self.state = State(before.what, before.part, time.monotonic())
 
-    def part(self, part: str) -> None:
+    def part(self, part: str | Callable[[], str]) -> None:
         """Set the part that begins now of what the rank is doing."""
         self.state = State(self.state.what, part, time.monotonic())
 

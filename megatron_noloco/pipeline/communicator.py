@@ -106,8 +106,9 @@ class RoutedCommunicator(P2PCommunicator):
         self._awaited = []
         requests += self._post(tensor_send_next, self._send_next, received_prev, self._recv_prev, forward)
         requests += self._post(tensor_send_prev, self._send_prev, received_next, self._recv_next, backward)
-        now.part(f"waiting for {' and '.join(self._awaited)}")
-        with self.waits.running():
+        what = f"waiting for {' and '.join(self._awaited)}"
+        now.part(what)
+        with self.waits.running(what):
             for request in requests:
                 request.wait()
         now.part("")

@@ -40,3 +40,18 @@ def test_blocks_count_once_the_stream_has_passed_them(monkeypatch: pytest.Monkey
     Event.reached = 12
     assert sum(taken) + clock.take() == pytest.approx(3 * 0.004)
     assert clock.take() == 0
+
+
+def test_the_block_that_the_stream_is_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "numbers", count(1))
+    clock, found = StreamClock("cuda"), []
+    for what in ("a hop from rank 1", "a hop from rank 2"):
+        with clock.running(what):
+            pass
+    for reached in range(5):
+        monkeypatch.setattr(Event, "reached", reached)
+        found.append(clock.inside())
+    assert found == ["", "a hop from rank 1", "", "a hop from rank 2", ""]
+    clock.take()
+    assert clock.inside() == ""

@@ -63,7 +63,7 @@ def blocked(rank: int, world_size: int, path: Path, patience_seconds: float, ask
     step = activity.now.doing("computing local step 7")
     watchdog = Watchdog(patience_seconds)
     with path.open("w", buffering=1) as log, redirect_stderr(log), watchdog, step:
-        activity.now.part("waiting for rank 1")
+        activity.now.part(lambda: "waiting for rank 1")
         log.write(f"{os.getpid()} waits\n")
         dist.recv(token, 1)
     return path.read_text().splitlines()[-1]
