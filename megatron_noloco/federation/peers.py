@@ -285,7 +285,7 @@ class Peers:
         if theirs != own:
             raise RefusedError(f"only one of the two sides encrypts; {_SAME_KEY}")
         if self._keys is not None:
-            yield from wire.encrypt(self._keys.dials if wire.endpoint else self._keys.listens)
+            wire.encrypt(self._keys.dials if wire.endpoint else self._keys.listens)
 
     def _say_why(self, wire: Wire, error: OSError) -> None:
         """Say why a connection has not begun; not where nobody answers."""

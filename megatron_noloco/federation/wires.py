@@ -24,7 +24,7 @@ _AT_ONCE = 2 * 2**20  # bytes that one connection reads, or writes, before other
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
 _LINGER_SECONDS = 2.0
 _MOST_WAITING = 4096  # messages to another process that reads none
-_PIECE = 2**18  # bytes that are encrypted, or decrypted, at a time
+_PIECE = 2**18  # bytes that are encrypted at a time
 
 _sink = memoryview(bytearray(2**16))  # for bytes that nobody wants
 
@@ -53,12 +53,7 @@ class Wire:
         self._wires, self._socket = wires, socket
         self._leaving = False
         self._out = deque[memoryview]()
-        self._raw = memoryview(b"")  # to be sent next, encrypted where the connection is
         self._script, self._place = _discard(), _sink
-        self._tls: ssl.SSLObject | None = None
-        self._to_tls, self._from_tls = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._shaking = False
-        self._unwanted = 0  # bytes that are thrown away before the script goes on
 
     def run(self, script: Script) -> None:
         """Have this script say what happens."""
@@ -67,7 +62,7 @@ class Wire:
 
     def write(self, *parts: Any) -> None:
         """Send bytes, which must not change before, after all others."""
-        self._out += map(memoryview, parts)
+        self._out += (memoryview(part) for part in parts if len(part))
         if len(self._out) > _MOST_WAITING:
             self.end(ConnectionAbortedError(errno.ECONNABORTED, "the other side reads nothing"))
         self.touch()
@@ -76,20 +71,19 @@ class Wire:
         """Have it look soon for something to send, or to read."""
         self._wires.ready.add(self)
 
-    def encrypt(self, context: ssl.SSLContext) -> Script:
-        """Do the handshake of TLS; a part of a script. Raises ssl.SSLError where the keys differ."""
-        self._tls = context.wrap_bio(self._to_tls, self._from_tls, server_side=not self.endpoint)
-        self._shaking = True
-        yield _sink[:0]
+    def encrypt(self, context: ssl.SSLContext) -> None:
+        """Have all that follows encrypted, both ways. Where the keys differ, the end is an ssl.SSLError."""
+        self._socket = context.wrap_socket(
+            self._socket, server_side=not self.endpoint, do_handshake_on_connect=False
+        )
 
     @property
     def encrypted(self) -> bool:
-        return self._tls is not None
+        return isinstance(self._socket, ssl.SSLSocket)
 
     def divert(self) -> None:
         """Throw away the rest of the bytes for the present place; then the script goes on as if they had come."""
-        self._unwanted, self._place = len(self._place), _sink[:0]
-        self._go_on()
+        self._place = memoryview(bytearray(len(self._place)))
 
     def leave(self) -> None:
         """Send what waits to be sent, and nothing after it."""
@@ -104,14 +98,17 @@ class Wire:
 
     def advance(self) -> None:
         """Move what can be moved now."""
+        self.blocked = False
         try:
             self._flush()
             self._fill()
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
             pass
+        except ssl.SSLWantWriteError:
+            self.blocked = True
+        except ssl.SSLEOFError:
+            self.end(_closed())
         except OSError as error:
-            with suppress(OSError):
-                self._socket.send(self._from_tls.read())  # says to the other side why
             self.end(error)
 
     def close(self) -> None:
@@ -124,102 +121,56 @@ class Wire:
         self.error.__traceback__ = None  # refers to this connection, whose memory would be kept
 
     def _flush(self) -> None:
-        self.blocked, sent = False, 0
-        while self._raw or self._next_piece():
+        sent = 0
+        while self._out or self._refilled():
             if sent >= _AT_ONCE:
                 self.touch()
                 return
             try:
-                count = self._socket.send(self._raw)
-            except BlockingIOError:
+                count = self._socket.send(self._out[0][:_PIECE])
+            except (BlockingIOError, ssl.SSLWantWriteError):
                 self.blocked = True
                 return
+            except ssl.SSLWantReadError:  # the handshake waits for the other side
+                return
             sent += count
-            self._raw = self._raw[count:]
+            if rest := self._out.popleft()[count:]:
+                self._out.appendleft(rest)
         if self._leaving:
             self._leaving = False
             self._socket.shutdown(socket.SHUT_WR)
 
-    def _next_piece(self) -> bool:
-        """Take the next bytes to send; return whether there are any."""
-        if self._shaking:
-            self._raw = memoryview(self._from_tls.read())
-        else:
-            if not self._out:
-                self._out += map(memoryview, self.refill())
-            if self._out:
-                self._raw = self._out.popleft()
-            if self._tls is not None:
-                self._encrypt(self._tls)
-        return bool(self._raw)
-
-    def _encrypt(self, tls: ssl.SSLObject) -> None:
-        """Replace the next bytes to send, or some of them, by what is encrypted."""
-        if len(self._raw) > _PIECE:
-            self._out.appendleft(self._raw[_PIECE:])
-        if self._raw:
-            tls.write(self._raw[:_PIECE])
-        self._raw = memoryview(self._from_tls.read())
+    def _refilled(self) -> bool:
+        self._out += (memoryview(part) for part in self.refill() if len(part))
+        return bool(self._out)
 
     def _fill(self) -> None:
-        """Read what has come; raises BlockingIOError at its end."""
+        """Read what has come; raises BlockingIOError, or ssl.SSLWantReadError, at its end."""
         read = 0
         while read < _AT_ONCE:
-            if self._tls is None:
-                count = self._received(self._place)
-                self._place = self._place[count:]
-                self._go_on()
-            else:
-                self._decrypt(self._tls)
-                count = self._received(self._wires.inbox)
-                self._to_tls.write(self._wires.inbox[:count])
+            if not (count := self._socket.recv_into(self._place)):
+                raise _closed()
+            self._place = self._place[count:]
+            self._go_on()
             read += count
         self.touch()
 
-    def _decrypt(self, tls: ssl.SSLObject) -> None:
-        try:
-            if self._shaking:
-                tls.do_handshake()
-                self._shaking = False
-            while True:
-                self._go_on()
-                place = self._place
-                while place:  # a call yields 16 KiB at most
-                    place = place[tls.read(len(place), place) :]  # type: ignore[index]
-                    self._place = place
-        except ssl.SSLWantReadError:
-            if self._from_tls.pending:
-                self.touch()
-
-    def _received(self, place: memoryview) -> int:
-        count = self._socket.recv_into(place)
-        if not count:
-            raise ConnectionResetError(errno.ECONNRESET, "the other side closed the connection")
-        return count
-
     def _go_on(self) -> None:
         """Let the script go on where its place is full."""
-        while not self._place and not self._shaking:
-            if self._unwanted:
-                self._place = _sink[: self._unwanted]
-                self._unwanted -= len(self._place)
-                return
+        while not self._place:
             try:
                 self._place = next(self._script)
             except StopIteration:
                 self.leave()
 
 
+def _closed() -> OSError:
+    return ConnectionResetError(errno.ECONNRESET, "the other side closed the connection")
+
+
 def _discard() -> Script:
     while True:
         yield _sink
-
-
-def skip(count: int) -> Script:
-    """Throw away so many bytes; a part of a script."""
-    while count:
-        yield _sink[:count]
-        count -= min(count, len(_sink))
 
 
 class Wires:
@@ -232,7 +183,6 @@ class Wires:
 
     def __init__(self, listener: socket.socket | None, visit: Callable[[Wire], Script]) -> None:
         self.ready = set[Wire]()  # to be advanced whatever the kernel says
-        self.inbox = memoryview(bytearray(_PIECE))  # for what is to be decrypted at once
         self._visit = visit
         self._all = dict[Wire, int]()  # with the events that are waited for
         self._strangers = deque[Wire]()

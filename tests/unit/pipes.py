@@ -57,7 +57,6 @@ class Sockets:
 
     def __init__(self, process: Any, find: Callable[[str], Any], ends: list[End]) -> None:
         self.ready = set[Wire]()
-        self.inbox = memoryview(bytearray(1))
         self._process, self._find, self._ends = process, find, ends
 
     def dial(self, endpoint: str, to: SocketAddress, script: Callable[[Wire], Script]) -> Wire:
