@@ -205,15 +205,20 @@ def say(wire: Wire, said: Said) -> None:
 
 
 def heard(*kinds: type[Kind]) -> Generator[memoryview, None, Kind]:
-    """Return the next message; a part of a script. Raises RefusedError for one of no kind that is expected."""
+    """Return the next message; a part of a script. Raises RefusedError as `unpacked` does."""
     length = bytearray(4)
     yield memoryview(length)
     text = bytearray(min(int.from_bytes(length, "big"), LONGEST + 1))
     if len(text) > LONGEST:
         raise RefusedError(f"a message has more than {LONGEST} bytes")
     yield memoryview(text)
+    return unpacked(bytes(text), *kinds)
+
+
+def unpacked(text: bytes, *kinds: type[Kind]) -> Kind:
+    """Return the message of an object; raises RefusedError for one of no kind that is expected."""
     try:
-        said = _SAID.validate_json(bytes(text))
+        said = _SAID.validate_json(text)
     except ValidationError as error:
         raise RefusedError(f"a message is none: {error.errors()[0]['msg']}") from None
     if not isinstance(said, kinds):

@@ -3,7 +3,7 @@
 import socket
 from contextlib import ExitStack, suppress
 
-from megatron_noloco.federation.control import LARGEST, Address, Hello, Member, heard, packed
+from megatron_noloco.federation.control import LARGEST, LONGEST, Address, Hello, Member, packed, unpacked
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.peers import greeting
 from megatron_noloco.federation.rendezvous import Directory, split
@@ -35,19 +35,6 @@ def _asked(network: Network, endpoint: str, question: Hello) -> Hello:
         if network.keys is not None:
             wire = stack.enter_context(network.keys.dials.wrap_socket(wire))
         wire.sendall(packed(question))
-        script = heard(Hello)
-        try:
-            place = next(script)
-            while True:
-                _fill(wire, place)
-                place = next(script)
-        except StopIteration as end:
-            hello: Hello = end.value
-            return hello
-
-
-def _fill(wire: socket.socket, place: memoryview) -> None:
-    while place:
-        if not (count := wire.recv_into(place)):
-            raise ConnectionResetError("the connection was closed")
-        place = place[count:]
+        with wire.makefile("rb") as answer:
+            length = int.from_bytes(answer.read(4), "big")
+            return unpacked(answer.read(min(length, LONGEST)), Hello)

@@ -64,11 +64,8 @@ class Service:
     def close(self) -> None:
         """Stop; what was posted before is still sent, for two seconds at most."""
         if self._thread.is_alive() and self._failure is None:
-            self.do(self._close)
+            self.do(setattr, self, "_closing", True)
         self._thread.join()
-
-    def _close(self) -> None:
-        self._closing = True
 
     def _run(self) -> None:
         peers, wires = self.peers, self._wires

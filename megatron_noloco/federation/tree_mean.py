@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +113,7 @@ class TreeMean:
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the mean, in one piece. Where nothing else has come it is the vector itself."""
         own, tree = self._replica.place.replica, self._tree
-        children, parent, seconds, left_out = self._tell(
+        children, parent, seconds, left_out = self._replica.tell(
             None
             if tree is None
             else (*tree.around(self.report.group), tree.deadline_seconds, dict(tree.left_out))
@@ -140,7 +139,9 @@ class TreeMean:
             total, included = memory, came
         elif included:
             came, total = None, total / len(included)  # in new memory: the parent may still ask for the sum
-        self.stopped = self._tell(tree is not None and came is None and tree.transport.partners.stopped())
+        self.stopped = self._replica.tell(
+            tree is not None and came is None and tree.transport.partners.stopped()
+        )
         if self.stopped or not included:  # a part of the sums may be missing; or this replica is alone
             total, included = self._vector.clone(), {own}
         if not self.stopped:
@@ -164,9 +165,6 @@ class TreeMean:
         report.seconds = time.perf_counter() - report.started
         report.compared_elements = len(mean)
         report.squared_deviation = float((mean - self._vector).square().sum())
-
-    def _tell(self, value: Any) -> Any:
-        return self._replica.tell(value)
 
     def _is_sound(self, mean: Tensor) -> bool:
         """Return whether another's mean is as near to this replica's weights as those of a first exchange must be.
@@ -204,7 +202,7 @@ class TreeMean:
             passes = None
             if link is not None:
                 passes = link.wait(included if gives is not None else None, gets is not None)
-            found = self._tell(passes)
+            found = self._replica.tell(passes)
             if found is None:
                 return None
             takes, listed = found
@@ -224,7 +222,7 @@ class TreeMean:
             came = came and bool(work.slots)
         if link is not None:
             link.passed(came, gives is not None)
-        return bool(self._tell(came))
+        return bool(self._replica.tell(came))
 
 
 class _Link:

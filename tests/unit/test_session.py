@@ -30,6 +30,7 @@ from megatron_noloco.federation.control import (
     Want,
     heard,
     packed,
+    unpacked,
 )
 from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.likeness import Alike, digests_of, run_number
@@ -75,14 +76,7 @@ class Hand:
         found, rest = list[Said](), self.bytes().removeprefix(GREETING)
         while rest:
             length = int.from_bytes(rest[:4], "big")
-            script = heard(*Said.__args__)
-            place = next(script)
-            place[:] = rest[:4]
-            place = next(script)
-            place[:] = rest[4 : 4 + length]
-            with pytest.raises(StopIteration) as end:
-                next(script)
-            found.append(end.value.value)
+            found.append(unpacked(rest[4 : 4 + length], *Said.__args__))
             rest = rest[4 + length :]
         return found
 
