@@ -5,8 +5,8 @@
 
 Starts a second process on this machine; both swap 64 MB each way on the loopback interface. Each repeat runs all
 variants in turn, so that noise of the machine affects them alike; it hardly changes processor seconds. Over an
-emulated link (`tools.netlab`), rank 0 sends to rank 1, and asks it meanwhile: the delay is that of the slowest
-answer. Prints one JSON object.
+emulated link (`tools.netlab`), rank 0 sends to rank 1, and meanwhile a row of metrics goes to and fro: the delay
+is that of the slowest way there and back. Prints one JSON object.
 """
 
 import argparse
@@ -177,19 +177,19 @@ def _on_host(rank: str, folder: str, streams: str, megabytes: str) -> None:
         FederationTransport(Place(own, 2), network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS))
     ) as transport:
         wait_for_all(transport, replicas=2)
-        question, seconds, delay = 0, 0.0, 0.0
+        seconds, delay = 0.0, 0.0
         for tag in (1, 2):
             started = asked = time.monotonic()
             message, delay = [Message(1 - own, vector)], 0.0
             flight = transport.post(message, [], tag) if own == 0 else transport.post([], message, tag)
-            while own == 0 and not flight.done():
-                if question == 0 or transport.offered(1, question):
-                    delay, asked, question = (
-                        max(delay, time.monotonic() - asked),
-                        time.monotonic(),
-                        question + 1,
-                    )
-                    transport.ask(1, question)
+            if own == 0:
+                transport.tell_row({"tag": tag})
+            while not flight.done():
+                flight.arrived()
+                for row in (json.loads(text) for _, text in transport.rows()):
+                    if own == 1 or row["tag"] == tag:
+                        delay, asked = max(delay, time.monotonic() - asked), time.monotonic()
+                        transport.tell_row(row)
                 time.sleep(0.01)
             seconds = time.monotonic() - started
             delay = max(delay, time.monotonic() - asked)

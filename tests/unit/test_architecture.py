@@ -1,6 +1,7 @@
 """The rules of the house, proved by reading the imports of every file."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -253,6 +254,17 @@ def test_no_circle() -> None:
         found = {name if name in modules else name.rpartition(".")[0] for name in named}
         graph[module] = (found & modules.keys()) - {module, PACKAGE}
     tuple(TopologicalSorter(graph).static_order())
+
+
+def test_the_map_of_the_federation_puts_each_file_below_those_that_it_uses() -> None:
+    folder = ROOT / PACKAGE / "federation"
+    lines = re.findall(r"^\| (`.*?) \|", (folder / "__init__.py").read_text(), re.MULTILINE)
+    line_of = {name: at for at, line in enumerate(lines) for name in re.findall(r"`(\w+)`", line)}
+    assert line_of.keys() == {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    for name, at in line_of.items():
+        path = folder / f"{name}.py"
+        for module in imports_of(str(path.relative_to(ROOT)), path.read_text()):
+            assert line_of.get(module.split(".")[2] if module.count(".") > 2 else "", 0) <= at, (name, module)
 
 
 def picture() -> str:
