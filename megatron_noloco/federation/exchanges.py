@@ -204,19 +204,14 @@ class Exchanges:
                 peer.offer = said
 
     def _take_state(self, peer: Peer, session: Session, state: State) -> None:
-        slot, goes_on = peer.slot, state.begun - 1 > peer.seen.begun
-        peer.update(
-            begun=state.begun - 1,
-            open_from=state.open_from,
-            step=state.step,
-            takes_over=state.takes_over,
-        )
+        slot, begun = peer.slot, state.begun - 1
+        peer.update(begun=begun, open_from=state.open_from, step=state.step, takes_over=state.takes_over)
         counts = RankLostError(slot, "has used the mean, and this replica missed its token")
         session.cancel(_before(min(state.counted, state.open_from)), counts)
         session.cancel(_before(state.open_from), WithdrawnError(slot, "has no part in this exchange"))
         if state.takes_over:
             session.cancel(_before(self._begun + 1), WithdrawnError(slot, TAKES_OVER))
-        if goes_on:
+        else:
             session.cancel_sends(HANDOVERS, RankLostError(slot, "trains"))
 
     def _take_ask(self, peer: Peer, session: Session, ask: Ask) -> None:

@@ -212,8 +212,7 @@ class KeepingUp:
         begun = [number for number in numbers if 0 <= number < end]
         if not begun:
             return None
-        at = divmod(statistics.median_low(begun), self._fragments)
-        due = due_after(*at, self.local_steps, self._fragments)
+        due = self._due(statistics.median_low(begun))
         return due if self._steps is None else min(due, self._steps)
 
     def at_end(self, done: int) -> "AtItsEnd":
