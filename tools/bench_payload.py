@@ -28,6 +28,8 @@ from megatron_noloco.outer.payload import (
     pieces,
     signs_of,
 )
+from megatron_noloco.outer.vectors import HOST, Buffers
+from megatron_noloco.outer.weights import wait_for
 from tools.options import command_line
 
 RATIOS = (3, 30, 300)
@@ -110,42 +112,49 @@ def plain(mine: Tensor, theirs: Tensor, repeats: int, code: Callable[[Tensor], T
 
 
 def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
-    """Encode and decode as `CodedExchange` does, without the messages."""
-    codec, blocks, signs = Codec(bits), blocks_in(len(mine)), signs_of(0)
-    sketches = torch.empty(2, blocks, CELLS)
-    steps = torch.empty(blocks)
-    codes = torch.empty(2, blocks, codec.block_bytes, dtype=torch.uint8)
-    checksums = torch.empty(2, blocks, dtype=torch.int32)
-    right = torch.empty(blocks, dtype=torch.bool)
-    mean = torch.empty_like(mine)
+    """Encode and decode where the vectors lie, as `CodedExchange` does, without the messages."""
+    device, blocks = mine.device, blocks_in(len(mine))
+    codec, signs, get = Codec(bits, device), signs_of(0).to(device), Buffers().get
+    sketches = [get(f"sketches {side}", torch.float32, blocks, CELLS) for side in range(2)]
+    in_host_memory = get("steps", torch.float32, blocks)
+    steps, mean = torch.empty(blocks, device=device), torch.empty_like(mine)
+    codes = torch.empty(2, blocks, codec.block_bytes, dtype=torch.uint8, device=device)
+    checksums = torch.empty(2, blocks, dtype=torch.int32, device=device)
+    right = torch.empty(blocks, dtype=torch.bool, device=device)
 
     def encode() -> None:
         codec.sketch(mine, signs, sketches[0])
-        find_steps([*sketches], bits, steps)
+        wait_for(device)
+        find_steps(sketches, bits, in_host_memory)
+        steps.copy_(in_host_memory, non_blocking=True)
         codec.encode(mine, steps, codes[0], checksums[0])
 
     def decode() -> None:
-        for piece, at in pieces(mine):
+        for piece, at in pieces(mine, codec.at_once):
             coded = [(codes[side, at], checksums[side, at]) for side in range(2)]
             m, right[at], _ = codec.differences(steps[at], coded[0], coded[1])
             moved, _ = codec.from_difference(piece, m, steps[at] * right[at] / 2)
             mean[at.start * BLOCK : at.stop * BLOCK] = moved
 
     codec.sketch(theirs, signs, sketches[1])
-    _, encode_seconds = fastest(encode, repeats)
+    _, encode_seconds = fastest(encode, repeats, device)
     codec.encode(theirs, steps, codes[1], checksums[1])
-    _, decode_seconds = fastest(decode, repeats)
+    _, decode_seconds = fastest(decode, repeats, device)
     again = ~right.repeat_interleave(BLOCK)
     mean[again] = (mine[again] + theirs[again]) / 2
     return Figures(mean, float(again.float().mean()), encode_seconds, decode_seconds)
 
 
-def fastest(work: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+def fastest(work: Callable[[], Any], repeats: int, device: torch.device = HOST) -> tuple[Any, float]:
+    """Return what the work returns, and the seconds of this thread's processor, or of the device."""
+    clock = time.thread_time if device == HOST else time.perf_counter
     seconds = []
     for _ in range(repeats):
-        started = time.thread_time()
+        wait_for(device)
+        started = clock()
         outcome = work()
-        seconds.append(time.thread_time() - started)
+        wait_for(device)
+        seconds.append(clock() - started)
     return outcome, min(seconds)
 
 

@@ -157,9 +157,7 @@ class Round:
         self.index, self.fragment, self.due, self.complete = index, fragment, due, False
         combined = self.combined[: fragment.length]
         self._vectors.combine(fragment, combined, self._snapshot)
-        what = f"round {index}{fragment.name}"
-        with self._vectors.side.used():
-            self._exchange.begin(combined, group, number, what, fragment.exact)
+        self._exchange.begin(combined, group, number, f"round {index}{fragment.name}", fragment.exact)
         self.report = self._exchange.report
 
     def finish(self) -> None:

@@ -59,9 +59,13 @@ def test_with_slow_weights_on_the_host_rounds_are_those_of_a_cpu_bit_for_bit(
 
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("group_size", [2, 4])
-def test_with_slow_weights_on_the_device_they_differ_by_rounding(overlap_steps: int, group_size: int) -> None:
-    """A GPU rounds a * b + c once where a CPU may round twice."""
-    method = {"group_size": group_size, "slow_weights": "device"}
+@pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
+def test_with_slow_weights_on_the_device_they_differ_by_rounding(
+    overlap_steps: int, group_size: int, payload: str
+) -> None:
+    """A GPU rounds a * b + c once where a CPU may round twice. Then few codes are those of the next step."""
+    method = {"group_size": group_size, "slow_weights": "device", "payload": payload}
     on_gpu, on_cpu = (after_rounds(device, overlap_steps, **method) for device in ("cuda", "cpu"))
     for found, expected in zip(on_gpu, on_cpu, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        differ = (found - expected).abs() > 1e-5
+        assert differ.float().mean() <= (0.0 if payload == "fp32" else 0.01)

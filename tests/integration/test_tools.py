@@ -20,6 +20,7 @@ ALONE = {
     "bench_payload": ("--elements 2048 --repeats 1", "ways"),
     "bench_throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
     "bench_tflops": ("--matrix 8 --repeats 1", "step_over_matmul"),
+    "gpu_check.coding": ("--elements 8192 --repeats 1 --device cpu", "figure"),
     "gpu_check.replicas": (
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
         "peer",

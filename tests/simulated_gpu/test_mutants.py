@@ -22,12 +22,22 @@ class Mutant(NamedTuple):
 
 
 ROUNDS = "test_outer.py", "are_those_of_a_cpu"
+CROSSED = "test_outer.py", "cross_the_bus"
 WAITS = "test_engine.py", "waits_for_the_norm and fp32"
 MUTANTS = {
     "the side stream is not waited for": Mutant(
         "outer/vectors.py", "self._stream.synchronize()", "pass", ROUNDS
     ),
     "a vector is sent before it is formed": Mutant("outer/vectors.py", "wait_for(self.home)", "pass", ROUNDS),
+    "codes are sent before they are computed": Mutant(
+        "outer/coded_exchange.py", "wait_for(vector.device)\n        return", "pass\n        return", ROUNDS
+    ),
+    "verdicts are read before they are there": Mutant(
+        "outer/coded_exchange.py", "wait_for(self.vector.device)", "pass", ROUNDS
+    ),
+    "a vector is coded in host memory": Mutant(
+        "outer/optimizer.py", "self._vectors.home if coded else HOST", "HOST", CROSSED
+    ),
     "weights are used before they are copied": Mutant(
         "outer/vectors.py", "copied.synchronize()", "pass", ROUNDS
     ),
@@ -39,8 +49,8 @@ MUTANTS = {
     ),
     "weights are written on a stream of their own": Mutant(
         "outer/round.py",
-        "self._vectors.weights.writing(waits=False) as write, self._vectors.side.used()",
-        "self._vectors.weights.writing(waits=False) as write, torch.cuda.stream(torch.cuda.Stream())",
+        "write(start, phi)",
+        "with torch.cuda.stream(torch.cuda.Stream()):\n                            write(start, phi)",
         ROUNDS,
     ),
     "the host waits for each microbatch": Mutant(

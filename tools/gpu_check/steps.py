@@ -15,6 +15,12 @@ def _tests(name: str, what: str, limit_seconds: float, gpus: int = 1) -> Step:
 STEPS = [
     Step("about", "device, driver, versions; compiles FusedAdam", ("-m", "tools.gpu_check.about"), 120),
     Step("facts", "memory of NCCL and CUDA, pinning, bus", ("-m", "tools.gpu_check.facts"), 60),
+    Step(
+        "coding",
+        "codes on the GPU: the bits of a CPU, weights per second",
+        ("-m", "tools.gpu_check.coding"),
+        60,
+    ),
     _tests("exchange", "rounds through pinned memory on a side stream equal those on a CPU", 120),
     _tests("engine", "engine against plain torch: fp32, bf16, fp16 with dynamic scaling; host reads", 120),
     _tests("kernels", "Transformer Engine, DeepSpeed's FusedAdam, apex: against torch", 120),
