@@ -176,7 +176,7 @@ class TreeMean:
         try:
             report = ExchangeReport((), squared_deviation=squared_distance / 2)
             Guard().check(math.sqrt(squared_norm), report)
-        except (PoisonedError, ValueError):
+        except PoisonedError:
             return False
         return math.isfinite(squared_distance)
 
