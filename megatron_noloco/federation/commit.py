@@ -36,9 +36,10 @@ from torch import Tensor
 
 from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.moved_exchange import MovedExchange
-from megatron_noloco.federation.movement import DEPTH, FAILURES, Movement
+from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Others, choose
 from megatron_noloco.federation.partners import FederationPartners, Standing
+from megatron_noloco.federation.passes import DEPTH, FAILURES
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from megatron_noloco.federation.asks import Asks, NotTaken
 from megatron_noloco.federation.control import Offer
-from megatron_noloco.federation.movement import FAILURES, Movement, run, whole
+from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.passes import FAILURES, run, whole
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.speakers import Receives, Sends
 from megatron_noloco.job.activity import line_of

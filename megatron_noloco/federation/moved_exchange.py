@@ -10,7 +10,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.movement import Following, Movement, Pass, Speaking, run
+from megatron_noloco.federation.movement import Movement
+from megatron_noloco.federation.passes import Moving, Pass, Speaking, run, runner_of
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.messages import PartnerLostError, tag_of
@@ -48,7 +49,7 @@ class MovedExchange:
         self._tag = tag
         self._background = background
         self._buffers = Buffers()
-        self._moving: Speaking | Following
+        self._moving: Moving
         self._begun: tuple[Group, int, str] = (), 0, ""
         self.mean = torch.empty(0)
         self._thread: threading.Thread | None = None
@@ -70,11 +71,8 @@ class MovedExchange:
         self._begun, self._error, self._deadline = (group, number, what), None, math.inf
         self.report, self.squared_norm = ExchangeReport(group), 0.0
         way = Pass(self.movement, interval, holding, self._tag, vector, self.mean)
-        if self.movement.rank:
-            self._moving = Following(way)
-        else:
-            exchanges = cycle(self.exchanges)  # of the slabs in their order, on both sides alike
-            self._moving = Speaking(way, partial(self._exchange, exchanges))
+        exchanges = cycle(self.exchanges)  # of the slabs in their order, on both sides alike
+        self._moving = runner_of(way, None if self.movement.rank else partial(self._exchange, exchanges))
         if self._background:
             self._thread = threading.Thread(target=self._run, name="noloco-moving", daemon=True)
             self._thread.start()

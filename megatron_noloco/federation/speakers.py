@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_noloco.federation.movement import is_over
+from megatron_noloco.federation.passes import is_over
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Message, Transport
 
 

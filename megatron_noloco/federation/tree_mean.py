@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.commit import Guard, PoisonedError, Replica
-from megatron_noloco.federation.movement import FAILURES, is_over, run, whole
 from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.passes import FAILURES, is_over, run, whole
 from megatron_noloco.federation.speakers import Receives, Sends
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks

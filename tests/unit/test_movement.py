@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_noloco.engine.layout import held_of
 from megatron_noloco.federation.moved_exchange import MovedExchange
-from megatron_noloco.federation.movement import DEPTH, Dealing, Movement, Moving, Work, alone, whole
+from megatron_noloco.federation.movement import Movement, alone
+from megatron_noloco.federation.passes import DEPTH, Dealing, Moving, Work, whole
 from megatron_noloco.federation.speakers import Receives, Sends
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange
 from megatron_noloco.plans.canonical import Block, Holding, Matrix
