@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_noloco.data.chat_template import ChatTemplate
 from megatron_noloco.data.tokenizer import Tokenizer
 
 _KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must occur in the chat template
@@ -16,7 +17,7 @@ _CLOCK_THAT_STANDS = '{% macro strftime_now(format) %}{{ format | replace("%", "
 
 
 def render_conversation(
-    messages: list[Any], tools: Any, tokenizer: Tokenizer
+    messages: list[Any], tools: Any, template: ChatTemplate
 ) -> tuple[str, list[tuple[int, int]], int]:
     """Return a conversation as the chat template renders it, where its answers lie, and how many are empty.
 
@@ -24,10 +25,10 @@ def render_conversation(
     each the first character is returned, and the one after its last; an answer of weight 0 is left out.
     Raises ValueError for a message that holds anything unknown, and for a template that does not render all of it.
     """
-    template = tokenizer.chat_template(tools)
+    text = template.text(tools)
     if tools is not None:
-        _check_tools(tools, template)
-    given = [_read(number, message, template) for number, message in enumerate(messages, 1)]
+        _check_tools(tools, text)
+    given = [_read(number, message, text) for number, message in enumerate(messages, 1)]
     learnt = [_has_loss(number, message) for number, message in enumerate(given, 1)]
     if not any(learnt):
         some = any(message["role"] == "assistant" for message in given)
@@ -38,13 +39,26 @@ def render_conversation(
             'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
         )
     shown = [{key: value for key, value in message.items() if key != "weight"} for message in given]
-    whole = tokenizer.render(shown, tools)
+    whole = template.render(shown, tools)
     places = [place for place, has_loss in enumerate(learnt) if has_loss]
-    answers = [_find_answer(place, whole, shown, tools, tokenizer) for place in places]
+    answers = [_find_answer(place, whole, shown, tools, template) for place in places]
     _check_rendered(whole, shown)
-    if _CLOCK in template:
-        _check_clock(template, shown, tools, tokenizer)
+    if _CLOCK in text:
+        _check_clock(template, shown, tools)
     return whole, answers, sum(_is_empty(given[place]) for place in places)
+
+
+def end_of_answer(tokenizer: Tokenizer) -> int | None:
+    """Return the first special token after an answer in the chat template; None where there is none."""
+    question, answer = "a question", "the answer"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.chat_template.render(messages)
+    except ValueError:  # no template, or one that takes no such messages
+        return None
+    _, found, end = text.rpartition(answer)
+    tokens = tokenizer.encode_with_starts([end], from_template=True)[0][0].tolist() if found else []
+    return next((token for token in tokens if token in tokenizer.special_tokens.values()), None)
 
 
 def in_words(value: Any) -> str:
@@ -136,13 +150,13 @@ def _is_empty(message: dict[str, Any]) -> bool:
 
 
 def _find_answer(
-    place: int, whole: str, messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer
+    place: int, whole: str, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate
 ) -> tuple[int, int]:
-    before = tokenizer.render(messages[:place], tools, add_generation_prompt=True)
-    through = tokenizer.render(messages[: place + 1], tools)
+    before = template.render(messages[:place], tools, add_generation_prompt=True)
+    through = template.render(messages[: place + 1], tools)
     if through.startswith(before) and whole.startswith(through):
         return len(before), len(through)
-    unasked = tokenizer.render(messages[:place], tools)
+    unasked = template.render(messages[:place], tools)
     if through.startswith(unasked) and whole.startswith(through):
         raise ValueError(
             f"the chat template asks for an answer with other words than message {place + 1} begins with, so the "
@@ -193,10 +207,10 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _check_clock(template: str, messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer) -> None:
+def _check_clock(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any) -> None:
     """Raise ValueError where a conversation reads differently on another day."""
     clocks = [_CLOCK_THAT_STANDS.replace("DAY", day) for day in "12"]
-    one, other = (tokenizer.render(messages, tools, template=clock + template) for clock in clocks)
+    one, other = (template.render(messages, tools, template=clock + template.text(tools)) for clock in clocks)
     if one != other:
         raise ValueError(
             f"the chat template writes the present date ({_CLOCK}), so a resume would read other data; put a date "

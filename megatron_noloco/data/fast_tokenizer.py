@@ -1,6 +1,5 @@
 """A Hugging Face fast tokenizer, from its files."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_noloco.data.chat_template import ChatTemplate, sha256_of
 from megatron_noloco.files import read_object
-from megatron_noloco.job.activity import line_of
 
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
@@ -25,8 +24,6 @@ _MORE_TEMPLATES = "additional_chat_templates"  # a folder beside tokenizer.json
 
 class FastTokenizer:
     """The tokenizer in a `tokenizer.json`; adds no special tokens at the ends of a text.
-
-    Only chat templates need transformers.
 
     Attributes:
         vocab_size: number of ids, gaps included.
@@ -82,12 +79,14 @@ class FastTokenizer:
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of all that decides which tokens a text gets, with the tokens of begin and end."""
-        return _sha256([self._content, self.beginning_of_document, self.end_of_document])
+        return sha256_of([self._content, self.beginning_of_document, self.end_of_document])
 
     @cached_property
-    def template_digest(self) -> str:
-        """Hex SHA-256 of the chat template; "" where there is none."""
-        return _sha256(self._template) if self._template else ""
+    def chat_template(self) -> ChatTemplate:
+        """The chat template, or named templates, as transformers finds them."""
+        files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / "chat_template.jinja"]
+        texts = {file.name: file.read_text("utf-8") for file in files if file.is_file()}
+        return ChatTemplate(self._file, texts or self._read("tokenizer_config.json").get("chat_template"))
 
     def extends(self, other: "FastTokenizer") -> bool:
         """Return whether this tokenizer has the ids and rules of the other, with or without further tokens."""
@@ -109,31 +108,9 @@ class FastTokenizer:
         return content
 
     @property
-    def _template(self) -> Any:
-        """The chat template, or named templates, as transformers finds them; None where there is none."""
-        files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / "chat_template.jinja"]
-        if texts := {file.name: file.read_text("utf-8") for file in files if file.is_file()}:
-            return texts
-        return self._read("tokenizer_config.json").get("chat_template")
-
-    @property
     def vocabulary(self) -> dict[str, int]:
         """The id of each token."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
-
-    @property
-    def end_of_answer(self) -> int | None:
-        """The first special token after an answer in the chat template; None where there is none."""
-        question, answer = "a question", "the answer"
-        try:
-            text = self.render(
-                [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            )
-        except ValueError:  # no template, or one that takes no such messages
-            return None
-        _, found, end = text.rpartition(answer)
-        tokens = self.encode_with_starts([end], from_template=True)[0][0].tolist() if found else []
-        return next((token for token in tokens if token in self.special_tokens.values()), None)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -180,52 +157,6 @@ class FastTokenizer:
         groups = groupby(longest_first, key=lambda token: token[:1])
         return re.compile("|".join(f"(?:{'|'.join(map(re.escape, tokens))})" for _, tokens in groups))
 
-    def chat_template(self, tools: Any = None) -> str:
-        """Return the chat template for conversations with these tools; raises ValueError where there is none."""
-        if not self._with_template.chat_template:
-            raise ValueError(
-                f"tokenizer_model {self.folder} has no chat template (a chat_template.jinja, or chat_template in "
-                "tokenizer_config.json)"
-            )
-        return self._with_template.get_chat_template(tools=tools)
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Any = None,
-        add_generation_prompt: bool = False,
-        template: str | None = None,
-    ) -> str:
-        """Return the text of a conversation in the chat template.
-
-        Raises ValueError where there is no template, or the template refuses the messages.
-
-        Args:
-            tools: the tools that the assistant may call, in the form that the template takes.
-            add_generation_prompt: whether to append the beginning of an answer.
-            template: another chat template; None: that of the tokenizer.
-        """
-        chosen = template or self.chat_template(tools)
-        try:
-            return self._with_template.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=chosen,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # templates raise anything for messages that they do not expect
-            raise ValueError(f"the chat template refuses the messages: {line_of(error)}") from None
-
-    @cached_property
-    def _with_template(self) -> Any:
-        """The same tokenizer, loaded by transformers, which renders chat templates."""
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError:
-            raise ValueError("chat templates need a package: pip install transformers") from None
-        return PreTrainedTokenizerFast.from_pretrained(self.folder, tokenizer_file=str(self._file))
-
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens and ids past the vocabulary."""
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
@@ -259,7 +190,7 @@ class FastTokenizer:
         """Copy the files from which the tokenizer can be built again, unless they are there."""
         try:
             kept = FastTokenizer(folder)
-            if (kept.digest, kept.template_digest) == (self.digest, self.template_digest):
+            if (kept.digest, kept.chat_template.digest) == (self.digest, self.chat_template.digest):
                 return
         except ValueError:  # none, or a broken one
             pass
@@ -301,10 +232,6 @@ class FastTokenizer:
             f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in "
             "tokenizer_config.json"
         )
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _without_defaults(content: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
             for key in _UNREAD:
                 if record.get(key):
                     raise ValueError(f'"{key}" is not given to the chat template; messages and "tools" are')
-            return _Text(*render_conversation(messages, record.get("tools"), tokenizer), True)
+            return _Text(*render_conversation(messages, record.get("tools"), tokenizer.chat_template), True)
         case {"prompt": str(prompt), "completion": str(completion)}:
             answer = (len(prompt), len(prompt + completion))
             return _Text(prompt + completion, [answer], int(not completion.strip()), False)

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
 
 import numpy as np
 
+from megatron_noloco.data.chat_template import ChatTemplate
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.sources import TokenizerChoice
 
@@ -27,14 +27,13 @@ class ByteTokenizer:
     """
 
     end_of_document = BYTES
-    end_of_answer = None
     beginning_of_document = None
     before_document = ()
     splits_special_tokens = True
     special_tokens: dict[str, int] = {}  # noqa: RUF012 (read only)
     vocab_size = BYTES + 1
     digest = hashlib.sha256(b"UTF-8 bytes, 256 ends a document").hexdigest()
-    template_digest = ""
+    chat_template = ChatTemplate(None, None)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of `text`, uint16, shape [bytes]; no end-of-document token is added."""
@@ -53,14 +52,6 @@ class ByteTokenizer:
 
     def count_special(self, text: str) -> int:
         return 0
-
-    def chat_template(self, tools: Any = None) -> NoReturn:
-        raise ValueError(
-            "the byte tokenizer has no chat template; give prompt and completion, or a tokenizer_model"
-        )
-
-    def render(self, *_: Any, **__: Any) -> NoReturn:
-        self.chat_template()
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`, without end-of-document tokens.

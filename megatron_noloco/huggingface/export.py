@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.files import naming_file, write_tensors, writing
 from megatron_noloco.huggingface.pretrained import UNFINISHED, PretrainedWeights, read_architecture
@@ -55,7 +56,7 @@ def _ends(source: ModelSource) -> int | list[int]:
     """Return the token, or the tokens, at which a generated text ends; after fine-tuning an answer has its own."""
     end, of_answer = source.tokenizer.end_of_document, None
     if isinstance(source.config.data.source, RecordSource):
-        of_answer = source.tokenizer.end_of_answer
+        of_answer = end_of_answer(source.tokenizer)
     return end if of_answer in (None, end) else [end, of_answer]
 
 

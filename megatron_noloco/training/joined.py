@@ -193,7 +193,7 @@ def checkpoint_settings(
         async_save=checkpoint.async_save,
         load=checkpoint.load,
         training_data=training_data or {},
-        tokenizer={TOKENS: tokenizer.digest, TEMPLATE: tokenizer.template_digest} if tokenizer else {},
+        tokenizer={TOKENS: tokenizer.digest, TEMPLATE: tokenizer.chat_template.digest} if tokenizer else {},
     )
 
 

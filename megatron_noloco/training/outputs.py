@@ -167,7 +167,9 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
     if not isinstance(source, RecordSource):
         return '""'
     try:
-        text = tokenizer.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+        text = tokenizer.chat_template.render(
+            [{"role": "user", "content": "Hello"}], add_generation_prompt=True
+        )
     except ValueError:  # no template, or it takes no such messages
         text = "a prompt such as those of the records"
     text = text.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n")

@@ -139,7 +139,9 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
         "tokenizer": tokenizer.digest,
         "data.split_special_tokens": tokenizer.splits_special_tokens,
         "data.prepend_bos": tokenizer.before_document,
-        "chat template": tokenizer.template_digest if isinstance(config.data.source, RecordSource) else None,
+        "chat template": tokenizer.chat_template.digest
+        if isinstance(config.data.source, RecordSource)
+        else None,
     }
     return Alike(shared, "trainer", own)
 

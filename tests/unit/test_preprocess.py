@@ -322,7 +322,7 @@ def test_a_file_of_another_name_is_saved_and_renders(tmp_path: Path, fast: Path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     named = FastTokenizer(tmp_path / "mine.json")
-    assert named.render([{"role": "user", "content": "two"}]) == "two"
+    assert named.chat_template.render([{"role": "user", "content": "two"}]) == "two"
     (tmp_path / "tokenizer.json").write_text("another tokenizer, which is not the run's")
     saved = tmp_path / "saved"
     saved.mkdir()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import processors
 
+from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.open_datasets import build_datasets, validation_datasets
 from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
@@ -192,11 +193,11 @@ class TestRecords:
     )
     def test_the_token_that_ends_an_answer(self, end: str, token: str | None, tmp_path: Path) -> None:
         tokenizer = FastTokenizer(stopping_tokenizer(tmp_path, TEMPLATE.replace("<end>", end)))
-        assert tokenizer.end_of_answer == (token and tokenizer.vocabulary[token])
+        assert end_of_answer(tokenizer) == (token and tokenizer.vocabulary[token])
 
     def test_without_a_template_no_token_ends_an_answer(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
-        assert FastTokenizer(tmp_path).end_of_answer is BYTES.end_of_answer is None
+        assert end_of_answer(FastTokenizer(tmp_path)) is end_of_answer(BYTES) is None
 
 
 def record(length: int, first: int = 0, answered: int = 1) -> Record:

@@ -107,8 +107,8 @@ class TestDigest:
         else:
             change(chat / "tokenizer_config.json", chat_template=template)
         before, after = FastTokenizer(plain), FastTokenizer(chat)
-        assert before.template_digest == ByteTokenizer().template_digest == ""
-        assert len(after.template_digest) == len(after.digest) == 64
+        assert before.chat_template.digest == ByteTokenizer().chat_template.digest == ""
+        assert len(after.chat_template.digest) == len(after.digest) == 64
         assert before.digest == after.digest
 
 
@@ -345,7 +345,7 @@ class TestCopy:
         FastTokenizer(original).keep_in(copy)
         shutil.rmtree(original)
         after = _tokenizer(run)
-        assert {TOKENS: after.digest, TEMPLATE: after.template_digest} == settings.tokenizer
+        assert {TOKENS: after.digest, TEMPLATE: after.chat_template.digest} == settings.tokenizer
         after.keep_in(copy)  # which is its own place
         assert FastTokenizer(copy).digest == after.digest
 
