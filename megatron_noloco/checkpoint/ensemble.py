@@ -1,6 +1,6 @@
 """The replicas of a checkpoint: all in one step folder, or in a federation each in its own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,11 +25,6 @@ class Ensemble:
     manifests: list[Manifest]
 
     @classmethod
-    def of(cls, folder: Path, manifests: list[Manifest]) -> "Ensemble":
-        """Return the ensemble of one step folder."""
-        return cls(dict.fromkeys(manifests[0].topology.numbers, folder), manifests)
-
-    @classmethod
     def read(cls, folders: Sequence[Path]) -> "Ensemble":
         """Read the replicas in several step folders as one ensemble.
 
@@ -46,6 +41,11 @@ class Ensemble:
             if _model(manifests[-1]) != _model(manifests[0]):
                 raise ValueError(f"{folders[0]} and {folder} are of different models")
         return cls(places, manifests)
+
+    @property
+    def folder(self) -> Path:
+        """The step folder of the first replica, and of all where one job has saved them."""
+        return self.folders[self.replicas[0]]
 
     @property
     def replicas(self) -> list[int]:
@@ -68,6 +68,25 @@ class Ensemble:
         if len(set(words.values())) == 1:
             return self.topology.in_words(len(words))
         return ", ".join(f"replica {replica}: {layout}" for replica, layout in words.items())
+
+    @property
+    def losses(self) -> dict[int, dict[str, float]]:
+        """The losses of the last evaluation before the checkpoint, of each replica that has been evaluated."""
+        counters = {replica: self.last_stage(replica).counters for replica in self.replicas}
+        return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}
+
+    @property
+    def losses_in_words(self) -> list[str]:
+        """A line for each of these losses."""
+        found = self.losses.items()
+        return [
+            f"replica {number}: validation loss {losses['validation_loss']:.4f}" for number, losses in found
+        ]
+
+    def verify(self, manifest: Manifest, names: Collection[str] | None = None) -> None:
+        """Raise DamagedCheckpointError unless a rank's files, or those with these names, are as it saved them."""
+        folder = catalog.replica_folder(self.folders[manifest.position.replica], manifest.position.replica)
+        verify(folder, {name: manifest.files[name] for name in names or manifest.files})
 
     def manifest(self, at: Position) -> Manifest:
         return self._by_position[at]
@@ -106,7 +125,7 @@ def find_ensemble(paths: Sequence[Path]) -> Ensemble:
     if all(catalog.step_of(folder) is not None for folder in folders):
         return Ensemble.read(folders)
     if len(folders) == 1:
-        return Ensemble.read([folders[0] / (folders[0] / "latest").read_text().strip()])
+        return Ensemble.read([folders[0] / catalog.latest(folders[0])])
     return Ensemble.read(_newest_common_step(folders))
 
 
@@ -117,8 +136,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     """
     saved = find_ensemble(paths)
     for manifest in saved.manifests:
-        replica = manifest.position.replica
-        verify(catalog.replica_folder(saved.folders[replica], replica), manifest.files)
+        saved.verify(manifest)
     manifests, first, replicas = saved.manifests, saved.manifests[0], saved.replicas
     noloco, seq_length = first.config["noloco"], first.config["model"]["seq_length"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
@@ -126,7 +144,6 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     steps = [f"{saved.last_stage(replica).step} (replica {replica})" for replica in replicas]
     if len({manifest.step for manifest in manifests}) == 1:
         steps = [str(first.step)]
-    losses = {replica: saved.last_stage(replica).counters.get("validation_loss") for replica in replicas}
     return [
         *(f"checkpoint: {folder}" for folder in dict.fromkeys(saved.folders.values())),
         f"step: {', '.join(steps)} of {first.config['training']['train_iters']}",
@@ -137,7 +154,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * len(replicas)):.1f} bytes per parameter",
         f"integrity: {sum(len(manifest.files) for manifest in manifests)} files, all checksums match",
-        *(f"replica {name}: validation loss {loss:.4f}" for name, loss in losses.items() if loss is not None),
+        *saved.losses_in_words,
     ]
 
 

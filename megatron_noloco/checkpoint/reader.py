@@ -47,9 +47,7 @@ class Scratch:
 class Share(NamedTuple):
     """A rectangle of a parameter in the file of a saved rank."""
 
-    stage: int
-    dp: int
-    tp: int
+    at: Position  # that rank in the replica that was looked at; others of its job have the same layout
     group: int  # of the inner optimizer: which FlatPart
     block: Block  # `own` is its place in the FlatPart
 
@@ -125,12 +123,12 @@ class CheckpointReader:
         for group, part in enumerate(manifest.layout):
             for row, block in part.blocks(table, self._matrices, topology, at):
                 if not row.is_copy(at.tp):
-                    yield row.name, Share(at.stage, at.dp, at.tp, group, block)
+                    yield row.name, Share(at, group, block)
 
     def _rows(self, share: Share, top: int, bottom: int, replica: int, vector: str) -> Tensor:
         """Read rows top..bottom of a matrix, as wide as the block, shape [bottom - top, width]."""
         block, name = share.block, f"{vector}.{share.group}"
         flat = self._part.take((bottom - top) * block.width)
-        path = self.saved.file(Position(replica, share.stage, share.dp, share.tp), name)
+        path = self.saved.file(replace(share.at, replica=replica), name)
         read_into(flat, path, name, block.own + (top - block.top) * block.width)
         return flat.view(-1, block.width)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest
+from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader, read_into
 from megatron_noloco.checkpoint.resume import same_sizes, source_replica
@@ -23,23 +22,13 @@ from megatron_noloco.outer import VECTORS, Rounds
 from megatron_noloco.plans.topology import Position, Topology
 
 
-def restore(
-    folder: Path,
-    manifests: list[Manifest],
-    engine: ReplicaEngine,
-    outer: Rounds,
-    settings: CheckpointSettings,
-) -> None:
-    """Restore engine, outer optimizer and random states from a verified step folder. All ranks call it.
-
-    Args:
-        manifests: of all saved ranks, in rank order.
-    """
-    groups, saved = engine.groups, manifests[0].topology
+def restore(saved: Ensemble, engine: ReplicaEngine, outer: Rounds, settings: CheckpointSettings) -> None:
+    """Restore engine, outer optimizer and random states from a verified checkpoint. All ranks call it."""
+    groups = engine.groups
     place = groups.position
-    at = replace(place, replica=source_replica(place.replica, saved))
+    at = replace(place, replica=source_replica(place.replica, saved.topology))
     reader = RankReader(
-        CheckpointReader(Ensemble.of(folder, manifests)),
+        CheckpointReader(saved),
         table_of(engine.stage.architecture),
         groups.topology,
         at,
@@ -51,7 +40,7 @@ def restore(
     # Fragments are cut alike in all stages, so all merge at once if one has to.
     outer.restore(state, moved=any(of_all_ranks(reader.moved)))
     if reader.moved or at != place:  # there is no saved random state for this position
-        seed_dropout(settings.seed, groups, manifests[0].step)
+        seed_dropout(settings.seed, groups, saved.manifests[0].step)
     else:
         set_random_state(reader.tensors("rng."))
 
@@ -113,7 +102,7 @@ class RankReader:
         at, saved_group = self._at, group
         if self.moved:
             first = self._reader.first_share(self._layout[group].parameters[0][0], at.replica)
-            at, saved_group = Position(at.replica, first.stage, first.dp, first.tp), first.group
+            at, saved_group = replace(first.at, replica=at.replica), first.group
         state = {}
         with self._open(at) as file:
             for full_name in file.keys():  # noqa: SIM118  # not a dict

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, IncompleteError, Manifest, verify
+from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, IncompleteError
+from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0, wait_for_all
 from megatron_noloco.plans.topology import Position, Topology
@@ -19,9 +20,8 @@ from megatron_noloco.plans.topology import Position, Topology
 class Start:
     """Where this rank starts, and notes about it for the user."""
 
-    folder: Path | None  # the step folder to restore; None: from the beginning
+    saved: Ensemble | None  # the step to restore; None: from the beginning
     notes: list[str]
-    manifests: list[Manifest] = field(default_factory=list)  # of all saved ranks, in rank order
     counters: dict[str, float] = field(default_factory=dict)  # of this rank
     own: bool = True  # whether the step is one of this run's own checkpoints
     refused: str = ""  # why no checkpoint can be continued, though one was complete
@@ -29,12 +29,12 @@ class Start:
     @property
     def step(self) -> int:
         """Local steps done before the start."""
-        return self.manifests[0].step if self.manifests else 0
+        return self.saved.manifests[0].step if self.saved else 0
 
     @property
     def sample(self) -> int:
         """Samples consumed by all replicas before the start."""
-        return self.manifests[0].consumed_samples if self.manifests else 0
+        return self.saved.manifests[0].consumed_samples if self.saved else 0
 
 
 def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
@@ -57,7 +57,7 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     for folder in folders:
         if folder == explicit and refused:
             break  # starting there again would leave out what the run has done since
-        manifests, problem = _examine(folder, topology)
+        saved, problem = _examine(folder, topology)
         problems = [error for error in of_all_ranks(problem) if error]
         if not problems:
             if explicit not in (None, folder):
@@ -65,7 +65,7 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
                     f"checkpoint.load: this run has saved since it started from {explicit}, and goes on; without "
                     f"{', '.join(path.name for path in folders[:-1])} it would start from there again"
                 )
-            return Start(folder, notes, manifests)
+            return Start(saved, notes)
         if folder == explicit:
             raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
@@ -87,12 +87,12 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
         raise ValueError(
             f"{settings.folder}: no checkpoint there can be continued ({found.refused}); put it right, or {again}"
         )
-    if found.folder is None:
-        return Start(None, found.notes + _set_aside(catalog.steps(settings.folder)))
-    saved = found.manifests[0]
-    own = found.folder.parent.resolve() == settings.folder.resolve()
+    if found.saved is None:
+        return replace(found, notes=found.notes + _set_aside(catalog.steps(settings.folder)))
+    folder, saved = found.saved.folder, found.saved.manifests[0]
+    own = folder.parent.resolve() == settings.folder.resolve()
     lines = [
-        f"continuing from {found.folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
+        f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *found.notes,
         *(
             f"changed: {line}"
@@ -104,24 +104,24 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
     if own:
         obsolete = [path for path in obsolete if (catalog.step_of(path) or 0) > saved.step]
     lines += _set_aside(obsolete)
-    counters = counters_at(found.manifests, topology, topology.position(dist.get_rank()))
+    counters = counters_at(found.saved, topology, topology.position(dist.get_rank()))
     return replace(found, notes=lines, counters=counters, own=own)
 
 
-def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], DamagedCheckpointError | None]:
-    """Return the manifests of a step, and what is wrong with this rank's share of its files.
+def _examine(folder: Path, topology: Topology) -> tuple[Ensemble | None, DamagedCheckpointError | None]:
+    """Return what a step folder has, or what is wrong with this rank's share of its files.
 
     The files that the run will read are divided over its ranks, so that each is verified once.
     """
     try:
-        manifests = catalog.read_manifests(folder)
-        sources = {source_replica(replica, manifests[0].topology) for replica in topology.numbers}
-        needed = [manifest for manifest in manifests if manifest.position.replica in sources]
+        saved = Ensemble.read([folder])
+        sources = {source_replica(replica, saved.topology) for replica in topology.numbers}
+        needed = [manifest for manifest in saved.manifests if manifest.position.replica in sources]
         for manifest in needed[dist.get_rank() :: dist.get_world_size()]:
-            verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
-        return manifests, None
+            saved.verify(manifest)
+        return saved, None
     except DamagedCheckpointError as error:
-        return [], error
+        return None, error
 
 
 def _set_aside(folders: list[Path]) -> list[str]:
@@ -158,17 +158,16 @@ def describe_replicas(saved: Topology, now: Topology) -> list[str]:
     return cloned + [f"replica {replica} is dropped" for replica in range(now.ensemble, saved.replicas)]
 
 
-def counters_at(manifests: list[Manifest], topology: Topology, at: Position) -> dict[str, float]:
+def counters_at(saved: Ensemble, topology: Topology, at: Position) -> dict[str, float]:
     """Return the counters of a rank since the start of the run.
 
     From another layout a rank takes an equal part of the replica's bytes, and the maximum of any other counter.
     """
-    saved = manifests[0].topology
-    source = source_replica(at.replica, saved)
-    if same_sizes(saved, topology):
-        return manifests[saved.rank(Position(source, at.stage, at.dp, at.tp))].counters
+    source = source_replica(at.replica, saved.topology)
+    if same_sizes(saved.topology, topology):
+        return saved.manifest(replace(at, replica=source)).counters
     counted: dict[str, list[float]] = {}
-    for manifest in manifests:
+    for manifest in saved.manifests:
         if manifest.position.replica == source:
             for name, value in manifest.counters.items():
                 counted.setdefault(name, []).append(value)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest, verify
+from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
@@ -45,23 +44,14 @@ class ModelSource:
     def reader(self) -> CheckpointReader:
         return CheckpointReader(self.saved)
 
-    def losses(self) -> dict[int, dict[str, float]]:
-        """Return the losses of the last evaluation before the checkpoint, by replica."""
-        counters = {replica: self.saved.last_stage(replica).counters for replica in self.saved.replicas}
-        return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}
-
     def losses_report(self) -> list[str]:
         """Return lines with the last evaluated losses of the replicas and of their mean model."""
-        losses = self.losses()
-        lines = [
-            f"replica {replica}: validation loss {f['validation_loss']:.4f}" for replica, f in losses.items()
-        ]
-        means = {figures["mean_model_loss"] for figures in losses.values() if "mean_model_loss" in figures}
-        steps = {int(figures["evaluated_step"]) for figures in losses.values()}
-        lines += [
+        evaluations = self.saved.losses.values()
+        means = {losses["mean_model_loss"] for losses in evaluations if "mean_model_loss" in losses}
+        steps = {int(losses["evaluated_step"]) for losses in evaluations}
+        return self.saved.losses_in_words + [
             f"mean model: validation loss {mean:.4f} (at step {max(steps)})" for mean in sorted(means)[:1]
         ]
-        return lines
 
 
 def is_hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> bool:
@@ -95,14 +85,10 @@ def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = No
     source = ModelSource(saved, RunConfig.of_checkpoint(saved.manifests[0].config), saved.replicas, tokenizer)
     source = replace(source, replicas=_choose(source, combine))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda manifest: _verify_weights(saved, manifest), saved.manifests))
+        # Not the other files, which a resume needs: they may be gone.
+        names = [[saved.file(manifest.position, WEIGHTS).name] for manifest in saved.manifests]
+        list(pool.map(saved.verify, saved.manifests, names))
     return source
-
-
-def _verify_weights(saved: Ensemble, manifest: Manifest) -> None:
-    """Verify the file of weights only: the other files, which a resume needs, may be gone."""
-    path = saved.file(manifest.position, catalog.WEIGHTS)
-    verify(path.parent, {path.name: manifest.files[path.name]})
 
 
 def _choose(source: ModelSource, combine: str) -> list[int]:
@@ -110,7 +96,7 @@ def _choose(source: ModelSource, combine: str) -> list[int]:
     if combine == "mean":
         return source.replicas
     if combine == "best":
-        losses = {replica: figures["validation_loss"] for replica, figures in source.losses().items()}
+        losses = {replica: figures["validation_loss"] for replica, figures in source.saved.losses.items()}
         if not losses:
             raise ValueError(
                 f"{source.saved}: no validation losses recorded; use --combine mean or replica=K"

@@ -62,8 +62,8 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         checkpoint_settings(config, topology, tokenizer=prepared.tokenizer), engine, outer, plan
     )
     chosen_later = choices(config, outer, start.counters)
-    if start.folder is not None:
-        restore(start.folder, start.manifests, engine, outer, checkpointer.settings)
+    if start.saved is not None:
+        restore(start.saved, engine, outer, checkpointer.settings)
 
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)

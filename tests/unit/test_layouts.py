@@ -103,7 +103,7 @@ def numbers(row: Parameter, vector: str, replica: int) -> Tensor:
     return full
 
 
-def write(folder: Path, layout: Layout) -> list[Manifest]:
+def write(folder: Path, layout: Layout) -> Ensemble:
     step_folder = catalog.step_folder(folder, STEP)
     for rank in range(layout.topology.world_size):
         at = layout.topology.position(rank)
@@ -116,12 +116,13 @@ def write(folder: Path, layout: Layout) -> list[Manifest]:
             save_file(tensors, catalog.file_of(step_folder, at, vector))
         manifest = Manifest(STEP, 0, layout.topology, at, {}, {}, layout.architecture, parts)
         manifest.write(catalog.replica_folder(step_folder, at.replica))
-    return catalog.read_manifests(step_folder)
+    return Ensemble.read([step_folder])
 
 
-def reader_of(folder: Path, manifests: list[Manifest], layout: Layout, at: Position) -> RankReader:
-    reader = CheckpointReader(Ensemble.of(catalog.step_folder(folder, STEP), manifests))
-    return RankReader(reader, table_of(layout.architecture), layout.topology, at, layout.parts(at))
+def reader_of(saved: Ensemble, layout: Layout, at: Position) -> RankReader:
+    return RankReader(
+        CheckpointReader(saved), table_of(layout.architecture), layout.topology, at, layout.parts(at)
+    )
 
 
 @st.composite
@@ -146,10 +147,10 @@ def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
 def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
     before, after = layouts
     with tempfile.TemporaryDirectory() as folder:
-        manifests = write(Path(folder), before)
+        saved = write(Path(folder), before)
         for rank in range(after.topology.world_size):
             at = after.topology.position(rank)
-            reader = reader_of(Path(folder), manifests, after, at)
+            reader = reader_of(saved, after, at)
             groups = range(len(after.parts(at)))
             expected = {
                 f"{vector}.{group}": after.vector(at, vector, group) for vector in VECTORS for group in groups
@@ -174,7 +175,7 @@ def test_a_mean_over_the_folders_of_several_jobs_is_that_of_one_job(
         replace(one, topology=replace(topology, replicas=1, slot=slot, slots=8))
         for slot, topology in enumerate(layouts)
     ]
-    readers = [CheckpointReader(Ensemble.of(catalog.step_folder(tmp_path, STEP), write(tmp_path, one)))]
+    readers = [CheckpointReader(write(tmp_path, one))]
     for slot, job in enumerate(jobs):
         write(tmp_path / str(slot), job)
     readers.append(
@@ -198,10 +199,11 @@ def test_counters_of_another_layout_add_up() -> None:
         )
         for rank in range(before.topology.world_size)
     ]
+    saved = Ensemble(dict.fromkeys(before.topology.numbers, Path()), manifests)
     after = Topology(3, tp=2)
-    found = [counters_at(manifests, after, after.position(rank)) for rank in range(after.world_size)]
+    found = [counters_at(saved, after, after.position(rank)) for rank in range(after.world_size)]
     assert [sum(of["total/sent_bytes"] for of in found[r : r + 2]) for r in (0, 2, 4)] == [60.0, 220.0, 60.0]
     assert [of["total/pause_seconds"] for of in found] == [3.0, 3.0, 7.0, 7.0, 3.0, 3.0]
     assert {of["delay_steps"] for of in found} == {3.0}
     more = replace(before.topology, replicas=3)
-    assert counters_at(manifests, more, more.position(9)) == counters[1], "a clone of replica 0"
+    assert counters_at(saved, more, more.position(9)) == counters[1], "a clone of replica 0"

@@ -39,6 +39,10 @@ def start(output_dir: Path, load: str = "auto") -> Start:
     return settle_start(settings, TOPOLOGY, find_start(settings, TOPOLOGY))
 
 
+def folder_of(found: Start) -> Path | None:
+    return found.saved and found.saved.folder
+
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another format": (lambda folder: edit_manifest(folder, {"format": 2}), "written by another version"),
     "no resume files": (
@@ -54,7 +58,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path: Path) -> 
     shutil.rmtree(write_checkpoint(checkpoints, 5, TOPOLOGY) / "replica_01")
     (checkpoints / "latest").unlink()
     found = start(tmp_path)
-    assert (found.folder, catalog.steps(checkpoints)) == (None, [])
+    assert (found.saved, catalog.steps(checkpoints)) == (None, [])
     assert [note.partition(":")[0] for note in found.notes] == ["not used", "set aside"]
 
 
@@ -92,7 +96,7 @@ def test_checkpoints_that_cannot_be_used_do_not_lead_back_to_where_the_run_began
     assert line.endswith(f"put it right, or {again}")
     assert len(catalog.steps(checkpoints)) == 3, "nothing is set aside"
     if not named:
-        assert start(tmp_path, "none").folder is None
+        assert start(tmp_path, "none").saved is None
         return
     shutil.rmtree(load)
     _check_load(load, tmp_path)
@@ -110,15 +114,15 @@ def test_a_run_starts_once_from_the_step_it_names(whose: str, tmp_path: Path) ->
     load = str(catalog.step_folder((own if whose == "own" else another) / "checkpoints", 5))
     for _ in range(2):
         found = start(own, load)
-        assert (found.folder, found.own) == (Path(load), whose == "own")
+        assert (folder_of(found), found.own) == (Path(load), whose == "own")
         assert [catalog.step_of(path) for path in catalog.steps(own / "checkpoints")] == [5][: whose == "own"]
     saved = [save(own, step, load) for step in (7, 9)]
     shutil.rmtree(load)
     found = start(own, load)
-    assert (found.folder, found.own) == (saved[1], True)
+    assert (folder_of(found), found.own) == (saved[1], True)
     assert found.notes[1].endswith("without step_00000009, step_00000007 it would start from there again")
     flip_a_bit(saved[1] / "replica_00" / "stage_00_dp_00_tp_00.safetensors")
-    assert start(own, load).folder == saved[0]
+    assert folder_of(start(own, load)) == saved[0]
 
 
 def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_step_it_names(tmp_path: Path) -> None:
@@ -126,7 +130,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_step_it_n
     shutil.rmtree(save(tmp_path, 7, str(load)) / "replica_01")
     catalog.write_latest(tmp_path / "checkpoints")
     found = start(tmp_path, str(load))
-    assert found.folder == load
+    assert folder_of(found) == load
     assert [note.partition(":")[0] for note in found.notes] == [
         f"continuing from {load}",
         "not used",
@@ -158,7 +162,7 @@ def test_a_run_goes_back_again_after_it_has_gone_on_in_another_way(tmp_path: Pat
     first = save(tmp_path, 5)
     save(tmp_path, 7, str(first))
     save(tmp_path, 9)
-    assert start(tmp_path, str(first)).folder == first
+    assert folder_of(start(tmp_path, str(first))) == first
     assert catalog.steps(tmp_path / "checkpoints") == [first]
 
 
