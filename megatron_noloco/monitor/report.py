@@ -85,8 +85,8 @@ def _facts(run: RunLog) -> dict[str, str]:
     if written := max(log.written for log in run.replicas):
         found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     found |= {label: facts[label] for label in ("parallel", "method") if label in facts}
-    if slots := facts.get("config", {}).get("federation", {}).get("slots"):  # whose jobs may differ
-        found["parallel"] = f"{len(run.replicas)} replicas as separate jobs, {slots} slots"
+    if run.slots:  # whose jobs may differ
+        found["parallel"] = f"{len(run.replicas)} replicas as separate jobs, {run.slots} slots"
     if parameters := facts.get("parameters"):
         found["weights"] = f"{parameters:,}"
     if not steps:
@@ -97,8 +97,7 @@ def _facts(run: RunLog) -> dict[str, str]:
     if checkpoints := _newest(run, "checkpoint"):
         found["last checkpoint"] = f"local step {min(row['step'] for row in checkpoints)}"
     first = run.replicas[0]
-    if evaluations := first.rows_of("evaluation"):
-        row = evaluations[-1]
+    if row := first.newest("evaluation"):
         own = figures.cell(row, "validation/loss", figures.loss)
         found[f"validation loss, replica {int(first.replica)}"] = f"{own} nats per token"
         if (mean := row.get("validation/mean_model_loss")) is not None:
@@ -110,7 +109,7 @@ def _facts(run: RunLog) -> dict[str, str]:
 
 
 def _newest(run: RunLog, kind: str) -> list[Row]:
-    return [rows[-1] for log in run.replicas if (rows := log.rows_of(kind))]
+    return [row for log in run.replicas if (row := log.newest(kind))]
 
 
 def _drawn(plot: Plot, number: int) -> str:

@@ -1,14 +1,12 @@
 """Reads the logs of a run's replicas, during the run or afterwards."""
 
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.monitor.writers import OTHERS, Row
+from megatron_noloco.monitor.writers import METRICS, OTHERS, Row, is_row, parsed
 
-_METRICS = "metrics.jsonl"
 _FACTS = {  # of `run.json` that readers rely on, if they are there
     **dict.fromkeys(("steps", "replicas", "parameters", "synchronous_bytes_per_step"), (int, float)),
     **dict.fromkeys(("parallel", "method"), (str,)),
@@ -34,7 +32,7 @@ class ReplicaLog:
 
     def update(self) -> None:
         """Read the rows that are new since the last call."""
-        if (path := self.folder / _METRICS).exists():
+        if (path := self.folder / METRICS).exists():
             self._update_rows(path)
 
     def _update_rows(self, path: Path) -> None:
@@ -47,7 +45,7 @@ class ReplicaLog:
             file.seek(self._read)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._read += len(complete) + len(newline)
-        for row in filter(_is_row, map(parsed, complete.splitlines())):
+        for row in filter(is_row, map(parsed, complete.splitlines())):
             if self.rows and row["step"] < self.rows[-1]["step"]:  # of another job, which was started again
                 self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
             self.rows.append(row)
@@ -55,6 +53,10 @@ class ReplicaLog:
     def rows_of(self, kind: str) -> list[Row]:
         """Return the rows of a kind: "step", "evaluation" or "checkpoint"."""
         return [row for row in self.rows if row["kind"] == kind]
+
+    def newest(self, kind: str) -> Row:
+        """Return the newest row of a kind; an empty one where there is none."""
+        return next((row for row in reversed(self.rows) if row["kind"] == kind), {})
 
     def seconds_so_far(self) -> dict[int, float]:
         """Return the seconds of training until each step that has a row, without evaluations and saves.
@@ -75,29 +77,12 @@ class ReplicaLog:
         return found
 
 
-def _is_row(row: Any) -> bool:
-    """Return whether this is a row with what readers rely on; other numbers may be missing, or null."""
-    if not isinstance(row, dict):
-        return False
-    seconds, partners = row.get("speed/seconds_per_step"), row.get("round/partners", [])
-    is_whole = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
-    return is_whole and (row["kind"] != "step" or isinstance(seconds, int | float))
-
-
 def _are_facts(found: Any) -> bool:
     """Return whether a run writes this to `run.json`, as far as readers rely on it; facts may be missing."""
     if not isinstance(found, dict):
         return False
     sound = all(isinstance(found[name], kinds) for name, kinds in _FACTS.items() if name in found)
     return sound and isinstance(found.get("config", {}).get("federation", {}), dict)
-
-
-def parsed(text: bytes) -> Any:
-    """Return what the text holds, None where it is no JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 class RunLog:
@@ -136,11 +121,17 @@ class RunLog:
         for log in self.replicas:
             log.update()
 
+    @property
+    def slots(self) -> int | None:
+        """The number of slots of a federation; None where all replicas are one job."""
+        slots: int | None = self.facts.get("config", {}).get("federation", {}).get("slots")
+        return slots
+
     def _folders(self) -> dict[str, Path]:
         """Return the folder of each replica by its number; of another job the one in which it was written last."""
         found = dict[str, Path]()
         for pattern in (f"replica_*/{OTHERS}/replica_*", "replica_*"):
-            paths = sorted(self.folder.glob(f"{pattern}/{_METRICS}"), key=lambda path: path.stat().st_mtime)
+            paths = sorted(self.folder.glob(f"{pattern}/{METRICS}"), key=lambda path: path.stat().st_mtime)
             names = {path.parent.name.removeprefix("replica_"): path.parent for path in paths}
             found |= {name: folder for name, folder in names.items() if name.isdecimal()}
         return found

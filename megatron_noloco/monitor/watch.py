@@ -46,43 +46,42 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
-    steps, evaluations = log.rows_of("step"), log.rows_of("evaluation")
-    newest = dict(steps[-1]) if steps else {}
+    newest = dict(log.newest("step"))
     if newest.get("round/partners") == []:
         newest.pop("round/spread", None)  # of a replica alone there is none
     numbers = [figures.cell(newest, name, formatted) for _, name, formatted in _COLUMNS]
-    validation = figures.cell(evaluations[-1], "validation/loss", figures.loss) if evaluations else ""
+    validation = figures.cell(log.newest("evaluation"), "validation/loss", figures.loss)
     age = figures.duration(max(0.0, now - log.written)) if log.written else ""
     return [log.replica, *numbers, validation, age]
 
 
 def _there(run: RunLog) -> list[ReplicaLog]:
     """Return the replicas that count: in a federation not those that have left, and wrote nothing lately."""
-    if run.facts.get("config", {}).get("federation", {}).get("slots") is None:
+    if run.slots is None:
         return run.replicas
     newest = max(log.written for log in run.replicas)
     return [log for log in run.replicas if log.written >= newest - _LATELY_SECONDS]
 
 
 def _progress(run: RunLog, now: float) -> str:
-    latest = [log.rows_of("step")[-1] for log in _there(run) if log.rows_of("step")]
+    latest = [row for log in _there(run) if (row := log.newest("step"))]
     done, total = min((row["step"] for row in latest), default=0), run.facts.get("steps", 0)
     text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
     if not is_under_way(run.folder):
         state = "ended" if 0 < total <= done else "no job is under way"
         written = max(log.written for log in run.replicas)
         return f"{text}; {state}, last written {figures.duration(max(0.0, now - written))} ago"
-    speed = [row["speed/seconds_per_step"] for row in latest if "speed/seconds_per_step" in row]
-    if done < total and speed:
-        text += f", {figures.duration((total - done) * max(speed))} of training left"
+    if done < total and latest:
+        slowest = max(row["speed/seconds_per_step"] for row in latest)
+        text += f", {figures.duration((total - done) * slowest)} of training left"
     return text
 
 
 def _totals(run: RunLog) -> Iterator[str]:
     """Yield the lines about all replicas together."""
-    evaluations = run.replicas[0].rows_of("evaluation")
-    if evaluations and (row := evaluations[-1]).get("validation/mean_model_loss") is not None:
-        yield f"validation at step {row['step']}: mean model {figures.loss(row['validation/mean_model_loss'])}"
+    evaluation = run.replicas[0].newest("evaluation")
+    if (mean := evaluation.get("validation/mean_model_loss")) is not None:
+        yield f"validation at step {evaluation['step']}: mean model {figures.loss(mean)}"
     deadlines = [
         f"replica {log.replica} {figures.whole(row['round/deadline_seconds'])} s"
         for log in _there(run)
@@ -90,9 +89,9 @@ def _totals(run: RunLog) -> Iterator[str]:
     ]
     if deadlines:
         yield f"waits for a partner at most: {', '.join(deadlines)}"
-    checkpoints = [log.rows_of("checkpoint") for log in _there(run)]
+    checkpoints = [log.newest("checkpoint") for log in _there(run)]
     if all(checkpoints):
-        yield f"last checkpoint: step {min(saved[-1]['step'] for saved in checkpoints)}"
+        yield f"last checkpoint: step {min(row['step'] for row in checkpoints)}"
 
 
 def notes(run: RunLog) -> Iterator[str]:

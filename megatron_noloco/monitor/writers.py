@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeGuard
 
 from megatron_noloco.files import write_text
 from megatron_noloco.job.activity import line_of
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 
+METRICS = "metrics.jsonl"
 OTHERS = "others"  # below a replica's folder: rows of other jobs
 _WANDB_ID_FILE = "wandb_run_id"
 
@@ -44,7 +45,7 @@ class ReplicaFiles:
         """
         self._folder, self._failed = folder, False
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
+        path = folder / METRICS
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []
         last_kept = start_step if own else 0
         kept = [row for row in rows if _step_of(row) <= last_kept]
@@ -145,10 +146,25 @@ def _scalars(row: Row) -> dict[str, float]:
 
 def _step_of(row: str) -> float:
     """Return the step of a line of `metrics.jsonl`; infinity for one that a crash has damaged."""
+    found = parsed(row) if row.endswith("\n") else None
+    return found["step"] if is_row(found) else math.inf
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return what the text holds, None where it is no JSON."""
     try:
-        return int(json.loads(row)["step"]) if row.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_row(row: Any) -> TypeGuard[Row]:
+    """Return whether this is a row with what readers rely on; other numbers may be missing, or null."""
+    if not isinstance(row, dict):
+        return False
+    seconds, partners = row.get("speed/seconds_per_step"), row.get("round/partners", [])
+    is_whole = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
+    return is_whole and (row["kind"] != "step" or isinstance(seconds, int | float))
 
 
 def without_nan(value: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
-from megatron_noloco.monitor.run_log import ReplicaLog, parsed
+from megatron_noloco.monitor.run_log import ReplicaLog
+from megatron_noloco.monitor.writers import parsed
 from megatron_noloco.preflight.search import best_factor, bracket, too_high
 
 _FRACTION = 10  # a short run has a tenth of the local steps

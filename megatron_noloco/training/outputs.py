@@ -22,7 +22,7 @@ from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
 from megatron_noloco.monitor.monitor import Monitor, Throughput
-from megatron_noloco.monitor.writers import OTHERS, ReplicaFiles, Row, WandbRun, Writer, without_nan
+from megatron_noloco.monitor.writers import METRICS, OTHERS, ReplicaFiles, Row, WandbRun, Writer, without_nan
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
@@ -53,7 +53,7 @@ class OtherJobs:
                 line = json.dumps(without_nan(json.loads(text)))  # in a single line, whatever it was
                 folder = self._folder / f"replica_{slot:02d}"
                 folder.mkdir(parents=True, exist_ok=True)
-                with (folder / "metrics.jsonl").open("a") as file:
+                with (folder / METRICS).open("a") as file:
                     file.write(line + "\n")
 
 
