@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from megatron_noloco.data.records import RecordDataset
-from megatron_noloco.data.samples import JoinedDataset, SampleDataset, TokenDataset
-from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, BlendedOrder, SampleOrder, slots_at, slots_of
+from megatron_noloco.data.samples import JoinedDataset, TokenDataset
+from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, BlendedOrder, slots_at, slots_of
 
 # Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
 # rest is checked when it is read.
@@ -37,16 +37,12 @@ class Datasets:
     vocab_size: int  # of the model
 
     @cached_property
-    def train(self) -> SampleDataset:
+    def train(self) -> JoinedDataset:
         """All training samples; their ids are those of `order`."""
-        if len(self.training) == 1:
-            return self.training[0].dataset
         return JoinedDataset([part.dataset for part in self.training])
 
-    def order(self, seed: int) -> SampleOrder | BlendedOrder:
+    def order(self, seed: int) -> BlendedOrder:
         """Return the order in which a run of this seed reads `train`."""
-        if len(self.training) == 1:
-            return SampleOrder(len(self.train), seed)
         sizes = tuple(len(part.dataset) for part in self.training)
         return BlendedOrder(sizes, tuple(part.weight for part in self.training), seed)
 

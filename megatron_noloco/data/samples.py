@@ -155,12 +155,12 @@ class ShuffledDataset(TokenDataset):
 
 
 class JoinedDataset:
-    """The samples of several datasets, one dataset after the other."""
+    """The samples of one or several datasets, one dataset after the other."""
 
     def __init__(self, parts: Sequence[SampleDataset]) -> None:
         self.parts = parts
         self.seq_length = parts[0].seq_length
-        self.name = f"the blend of {', '.join(part.name for part in parts)}"
+        self.name = "the blend of " * (len(parts) > 1) + ", ".join(part.name for part in parts)
         self._ends = list(accumulate(map(len, parts)))
 
     def __len__(self) -> int:

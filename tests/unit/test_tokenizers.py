@@ -136,7 +136,7 @@ class TestSpecialTokens:
         text.write_text(SPELLED * 4)
         source = TextSource(str(text), HALVES)
         datasets = datasets_of(source, write_tokenizer(tmp_path / "tok"), split_special_tokens=split)
-        tokens = datasets.train.tokens.tolist()
+        tokens = datasets.training[0].dataset.tokens.tolist()
         assert tokens.count(END) == (1 if split else 5)
         assert FastTokenizer(tmp_path / "tok").decode([*filter(END.__ne__, tokens)]) == (
             SPELLED * 2 if split else "Say  to end,  and  too.\n" * 2
@@ -180,8 +180,8 @@ class TestBeginningOfDocument:
             (tmp_path / "text").mkdir(exist_ok=True)
             (tmp_path / "text" / f"{number}.txt").write_text(TEXT[0] * 4)
         source = TextSource(str(tmp_path / "text"), HALVES)
-        plain = datasets_of(source, tmp_path / "tok").train.tokens
-        tokens = datasets_of(source, tmp_path / "tok", prepend_bos=True).train.tokens
+        plain = datasets_of(source, tmp_path / "tok").training[0].dataset.tokens
+        tokens = datasets_of(source, tmp_path / "tok", prepend_bos=True).training[0].dataset.tokens
         assert tokens[tokens != BOS].tolist() == plain.tolist()
         begins = (tokens == BOS).nonzero()[0].tolist()
         assert begins == [0, *((tokens == END).nonzero()[0] + 1).tolist()[:-1]]
