@@ -91,47 +91,35 @@ def open_weights(
 
     Raises ValueError when the model, or the data to evaluate it on, is missing.
     """
-    first = paths[0]
+    folder = paths[0]
     if is_hugging_face(paths, tokenizer_place):
         if data is None:
-            raise ValueError(f"{first}: a Hugging Face folder has no validation split; give --data")
-        return _open_hugging_face(first, data, seq_length)
-    source = open_source(paths, "mean", tokenizer_place)
-    context = source.architecture.seq_length
-    architecture = replace(source.architecture, seq_length=seq_length or context)
-    sets = {f"replica {replica}": [replica] for replica in source.replicas}
-    if len(sets) > 1:
-        sets["mean model"] = source.replicas
-    tokenizer = source.tokenizer
-    documents = source.config.documents(tokenizer.end_of_document)
+            raise ValueError(f"{folder}: a Hugging Face folder has no validation split; give --data")
+        trained, source = read_architecture(folder), None
+        readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
+        check_folder(tokenizer := tokenizer_of(folder))
+        length = min(trained.seq_length, _MAX_SEQ_LENGTH)
+    else:
+        source = open_source(paths, "mean", tokenizer_place)
+        trained, tokenizer = source.architecture, source.tokenizer
+        sets = {f"replica {replica}": [replica] for replica in source.replicas}
+        if len(sets) > 1:
+            sets["mean model"] = source.replicas
+        read = source.reader().read
+        readers = {name: partial(read, replicas=replicas) for name, replicas in sets.items()}
+        length = trained.seq_length
+    architecture = replace(trained, seq_length=seq_length or length)
+    documents = source.config.documents(tokenizer.end_of_document) if source else None
     needs = Needs(architecture.vocab_size, architecture.seq_length, documents=documents)
-    datasets = (
-        [whole_dataset(data, tokenizer, needs)]
-        if data
-        else validation_datasets(source.config.data.source, tokenizer, needs)
-    )
-    _tell_of_long_samples(architecture, context)
-    read = source.reader().read
-    readers = {name: partial(read, replicas=replicas) for name, replicas in sets.items()}
-    return WeightSets(architecture, datasets, readers)
-
-
-def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> WeightSets:
-    architecture = read_architecture(folder)
-    context = architecture.seq_length
-    architecture = replace(architecture, seq_length=seq_length or min(context, _MAX_SEQ_LENGTH))
-    weights = PretrainedWeights(folder, architecture)
-    needs = Needs(architecture.vocab_size, architecture.seq_length)
-    tokenizer = tokenizer_of(folder)
-    check_folder(tokenizer)
-    dataset = whole_dataset(data, tokenizer, needs)
-    _tell_of_long_samples(architecture, context)
-    return WeightSets(architecture, [dataset], {str(folder): weights})
-
-
-def _tell_of_long_samples(architecture: Architecture, context: int) -> None:
-    if architecture.seq_length > context:
+    datasets: Sequence[SampleDataset]
+    if data is not None:
+        datasets = [whole_dataset(data, tokenizer, needs)]
+    else:
+        assert source is not None
+        datasets = validation_datasets(source.config.data.source, tokenizer, needs)
+    if architecture.seq_length > trained.seq_length:
         sys.stderr.write(
-            f"--seq-length {architecture.seq_length}: the model's context is {context} tokens; it was not trained "
-            "to read longer samples\n"
+            f"--seq-length {architecture.seq_length}: the model's context is {trained.seq_length} tokens; it was "
+            "not trained to read longer samples\n"
         )
+    return WeightSets(architecture, datasets, readers)
