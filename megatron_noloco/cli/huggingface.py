@@ -146,8 +146,8 @@ def _import(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.data.auto_tokenizer import check_exported, load_as_written, load_auto
     from megatron_noloco.huggingface.export import export
-    from megatron_noloco.huggingface.pretrained import NotFiniteWeightError
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
+    from megatron_noloco.huggingface.weight_files import NotFiniteWeightError
     from megatron_noloco.huggingface.whole_model import generate
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)

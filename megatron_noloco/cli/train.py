@@ -88,7 +88,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
         from megatron_noloco.data.samples import VocabularyError
         from megatron_noloco.federation.keeping_up import NotFiniteError, UntrainedError
-        from megatron_noloco.huggingface.pretrained import NotFiniteWeightError
+        from megatron_noloco.huggingface.weight_files import NotFiniteWeightError
         from megatron_noloco.outer import PartnerTimeoutError
         from megatron_noloco.training.build import build
 

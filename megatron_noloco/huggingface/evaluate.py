@@ -18,8 +18,9 @@ from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.open_datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture, tokenizer_of
+from megatron_noloco.huggingface.pretrained import read_architecture, tokenizer_of
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
+from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.sample_order import SampleOrder

@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.files import naming_file, write_tensors, writing
-from megatron_noloco.huggingface.pretrained import UNFINISHED, PretrainedWeights, read_architecture
+from megatron_noloco.huggingface.pretrained import UNFINISHED, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
+from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
@@ -112,31 +113,30 @@ def _model_card(source: ModelSource) -> str:
         if len(source.replicas) > 1
         else f"replica {source.replicas[0]} of {topology.ensemble}"
     )
-    lines = [
-        "---",
-        "library_name: transformers",
-        f"tags: [{family}, noloco]",
-        "---",
-        f"# A {family.capitalize()} trained with {source.config.noloco.active_method}",
-        "",
-        f"This model is {model}, trained with megatron_noloco (NoLoCo, arXiv 2506.10911).",
-        "",
-        f"- local steps: {manifest.step}",
-        f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
-        f"- parallel: {source.saved.layout_in_words}",
-        *(f"- {line}" for line in source.losses_report()),
+    notes = [
+        f"local steps: {manifest.step}",
+        f"tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
+        f"parallel: {source.saved.layout_in_words}",
+        *source.losses_report(),
     ]
-    config = json.dumps(_without_places(manifest.config), indent=1)
-    lines += [
-        "",
-        "The run's configuration, without the folders of its files:",
-        "",
-        "```json",
-        config,
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    listed = "\n".join(f"- {note}" for note in notes)
+    return f"""\
+---
+library_name: transformers
+tags: [{family}, noloco]
+---
+# A {family.capitalize()} trained with {source.config.noloco.active_method}
+
+This model is {model}, trained with megatron_noloco (NoLoCo, arXiv 2506.10911).
+
+{listed}
+
+The run's configuration, without the folders of its files:
+
+```json
+{json.dumps(_without_places(manifest.config), indent=1)}
+```
+"""
 
 
 def _without_places(value: Any) -> Any:

@@ -1,30 +1,17 @@
-"""Start a run from a Hugging Face folder: read its architecture, weights and tokenizer, and write a config."""
+"""Start a run from a Hugging Face folder: read its architecture and tokenizer, and write a config."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron_noloco.files import read_object
-from megatron_noloco.huggingface.weight_files import WeightFiles
+from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import (
-    HEAD,
-    Index,
-    Stored,
-    architecture_of,
-    families_with,
-    family_of,
-    stored_tensors,
-    table_of,
-)
+from megatron_noloco.model.families import architecture_of, families_with, family_of
 
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
 
@@ -181,113 +168,3 @@ def config_for_any_version(folder: Path) -> dict[str, Any]:
 
 def _config_of(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json", "give the folder of a Hugging Face model")
-
-
-class NotFiniteWeightError(ValueError):
-    """A weight of a Hugging Face folder is NaN or infinite."""
-
-
-class PretrainedWeights:
-    """The weights of a Hugging Face folder as parameters of an architecture; a context manager.
-
-    Every tensor of the folder is accounted for: it is one of the model's, or several of them stacked, or the same
-    once more. So a run, `import`, `evaluate` and `generate` read the whole folder, and the same from it.
-    """
-
-    def __init__(self, folder: Path, architecture: Architecture) -> None:
-        """Open the files; only their headers are read, and tensors that are there twice.
-
-        Raises ValueError, in one line, unless all tensors of the model are there, and nothing else, with the right
-        shapes, in floating-point numbers.
-        """
-        self.folder = folder
-        self._architecture, self._table = architecture, table_of(architecture)
-        self._files = WeightFiles(folder)
-        # Of each of the table's tensors: the stored tensor that holds it, and where in that
-        self._places: dict[str, tuple[str, Index]] = {}
-        self._account()
-
-    def __enter__(self) -> "PretrainedWeights":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._files.close()
-
-    def __call__(self, name: str) -> Tensor:
-        """Return the full parameter of that name in the unsplit model, in the folder's precision.
-
-        Raises NotFiniteWeightError, as all methods that read tensors.
-        """
-        return self._table.find(name).from_hf(self._read)
-
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors under the names of the table, which every version of transformers loads."""
-        return {name: self._read(name) for name in self._places}
-
-    def check_finite(self) -> None:
-        """Read every tensor once; raises NotFiniteWeightError."""
-        for name in self._places:
-            self._read(name)
-
-    def _read(self, name: str) -> Tensor:
-        stored, index = self._places[name]
-        tensor: Tensor = self._files.slice(stored)[index]
-        if not torch.isfinite(tensor).all():
-            raise NotFiniteWeightError(
-                f"{self._files.path(stored)}: {stored} holds NaN or infinite weights: the file is damaged, or the "
-                "model has diverged; give another copy"
-            )
-        return tensor
-
-    def _account(self) -> None:
-        """Find the place of every tensor of the table; raises ValueError."""
-        known, unknown = stored_tensors(self._architecture), []
-        for name in self._files.names:
-            if name in known:
-                self._add(name, known[name])
-            else:
-                unknown.append(name)
-        needed = [name for parameter in self._table for name in parameter.hf]
-        missing = [name for name in needed if name not in self._places]
-        problems = [f"no tensor {_some(missing)}"] if missing else []
-        if missing == [HEAD]:
-            problems.append(
-                "tie_word_embeddings is false in config.json, and must be true if the embedding is the head"
-            )
-        if unknown:
-            family, layers = self._architecture.family, self._architecture.num_layers
-            problems.append(
-                f"tensors that the {family} of {layers} layers in config.json does not have: {_some(unknown)}"
-            )
-            if not missing:
-                problems.append(
-                    "if they are of no use, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other) "
-                    "leaves them out"
-                )
-        if problems:
-            raise ValueError(f"{self.folder}: {'; '.join(problems)}")
-
-    def _add(self, name: str, stored: Stored) -> None:
-        """Check a tensor's header, and note where the tensors of the table are in it; raises ValueError."""
-        header = self._files.slice(name)
-        where, dtype, found = f"{self._files.path(name)}: {name}", header.get_dtype(), header.get_shape()
-        if dtype not in ("F32", "BF16", "F16"):
-            raise ValueError(f"{where} is {dtype}; weights must be F32, BF16 or F16, not quantized")
-        if found != list(stored.shape):
-            raise ValueError(f"{where} is {found}, not {list(stored.shape)}")
-        for part, index in stored.parts.items():
-            other, at = self._places.setdefault(part, (name, index))
-            if other != name and not torch.equal(header[index].float(), self._files.slice(other)[at].float()):
-                why = "; set tie_word_embeddings to false in config.json if the head has weights of its own"
-                raise ValueError(
-                    f"{where} differs from {other}, but the two are the same tensor of this model"
-                    f"{why if HEAD in (name, other) else ''}"
-                )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return up to three of the names, and how many there are besides."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

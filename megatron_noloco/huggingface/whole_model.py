@@ -10,11 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import adds_bos
-from megatron_noloco.huggingface.pretrained import (
-    PretrainedWeights,
-    config_for_any_version,
-    read_architecture,
-)
+from megatron_noloco.huggingface.pretrained import config_for_any_version, read_architecture
+from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world

@@ -14,7 +14,7 @@ from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.huggingface.pretrained import PretrainedWeights
+from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.outer import (
     Channel,

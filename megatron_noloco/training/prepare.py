@@ -32,7 +32,8 @@ from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import writing
-from megatron_noloco.huggingface.pretrained import PretrainedWeights, check_fits, check_tokenizer
+from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
+from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture

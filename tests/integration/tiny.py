@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.huggingface.pretrained import PretrainedWeights
+from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.families import families_with
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.monitor.metrics import Reduction

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_noloco.huggingface.pretrained import NotFiniteWeightError, PretrainedWeights, read_architecture
+from megatron_noloco.huggingface.pretrained import read_architecture
+from megatron_noloco.huggingface.weight_files import NotFiniteWeightError, PretrainedWeights
 from megatron_noloco.model.architecture import Architecture
 from tests.unit.test_huggingface import exported, hf_config, make_model, random_weights
 
