@@ -9,16 +9,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.architecture import PipelineSplit
 from tests.integration.chaos import Run, assert_same_state
 from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import FAMILY_MODELS, MIXTURES, metrics, tiny, write_text
+from tests.unit.datasets import write_dataset
 
 STEPS = 6
 MOST_RANKS = 8
@@ -51,12 +50,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("data")
     random = Random(0)
     for name in "ab":
-        writer = IndexedWriter(folder / name, ByteTokenizer.vocab_size)
-        for _ in range(100):
-            letters = "".join(random.choices("abcdefgh \n", k=random.randint(1, 150)))
-            document = np.append(ByteTokenizer().encode(letters), ByteTokenizer.end_of_document)
-            writer.add(document, ends_document=True)
-        writer.finish()
+        letters = ("".join(random.choices("abcdefgh \n", k=random.randint(1, 150))) for _ in range(100))
+        end = ByteTokenizer.end_of_document
+        write_dataset(folder / name, ([*ByteTokenizer().encode(text), end] for text in letters))
     words = ["".join(random.choices("abcdefgh", k=random.randint(1, 20))) for _ in range(400)]
     records = folder / "records.jsonl"
     with records.open("w") as file:

@@ -14,10 +14,10 @@ import pytest
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import datasets
-from megatron_noloco.data.indexed import IndexedWriter
 from tests.harness import call, run_mpi, run_torchrun
 from tests.integration.tiny import already_joined
 from tests.unit.configs import SMALLEST
+from tests.unit.datasets import write_dataset
 
 USAGE_ERROR = 2
 LATE = "tests.integration.late_first_rank"
@@ -153,11 +153,9 @@ def test_a_token_that_only_the_run_reads_ends_it_with_one_line(
 ) -> None:
     """Of a large dataset the start checks an excerpt, here pairs of tokens far apart."""
     monkeypatch.setattr(datasets, "_EXCERPT_TOKENS", 32)
-    writer = IndexedWriter(folder / "large", vocab_size=1 << 20)
-    for number in range(40):
-        writer.add(np.full(50, -1 if number == 20 else number), ends_document=True)
-    writer.finish()
-    data = {"text": None, "data_path": str(folder / "large"), "split": "1,0,0"}
+    documents = (np.full(50, -1 if number == 20 else number) for number in range(40))
+    prefix = write_dataset(folder / "large", documents, vocab_size=1 << 20)
+    data = {"text": None, "data_path": prefix, "split": "1,0,0"}
     changes = {"data": data, "parallel": {"replicas": 1}, "evaluation": {"iters": 0}}
     config = config_with(
         folder, {**changes, "training": {"train_iters": 100, "output_dir": str(folder / "run")}}

@@ -11,9 +11,9 @@ import torch
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import IndexedWriter
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import run_whole
+from tests.unit.datasets import write_dataset
 from tests.unit.test_preprocess import make_tokenizer
 
 STEPS = 4
@@ -27,11 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end = FastTokenizer(folder).end_of_document
     draw = np.random.default_rng(0)
     for name in "ab":
-        writer = IndexedWriter(folder / name, vocab_size=300)
-        for _ in range(100):
-            tokens = np.append(draw.integers(0, 270, draw.integers(5, 40)), end)
-            writer.add(tokens, ends_document=True)
-        writer.finish()
+        documents = [np.append(draw.integers(0, 270, draw.integers(5, 40)), end) for _ in range(100)]
+        write_dataset(folder / name, documents, vocab_size=300)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},

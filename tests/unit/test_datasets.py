@@ -24,7 +24,6 @@ from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
 from megatron_noloco.data.open_datasets import (
     build_datasets,
@@ -41,6 +40,7 @@ from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOr
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.prepare import check_start, prepare
 from tests.unit.configs import SMALLEST
+from tests.unit.datasets import write_dataset
 from tests.unit.test_preprocess import make_tokenizer
 
 SEQ = 8
@@ -51,10 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Datasets `a` (40 documents of 10 tokens, all even), `b` (20 of 20, all odd), and one of one sequence."""
     folder = tmp_path_factory.mktemp("datasets")
     for name, count, length in (("a", 40, 10), ("b", 20, 20), ("one", 1, 90)):
-        writer = IndexedWriter(folder / name, vocab_size=257)
-        for index in range(count):
-            writer.add(np.full(length, index * 2 + (name == "b")), ends_document=True)
-        writer.finish()
+        write_dataset(folder / name, [[index * 2 + (name == "b")] * length for index in range(count)])
     return folder
 
 
@@ -101,10 +98,7 @@ class TestIndexed:
 
     def test_the_checksum_depends_on_where_documents_begin(self, tmp_path: Path) -> None:
         for name, cut in (("one", 10), ("other", 11)):
-            writer = IndexedWriter(tmp_path / name, vocab_size=257)
-            for piece in np.split(np.arange(40), [cut]):
-                writer.add(piece, ends_document=True)
-            writer.finish()
+            write_dataset(tmp_path / name, np.split(np.arange(40), [cut]))
         options: dict[str, Any] = {"split": "1,0,0", "evaluates": False}
         one, other = (build(data_path=str(tmp_path / name), **options).checksums for name in ("one", "other"))
         assert {name for name in one if one[name] == other[name]} == {"training_data"}, "that of 0.2"
@@ -179,11 +173,8 @@ class TestIndexed:
     def test_a_negative_token_is_one_line(
         self, split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        prefix = str(tmp_path / "negative")
-        writer = IndexedWriter(tmp_path / "negative", vocab_size=1 << 20)
-        for number in range(40):
-            writer.add(np.where(np.arange(10) == 3, -1 if number == 30 else 3, 5), ends_document=True)
-        writer.finish()
+        documents = [[5, 5, 5, -1 if number == 30 else 3, 5, 5, 5, 5, 5, 5] for number in range(40)]
+        prefix = write_dataset(tmp_path / "negative", documents, vocab_size=1 << 20)
         line = "negative holds token -1, the vocabulary has 257 .from 0 on.: it is damaged, or"
         with pytest.raises(ValueError, match=line):
             build(data_path=prefix, split=split)
@@ -206,10 +197,7 @@ class TestIndexed:
         for made_with in (other, byte, None):
             Path(f"{prefix}.idx").unlink(missing_ok=True)
             Path(f"{prefix}.tokenizer.sha256").unlink(missing_ok=True)
-            writer = IndexedWriter(Path(prefix), vocab_size=257)
-            for _ in range(8):
-                writer.add(np.arange(10), ends_document=True)
-            writer.finish(made_with)
+            write_dataset(Path(prefix), [np.arange(10)] * 8, tokenizer=made_with)
             for door in doors:
                 if made_with is other:
                     line = (
@@ -316,12 +304,10 @@ class TestText:
 
 class TestUnigramEntropy:
     def entropy(self, tmp_path: Path, train: list[int], validation: list[int]) -> float:
-        for name, tokens in (("t", train), ("v", validation)):
-            writer = IndexedWriter(tmp_path / name, vocab_size=257)
-            writer.add(np.array(tokens), ends_document=True)
-            writer.finish()
-        paths = {"train_data_path": str(tmp_path / "t"), "valid_data_path": str(tmp_path / "v")}
-        return build(seq_length=1, **paths).unigram_entropy
+        first, second = (
+            write_dataset(tmp_path / name, [tokens]) for name, tokens in (("t", train), ("v", validation))
+        )
+        return build(seq_length=1, train_data_path=first, valid_data_path=second).unigram_entropy
 
     def test_known_cross_entropy(self, tmp_path: Path) -> None:
         expected = -(math.log(4 / 261) + math.log(2 / 261) + 2 * math.log(1 / 261)) / 4

@@ -6,28 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.harness import run_command
+from tests.unit.datasets import write_dataset
 from tests.unit.test_preprocess import make_tokenizer
-
-
-def write(prefix: Path, texts: list[str]) -> None:
-    writer = IndexedWriter(prefix, ByteTokenizer.vocab_size)
-    for text in texts:
-        writer.add(np.append(ByteTokenizer().encode(text), np.uint16(256)), ends_document=True)
-    writer.finish()
 
 
 def test_inspect_prints_sizes_and_the_first_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "p", ["one", "two\n", "x" * 99])
+    texts = ("one", "two\n", "x" * 99)
+    write_dataset(tmp_path / "p", ([*ByteTokenizer().encode(text), 256] for text in texts))
     assert main(["data", "inspect", str(tmp_path / "p"), "--samples", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"dataset: {tmp_path / 'p'} (0.0 MB, uint16 tokens)",
@@ -44,9 +37,7 @@ def test_inspect_prints_sizes_and_the_first_documents(
 
 
 def test_inspect_ids_of_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    writer = IndexedWriter(tmp_path / "p", vocab_size=1000)
-    writer.add(np.array([5, 999]), ends_document=True)
-    writer.finish()
+    write_dataset(tmp_path / "p", [[5, 999]], vocab_size=1000)
     assert main(["data", "inspect", str(tmp_path / "p")]) == 0
     assert "document 0: tokens 5 999 ... (not of this tokenizer" in capsys.readouterr().out
 

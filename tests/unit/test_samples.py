@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.data import samples as samples_module
-from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import ValidationSource, gather
 from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset, VocabularyError
@@ -20,6 +19,7 @@ from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource, 
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.layers import document_mask
 from megatron_noloco.plans.draws import Shuffle, Stream
+from tests.unit.datasets import write_dataset
 
 SEQ = 8
 NEEDS = Needs(vocab_size=10_000, seq_length=SEQ)
@@ -173,11 +173,9 @@ def test_who_attends_to_whom() -> None:
 
 @pytest.mark.parametrize("field", ["reset_attention_mask", "eod_mask_loss"])
 def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
-    writer = IndexedWriter(tmp_path / "a", ByteTokenizer.vocab_size)
-    writer.add(np.arange(100), ends_document=True)
-    writer.finish()
+    prefix = write_dataset(tmp_path / "a", [np.arange(100)])
     documents = DocumentBorders(ByteTokenizer.end_of_document, **{field: True})
-    source = IndexedSource(Blend.parse(str(tmp_path / "a")), None, None)
+    source = IndexedSource(Blend.parse(prefix), None, None)
     needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
     with pytest.raises(ValueError, match=rf"^data.{field}: .*a holds no end-of-document token \(256\)"):
         build_datasets(source, ByteTokenizer(), needs)
