@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -238,12 +239,9 @@ def latest(checkpoints: Path) -> str:
 
 def set_aside(folder: Path) -> Path:
     """Rename a step folder that the resumed run will write again, so that old and new files never mix."""
-    number = 0
-    while True:
-        aside = folder.with_name(f"{folder.name}{_SET_ASIDE}{f'_{number}' if number else ''}")
-        if not aside.exists():
-            return folder.rename(aside)
-        number += 1
+    endings = chain([""], map("_{}".format, count(1)))
+    paths = (folder.with_name(f"{folder.name}{_SET_ASIDE}{ending}") for ending in endings)
+    return folder.rename(next(path for path in paths if not path.exists()))
 
 
 def advice_on_set_aside(folder: Path) -> str | None:

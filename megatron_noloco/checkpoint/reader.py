@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.model.families import table_of
+from megatron_noloco.outer.vectors import Buffers
 from megatron_noloco.plans.canonical import Block, Rectangle
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -29,19 +30,6 @@ def read_into(flat: Tensor, path: Path, name: str, start: int) -> None:
         with safe_open(path, framework="pt") as file:
             piece.copy_(file.get_slice(name)[start : start + len(piece)])
         start += len(piece)
-
-
-class Scratch:
-    """Memory that is used again for each tensor: allocating fresh pages takes longer than filling them."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
-
-    def take(self, length: int) -> Tensor:
-        """Return a flat tensor; it shares its memory with those that were taken before."""
-        if len(self._memory) < length:
-            self._memory = torch.empty(length)
-        return self._memory[:length]
 
 
 class Share(NamedTuple):
@@ -63,7 +51,7 @@ class CheckpointReader:
         self.saved = saved
         architectures = [manifest.architecture for manifest in saved.manifests]
         self.table = table_of(min(architectures, key=lambda one: one.padded_vocab_size))
-        self._memory, self._part = Scratch(), Scratch()
+        self._memory = Buffers()  # used again: allocating fresh pages takes longer than filling them
         self._matrices = self.table.matrices()
         self._shares: dict[Path, dict[str, list[Share]]] = {}  # by folder: its replicas have one layout
 
@@ -81,7 +69,7 @@ class CheckpointReader:
         Rows that the checkpoint does not have, which are padding of the vocabulary, are zero.
         """
         source = self.table.find(name).source
-        found = self._memory.take(place.rows * place.width).view(place.rows, place.width)
+        found = self._memory.get("rectangle", torch.float32, place.rows, place.width)
         found[max(self._matrices[source].rows - place.top, 0) :] = 0
         for number, replica in enumerate(replicas):
             for share in self._shares_of(replica)[source]:
@@ -128,7 +116,7 @@ class CheckpointReader:
     def _rows(self, share: Share, top: int, bottom: int, replica: int, vector: str) -> Tensor:
         """Read rows top..bottom of a matrix, as wide as the block, shape [bottom - top, width]."""
         block, name = share.block, f"{vector}.{share.group}"
-        flat = self._part.take((bottom - top) * block.width)
+        flat = self._memory.get("share", torch.float32, (bottom - top) * block.width)
         path = self.saved.file(replace(share.at, replica=replica), name)
         read_into(flat, path, name, block.own + (top - block.top) * block.width)
         return flat.view(-1, block.width)
