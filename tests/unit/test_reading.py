@@ -15,7 +15,8 @@ from rich.console import Console
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import stop_request
-from megatron_noloco.monitor.report import _of_one, pairings_of, phases_of, places_of, write_page
+from megatron_noloco.monitor.plots import pairings_of, phases_of, places_of, plots_of_one
+from megatron_noloco.monitor.report import write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import run_table
@@ -289,7 +290,7 @@ def test_the_line_of_a_loss_breaks_where_steps_were_left_out(tmp_path: Path) -> 
         step(50, **{"handover/giver": 1}),
         step(52),
     )
-    (line,) = next(_of_one(RunLog(tmp_path))).traces
+    (line,) = next(plots_of_one(RunLog(tmp_path))).traces
     assert list(line.x) == [2, 4, 50, 50, 52]
     assert [math.isnan(y) for y in line.y] == [False, False, True, False, False]
 

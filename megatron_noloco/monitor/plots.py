@@ -1,0 +1,226 @@
+"""Draws the numbers of runs: what each plot shows, and its lines and points."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from plotly import graph_objects
+from plotly.colors import qualitative
+
+from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+from megatron_noloco.monitor.timeline import timeline_of
+from megatron_noloco.monitor.writers import Row
+
+_FORWARD_BACKWARD = "forward and backward"
+_WAITS = {  # parts of forward and backward
+    "data/wait_seconds": "waiting for data",
+    "routing/wait_seconds": "waiting for other stages",
+}
+_PHASES = {  # of a local step, in order
+    "time/forward_backward_seconds": _FORWARD_BACKWARD,
+    "time/optimizer_seconds": "inner optimizer",
+    "time/exchange_seconds": "exchanges",
+}
+_COLORS = qualitative.Plotly
+_MOST_NAMES = 16  # with more replicas, the plot has no legend
+
+
+class Plot(NamedTuple):
+    """Describes a plot: title, a sentence about it, the names of its axes, and what is drawn."""
+
+    title: str
+    explanation: str
+    y: str
+    traces: list[Any]
+    layout: Mapping[str, Any] = {}
+    x: str = "local step"
+
+
+def plots_of_one(run: RunLog) -> Iterator[Plot]:
+    """Yield the plots of a run; those for which it has no numbers have no traces."""
+    yield Plot(
+        "Loss",
+        "The loss of every replica: training (lines) and validation (points).",
+        "loss, nats per token",
+        list(_losses(run)),
+        {"showlegend": len(run.replicas) <= _MOST_NAMES},
+    )
+    rates = _line(_curve(run.replicas[0].rows_of("step"), "train/learning_rate"), "learning rate", dash="dot")
+    rates.update(yaxis="y2")
+    spreads = [
+        _line(curve, f"replica {log.replica}", number)
+        for number, log in enumerate(run.replicas)
+        if (curve := _curve(log.rows_of("step"), "round/spread"))[0]
+    ]
+    yield Plot(
+        "Spread",
+        "How far replicas are apart: the standard deviation of a weight over the group before its round, root "
+        "mean square over all weights. The spread follows the learning rate (dotted, on the right).",
+        "spread",
+        [*spreads, rates] if spreads else [],
+        {
+            "showlegend": len(run.replicas) <= _MOST_NAMES,
+            "yaxis_rangemode": "tozero",
+            "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "title": "learning rate"},
+        },
+    )
+    steps, phases = phases_of(run)
+    yield Plot(
+        "Where the time goes",
+        "Seconds in a local step, means of all replicas.",
+        "seconds",
+        [
+            graph_objects.Scatter(x=steps, y=seconds, name=label, stackgroup="all", line={"width": 0})
+            for label, seconds in phases.items()
+        ],
+    )
+    yield Plot(
+        "Bytes",
+        "MB sent by a replica so far (mean of the replicas), and MB that a ring all-reduce of the gradients in "
+        "every step would have sent.",
+        "MB sent",
+        list(_bytes(run)),
+    )
+    yield Plot(
+        "Pairings",
+        "In the last round before each row of the log: a line joins replicas that exchanged, an open circle is a "
+        "skipped round.",
+        "replica",
+        pairings_of(run),
+        {"showlegend": False, "yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
+    )
+    yield Plot(
+        "Timeline",
+        "The jobs of the federation: where the line of a job breaks off, the job was away.",
+        "replica",
+        timeline_of(run),
+        {"yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
+        "seconds",
+    )
+
+
+def plots_of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
+    """Yield the loss of several runs over local steps, seconds and bytes."""
+    for scale in ("local step", "seconds of training", "MB sent by the first replica"):
+        traces = []
+        for number, run in enumerate(runs):
+            rows = run.replicas[0].rows_of("evaluation")
+            means = [row.get("validation/mean_model_loss") for row in rows]
+            losses = [mean or row["validation/loss"] for mean, row in zip(means, rows, strict=True)]
+            curve = places_of(run.replicas[0], scale), losses
+            traces.append(_line(curve, run.folder.resolve().name, number, mode="lines+markers"))
+        title, explanation = f"Validation loss over {scale}", "Of the mean model, else of the first replica."
+        yield Plot(title, explanation, "loss, nats per token", traces, x=scale)
+
+
+def places_of(log: ReplicaLog, scale: str) -> list[float]:
+    """Return where on the axis `scale` of a comparison each evaluation lies; NaN after the newest row of steps."""
+    steps = [row["step"] for row in log.rows_of("evaluation")]
+    if scale == "local step":
+        return steps
+    known = {row["step"]: (row.get("total/sent_bytes") or 0) / 1e6 for row in log.rows_of("step")}
+    if scale == "seconds of training":
+        known = log.seconds_so_far()
+    begin = next((row["step"] for row in log.rows[:1] if row["kind"] == "start"), 0)
+    at, values = zip(*({begin: 0.0} | known).items(), strict=True)
+    return np.interp(steps, at, values, right=math.nan).tolist()
+
+
+def _line(
+    curve: tuple[Sequence[float], Sequence[float]],
+    name: str,
+    number: int | None = None,
+    mode: str = "lines",
+    dash: str = "solid",
+) -> Any:
+    """Return a line or points; lines of the same number have one colour, those without are grey."""
+    color = "#888" if number is None else _COLORS[number % len(_COLORS)]
+    line = {"color": color, "dash": dash, "width": 1.5}
+    return graph_objects.Scatter(
+        x=curve[0], y=curve[1], name=name, mode=mode, line=line, marker={"color": color}
+    )
+
+
+def _losses(run: RunLog) -> Iterator[Any]:
+    for number, log in enumerate(run.replicas):
+        name = f"replica {log.replica}"
+        yield _line(_curve(log.rows_of("step"), "train/loss"), name, number)
+        validation = _curve(log.rows_of("evaluation"), "validation/loss")
+        if validation[0]:
+            yield _line(validation, f"{name}, validation", number, mode="markers").update(showlegend=False)
+    mean_model = _curve(run.replicas[0].rows_of("evaluation"), "validation/mean_model_loss")
+    if mean_model[0]:
+        yield _line(mean_model, "mean model, validation", mode="lines+markers", dash="dash")
+
+
+def _bytes(run: RunLog) -> Iterator[Any]:
+    names = {"total/sent_bytes": "exchanges", "total/routed_bytes": "routed activations"}
+    for number, (name, label) in enumerate(names.items()):
+        steps, sent = _means(run, name)
+        if any(sent):
+            yield _line((steps, [size / 1e6 for size in sent]), label, number)
+            per_step = run.facts.get("synchronous_bytes_per_step")
+            if number == 0 and per_step:
+                ends = [0, steps[-1]], [0, per_step * steps[-1] / 1e6]
+                yield _line(ends, "all-reduce in every step", dash="dash")
+
+
+def phases_of(run: RunLog) -> tuple[list[int], dict[str, list[float]]]:
+    """Return the steps that have rows, and the seconds of each phase of a local step; together they are all."""
+    steps, whole = _means(run, "speed/seconds_per_step")
+    phases = {label: _means(run, name)[1] for name, label in _PHASES.items()}
+    waits = {label: _means(run, name)[1] for name, label in _WAITS.items()}
+    phases["everything else"] = _remainder(whole, phases)
+    phases[_FORWARD_BACKWARD] = _remainder(phases[_FORWARD_BACKWARD], waits)
+    return steps, {label: seconds for label, seconds in (waits | phases).items() if any(seconds)}
+
+
+def _remainder(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return each number of `whole` less the same one of all `parts`."""
+    return [max(0.0, total - sum(taken)) for total, *taken in zip(whole, *parts.values(), strict=True)]
+
+
+def pairings_of(run: RunLog) -> list[Any]:
+    """Return a line for each group of the rounds in the log."""
+    groups: dict[int, set[tuple[int, ...]]] = {}
+    for log in run.replicas:
+        for row in log.rows_of("step"):
+            if "round/partners" in row:
+                group = tuple(sorted({int(log.replica), *row["round/partners"]}))
+                groups.setdefault(row["step"], set()).add(group)
+    steps = sorted({row["step"] for row in _steps(run)})
+    interval = min((after - before for before, after in pairwise(steps)), default=1)
+    traces = []
+    for step, of_round in groups.items():
+        for place, group in enumerate(sorted(of_round)):
+            # Side by side, since the lines of two groups may overlap.
+            x = step + 0.7 * interval * place / len(of_round)
+            trace = _line(([x] * len(group), list(group)), "", place, mode="lines+markers")
+            traces.append(trace if len(group) > 1 else trace.update(marker_symbol="circle-open"))
+    return traces
+
+
+def _steps(run: RunLog) -> list[Row]:
+    return [row for log in run.replicas for row in log.rows_of("step")]
+
+
+def _curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps and values of the rows that have a number; NaN where steps before a row were left out."""
+    found = []
+    for row in rows:
+        if "handover/giver" in row:
+            found.append((row["step"], math.nan))
+        if row.get(name) is not None:
+            found.append((row["step"], row[name]))
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _means(run: RunLog, name: str) -> tuple[list[int], list[float]]:
+    """Return the steps that have rows, and for each the mean of a number over the replicas that have a row."""
+    at_steps: dict[int, list[float]] = {}
+    for row in _steps(run):
+        at_steps.setdefault(row["step"], []).append(row.get(name) or 0.0)
+    return sorted(at_steps), [statistics.mean(at_steps[step]) for step in sorted(at_steps)]
