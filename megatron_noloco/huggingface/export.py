@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.sources import RecordSource
-from megatron_noloco.files import naming_file, write_tensors, writing
+from megatron_noloco.files import naming_file, write_tensors, write_text, writing
 from megatron_noloco.huggingface.pretrained import UNFINISHED, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -50,7 +50,7 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
     with naming_file(output):
         tokenizer.save(output, architecture.seq_length)
     _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
-    _write_text(output / "README.md", _model_card(source))
+    write_text(output / "README.md", _model_card(source))
 
 
 def _ends(source: ModelSource) -> int | list[int]:
@@ -149,12 +149,7 @@ def _without_places(value: Any) -> Any:
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
-    _write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    with naming_file(path):
-        path.write_text(text)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def check_export(source: ModelSource, output: Path) -> float:

@@ -33,6 +33,7 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
 from tests.unit.configs import SMALLEST
+from tests.unit.test_records import write
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
 
@@ -161,12 +162,11 @@ class TestSpecialTokens:
         write_tokenizer(tmp_path / "tok", chat_template=template)
         chat = [{"role": "user", "content": "Say <|im_end|>"}, {"role": "assistant", "content": "No"}]
         lines = [{"messages": chat}, {"prompt": "Say </s>", "completion": " No"}]
-        file = tmp_path / "chat.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        records = load_records(str(file), FastTokenizer(tmp_path / "tok"))
+        file = write(tmp_path / "chat.jsonl", *lines)
+        records = load_records(file, FastTokenizer(tmp_path / "tok"))
         assert [record.tokens.tolist().count(IM_END) for record in records] == [3, 0]
         assert [record.tokens.tolist().count(END) for record in records] == [0, 1]
-        summary = datasets_of(RecordSource(str(file), HALVES, packed=True), tmp_path / "tok").summary
+        summary = datasets_of(RecordSource(file, HALVES, packed=True), tmp_path / "tok").summary
         assert summary.endswith(
             "; special tokens spelled out: 1, read as text"
             "; special tokens spelled out: 1, read as these tokens, not as text"
@@ -199,10 +199,9 @@ class TestBeginningOfDocument:
         write_tokenizer(tmp_path / "tok", chat_template=template)
         chat = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "fox"}]
         lines = [{"messages": chat}, {"prompt": "the ", "completion": "fox"}]
-        file = tmp_path / "chat.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file = write(tmp_path / "chat.jsonl", *lines)
         plain, begun = (
-            load_records(str(file), FastTokenizer(tmp_path / "tok", prepend_bos=prepend))
+            load_records(file, FastTokenizer(tmp_path / "tok", prepend_bos=prepend))
             for prepend in (False, True)
         )
         assert begun[0].tokens.tolist() == plain[0].tokens.tolist()
