@@ -23,8 +23,8 @@ from megatron_noloco.attach.checks import (
     tensor_of,
 )
 from megatron_noloco.attach.held import copies_in
-from megatron_noloco.attach.hf_model import model_of
 from megatron_noloco.attach.inner import InnerState, check_modes, check_no_weights
+from megatron_noloco.attach.other_state import model_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
@@ -170,8 +170,8 @@ class Attached:
         """
         return self.outer.state() | {
             "local_steps_done": torch.tensor(self.done),
-            "first_weights": tensor_of(bytes.fromhex(self._first["weights"])),
-            "first_buffers": tensor_of(bytes.fromhex(self._first["buffers"])),
+            "first_weights": tensor_of(self._first["weights"]),
+            "first_buffers": tensor_of(self._first["buffers"]),
             "weights": tensor_of(digest_of(self.outer.weights)),
         }
 

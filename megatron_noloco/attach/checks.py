@@ -73,7 +73,7 @@ class StartReport:
         has_state: whether it continues from a state.
         alike: values that must be equal on all ranks, by name.
         lengths: of the parts of its weights.
-        first: what its training began with, by name: fingerprints, or digests of the replica that were saved.
+        first: what its training began with, by name; a digest of the replica that was saved is a text alone.
         held: see `held_by`.
     """
 
@@ -81,7 +81,7 @@ class StartReport:
     has_state: bool
     alike: dict[str, Any]
     lengths: list[int]
-    first: dict[str, Fingerprint | str]
+    first: dict[str, Fingerprint]
     held: list[Block] | None
 
 
@@ -100,7 +100,7 @@ def start_report(
         problem: with the settings; empty where there is none.
     """
     held = held_by(adapter)
-    first: dict[str, Fingerprint | str] = {**fingerprints_of(adapter, held)}
+    first = fingerprints_of(adapter, held)
     try:
         if problem:
             raise ValueError(f"attach: {problem}")
@@ -108,9 +108,9 @@ def start_report(
         if state is not None:
             _check_state(state, adapter.weights)
             alike = alike | {"local_steps_done": int(state["local_steps_done"])}
-            unknown = torch.zeros(32, dtype=torch.uint8)  # 0.2.0 did not save that of the buffers
+            unknown = tensor_of("00" * 32)  # 0.2.0 did not save that of the buffers
             for name in ("weights", "buffers"):  # which change
-                first[name] = _bytes_of(state.get(f"first_{name}", unknown)).hex()
+                first[name] = Fingerprint(_hexadecimal(state.get(f"first_{name}", unknown)), {})
     except ValueError as error:
         problem = str(error)
     lengths = [part.numel() for part in adapter.weights.parts()]
@@ -178,28 +178,28 @@ def _check_state(state: Mapping[str, Tensor], weights: Weights) -> None:
             f"attach: the state is of {length} weights, this rank has {weights.length}; each rank needs the one "
             "that it saved itself"
         )
-    if "weights" in state and _bytes_of(state["weights"]) != digest_of(weights):  # 0.1.0 did not save it
+    if "weights" in state and _hexadecimal(state["weights"]) != digest_of(weights):  # 0.1.0 did not save it
         raise ValueError(
             "attach: the model is not the one this state was saved with: load its checkpoint first, with the "
             "optimizer's state, and give each rank the state that it saved itself"
         )
 
 
-def digest_of(weights: Weights) -> bytes:
-    """Return SHA-256 of the bits of this rank's weights in fp32."""
+def digest_of(weights: Weights) -> str:
+    """Return SHA-256 of the bits of this rank's weights in fp32, hexadecimal."""
     parts, digest = Joined(weights.parts()), hashlib.sha256()
     memory = buffer(min(weights.length, _AT_ONCE), HOST)
     for start in range(0, weights.length, _AT_ONCE):
         piece = memory[: weights.length - start]
         weights.read_into(piece, start, parts)
         digest.update(piece.numpy().data)
-    return digest.digest()
+    return digest.hexdigest()
 
 
-def tensor_of(digest: bytes) -> Tensor:
-    """Return a digest as a state holds it: uint8, shape [bytes]."""
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+def tensor_of(digest: str) -> Tensor:
+    """Return a hexadecimal digest as a state holds it: uint8, shape [bytes]."""
+    return torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
 
 
-def _bytes_of(digest: Tensor) -> bytes:
-    return digest.cpu().numpy().tobytes()
+def _hexadecimal(digest: Tensor) -> str:
+    return digest.cpu().numpy().tobytes().hex()

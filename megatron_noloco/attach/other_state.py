@@ -1,10 +1,9 @@
-"""Compares and copies what a model has: names and shapes, first weights, frozen weights, buffers.
+"""Compares and copies what a model has: names and shapes, first weights, frozen weights, buffers, its config.
 
 These decide what the trained weights mean, so all replicas begin with the same.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.held import parameters_of, plain, shapes_of, trained_in
-from megatron_noloco.federation.session import checksum_of
+from megatron_noloco.model.families import FAMILIES, architecture_of
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.outer.weights import Joined
 from megatron_noloco.plans.canonical import Block, Matrix, matrices
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 
-_AT_ONCE = 1 << 26  # bytes that a digest reads at a time
 _ELEMENTS = 1 << 22  # that a fingerprint reads at a time
 
 
@@ -28,7 +26,7 @@ class Fingerprint(NamedTuple):
     """The part of a rank in a digest of its replica.
 
     Attributes:
-        text: a digest of all else; "" where there is nothing else.
+        text: all else, or a digest of it; "" where there is nothing else.
         sums: the fingerprint of each block that the rank has.
     """
 
@@ -44,22 +42,21 @@ def fingerprints_of(adapter: EngineAdapter, held: Sequence[Block] | None) -> dic
     """
     trained, others = trained_in(adapter), parameters_of(adapter.modules)
     frozen = {name: one for name, one in others.items() if name not in trained}
-    buffers = ((plain(name), one) for module in adapter.modules for name, one in module.named_buffers())
     return {
         "weights": Fingerprint("", _sums_of_weights(adapter.weights, held)),
         "names and shapes": Fingerprint(digest_of_shapes(shapes_of(trained)), {}),
-        "frozen weights": _of_frozen(adapter, frozen),
-        "buffers": Fingerprint(_digest_of(buffers), {}),
+        "frozen weights": _of_tensors(adapter, frozen),
+        "buffers": _of_tensors(adapter, {name: one for name, one, _ in _buffers(adapter.modules)}),
     }
 
 
-def digest_of_replica(ranks: Sequence[Fingerprint | str]) -> str:
-    """Return one digest for the fingerprints of the ranks of a replica, or the digest that all have saved.
+def digest_of_replica(ranks: Sequence[Fingerprint]) -> str:
+    """Return one digest for the fingerprints of the ranks of a replica, or the text where all have it alone.
 
     The layout of the ranks makes no difference.
     """
-    texts = sorted({one if isinstance(one, str) else one.text for one in ranks})
-    sums = {item for one in ranks if isinstance(one, Fingerprint) for item in one.sums.items()}
+    texts = sorted({one.text for one in ranks})
+    sums = {item for one in ranks for item in one.sums.items()}
     if len(texts) == 1 and not sums:
         return texts[0]
     return digest_of("".join(texts), sum(value for _, value in sums))  # of copies that are equal one counts
@@ -78,16 +75,16 @@ def _sums_of_weights(weights: Weights, held: Sequence[Block] | None) -> dict[Blo
     return _sums_of(read, held)
 
 
-def _of_frozen(adapter: EngineAdapter, frozen: Mapping[str, Any]) -> Fingerprint:
-    shapes, sums = shapes_of(frozen), dict[Block, int]()
+def _of_tensors(adapter: EngineAdapter, tensors: Mapping[str, Any]) -> Fingerprint:
+    shapes, sums = shapes_of(tensors), dict[Block, int]()
     for name, matrix in matrices(shapes).items():
-        part = adapter.part_of(frozen[name]).detach().reshape(-1)
+        part = adapter.part_of(tensors[name]).detach().reshape(-1)
 
         def read(start: int, stop: int, part: Tensor = part) -> np.ndarray:
             return _bits_of(part[start:stop])
 
-        sums |= _sums_of(read, adapter.places_of(frozen[name], matrix))
-    text = [(name, shape, str(frozen[name].dtype)) for name, shape in shapes.items()]
+        sums |= _sums_of(read, adapter.places_of(tensors[name], matrix))
+    text = [(name, shape, str(tensors[name].dtype)) for name, shape in shapes.items()]
     return Fingerprint(digest_of(repr(text)), sums)
 
 
@@ -113,13 +110,16 @@ def _bits_of(tensor: Tensor) -> np.ndarray:
 
 def buffers_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint of the modules has, by the number of the module and their name."""
-    return {
-        f"{number}.{plain(f'{path}.{name}')}": buffer
-        for number, module in enumerate(modules)
-        for path, part in module.named_modules()
-        for name, buffer in part.named_buffers(recurse=False)
-        if name not in part._non_persistent_buffers_set
-    }
+    return {name: buffer for name, buffer, is_saved in _buffers(modules) if is_saved}
+
+
+def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield all buffers, and whether a checkpoint has them."""
+    for number, module in enumerate(modules):
+        for path, part in module.named_modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                is_saved = name not in part._non_persistent_buffers_set
+                yield f"{number}.{plain(f'{path}.{name}')}", buffer, is_saved
 
 
 @torch.no_grad()
@@ -136,15 +136,19 @@ def check_buffers(modules: Sequence[nn.Module], values: Any) -> None:
         raise ValueError("its buffers are not those of this model")
 
 
-def _digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        for piece in _bytes_of(tensor):
-            digest.update(checksum_of(piece.numpy()).to_bytes(4, "big"))
-    return digest.hexdigest()
+def model_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return what decides which function the weights of a transformers model are of; see `Architecture`.
 
-
-def _bytes_of(tensor: Tensor) -> Iterator[Tensor]:
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return (piece.cpu() for piece in content.split(_AT_ONCE))
+    Of a model without a config, or of another family, only a family is returned, which the trainer does not have.
+    """
+    config: Any = next((getattr(module, "config", None) for module in modules), None)
+    if not hasattr(config, "to_dict"):
+        return {"family": None}
+    theirs = config.to_dict()
+    family = theirs.get("model_type")
+    if family not in FAMILIES:
+        return {"family": f"{family} of transformers"}
+    try:
+        return architecture_of(theirs).of_function
+    except ValueError as error:
+        return {"family": f"{family} in which {error}"}
