@@ -151,6 +151,8 @@ def _plan(args: argparse.Namespace) -> int:
             if step is None:
                 say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
         _show_time(plan, network, on_gpu=accelerator is not None)
+        if network is not None and step is None and config.noloco.most_waiting is not None:
+            say("", 'noloco.local_steps "auto": --step or --gpu shows what a run would choose')
         if departures is not None:
             _show_departures(departures, args.notice, config.federation.leave_seconds)
     return 0

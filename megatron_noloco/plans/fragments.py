@@ -1,8 +1,10 @@
-"""When each fragment of the weights has its rounds.
+"""When each fragment of the weights has its rounds, and how rare rounds must be to cost little time.
 
 With F fragments, fragment f has its round r after local step r k + (f + 1) k // F. So every fragment has one round
 in k local steps, and the last one has it where the round of all weights would be.
 """
+
+import math
 
 
 def next_after(done: int, local_steps: int, fragments: int) -> tuple[int, int]:
@@ -36,3 +38,13 @@ def most_under_way(local_steps: int, fragments: int, overlap_steps: int) -> int:
     return max(
         sum(first <= step < first + max(1, overlap_steps) for step in begun) for first in begun[:fragments]
     )
+
+
+def fewest_steps(exchange_seconds: float, step_seconds: float, most_waiting: float) -> int:
+    """Return the fewest local steps between rounds with which exchanges take at most a share of the time.
+
+    Args:
+        exchange_seconds: of all fragments together.
+        most_waiting: the share.
+    """
+    return max(1, math.ceil(exchange_seconds * (1 - most_waiting) / (most_waiting * step_seconds)))

@@ -9,6 +9,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
+from megatron_noloco.plans.fragments import fewest_steps
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import (
     WORKING,
@@ -109,11 +110,10 @@ class Scheme:
 
         Where the overlap is chosen, the smallest number that hides an exchange.
         """
-        ratio = self.seconds_per_exchange / step_seconds
         if self.chooses_overlap:
-            return max(1, math.ceil(ratio))
-        waits = ratio - self.hidden_steps
-        return max(1, self.hidden_steps, math.ceil(waits * (1 - _NEGLIGIBLE) / _NEGLIGIBLE))
+            return max(1, math.ceil(self.seconds_per_exchange / step_seconds))
+        waits = self.seconds_per_exchange - self.hidden_steps * step_seconds
+        return max(self.hidden_steps, fewest_steps(waits, step_seconds, _NEGLIGIBLE))
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def schemes(
     """Return the costs of the config's own scheme, of NoLoCo, of DiLoCo, and of synchronous training.
 
     NoLoCo is in pairs, and with more than 8 replicas also in the groups that docs/evidence.md recommends for them;
-    separate jobs exchange in pairs only.
+    separate jobs exchange in pairs only. With `most_waiting` each has the local steps that its run would choose.
 
     The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
     averages gradients in each local step, in the working precision, by a reduce-scatter and an all-gather of
@@ -276,7 +276,14 @@ def schemes(
         return []
 
     def scheme(name: str, block: TrainerSettings) -> Scheme:
-        return scheme_of(name, block, largest, topology, network, step_seconds)
+        found = scheme_of(name, block, largest, topology, network, step_seconds)
+        if block.most_waiting is None or step_seconds is None:
+            return found
+        # As `training.rounds.LocalStepsChoice` chooses by the seconds of the first rounds.
+        steps = fewest_steps(found.seconds_per_exchange, step_seconds, block.most_waiting)
+        steps = max(steps, block.fragments, block.first_overlap_steps)
+        chosen = replace(block, local_steps=min(steps, config.training.train_iters))
+        return scheme_of(name, chosen, largest, topology, network, step_seconds)
 
     def variant(**fields: Any) -> TrainerSettings:
         return replace(noloco, **{"enabled": True, "overlap_steps": 0, **fields})

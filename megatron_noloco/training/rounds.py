@@ -17,6 +17,7 @@ from megatron_noloco.outer import (
     Rounds,
     Weights,
 )
+from megatron_noloco.plans.fragments import fewest_steps
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Transport
 
@@ -132,7 +133,7 @@ class LocalStepsChoice(Choice):
 
     def wanted(self, step_seconds: float, exchange_seconds: Sequence[float]) -> int:
         seconds = self.outer.settings.fragments * statistics.median(exchange_seconds)
-        steps = math.ceil(seconds * (1 - self.most_waiting) / (self.most_waiting * step_seconds))
+        steps = fewest_steps(seconds, step_seconds, self.most_waiting)
         return min(max(steps, self.outer.settings.fragments, self.outer.overlap_steps), self.most)
 
     def take(self, number: int) -> None:

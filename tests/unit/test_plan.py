@@ -315,6 +315,25 @@ def test_the_share_of_time_that_exchanges_cost() -> None:
     assert replace(delayed, hidden_steps=5).enough_steps(1) == 5, "a delay is at most local_steps"
 
 
+def test_plan_shows_the_local_steps_that_auto_would_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fewest with which an exchange, as it is with a round every step, takes at most a tenth of the time."""
+    raw = json.loads((CONFIGS / "quickstart.json").read_text())
+
+    def planned(local_steps: Any, *options: str) -> str:
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps(raw | {"noloco": {"local_steps": local_steps}}))
+        assert main(["plan", str(path), "--bandwidth", "10Mbit", *options]) == 0
+        return capsys.readouterr().out
+
+    ways = [json.loads(planned(steps, "--json", "--step", "50ms"))["ways"][0] for steps in (1, "auto")]
+    assert ways[1]["local_steps"] == -(-ways[0]["seconds_per_exchange"] * 9 // 0.05) > 1
+    longest = json.loads(planned("auto", "--json", "--step", "1us"))["ways"][0]
+    assert longest["local_steps"] == raw["training"]["train_iters"]
+    assert "--step or --gpu shows what a run would choose" in planned("auto")
+
+
 @pytest.mark.parametrize(
     ("options", "sharing"),
     [([], "2"), (["--gpus", "16"], "8"), (["--gpus-per-node", "4"], "4")],  # a replica has 2 ranks
