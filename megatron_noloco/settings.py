@@ -174,7 +174,9 @@ class TrainerSettings(NolocoSettings):
 
     recipe: Literal["recommended", "paper"] = field(
         "recommended",
-        f"Values of fields that are left out: the defaults here, or those of the paper: {_PAPER}.",
+        'Values of fields that are left out. "recommended": the defaults here, but where none of group_size, '
+        "pairing and payload is given, groups of 8 in int4 from 9 replicas in one job on, and of 16 from 32 on. "
+        f'"paper": {_PAPER}. A run that is continued keeps its groups.',
     )
     most_waiting: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = field(
         None,
@@ -398,6 +400,16 @@ def _stable_setting(noloco: NolocoSettings, replicas: int | None) -> str:
     stable = [gamma for gamma in gammas if stable_with(consensus_weight=gamma)]
     nearest = min(stable, key=lambda candidate: abs(candidate - noloco.gamma), default=0.01)
     return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
+
+
+def recommended(replicas: int) -> dict[str, Any]:
+    """Return the settings that go with so many replicas in one job, by docs/evidence.md, "Settings to start from".
+
+    `NolocoSettings(**recommended(replicas))`; in JSON `"recipe": "recommended"`, which leaves a file as it is that
+    gives one of them.
+    """
+    group_size = 2 if replicas < 9 else 8 if replicas < 32 else 16
+    return {"group_size": group_size, "pairing": "auto", "payload": "int8" if group_size == 2 else "int4"}
 
 
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:

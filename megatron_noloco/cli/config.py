@@ -47,6 +47,7 @@ def _check(path: str, world_size: int | None) -> None:
     config = load_config(path)
     world_size = config.world_size if world_size is None else world_size
     topology = None if world_size is None else config.topology(world_size)
+    config = config if topology is None else config.among(topology.ensemble)
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.data.auto_tokenizer import check_folder

@@ -107,6 +107,7 @@ def _plan(args: argparse.Namespace) -> int:
         config = replace(config, parallel=config.parallel.model_copy(update={"replicas": "auto"}))
     with naming(args.config):
         topology = config.topology(ranks)
+        config = config.among(topology.ensemble)
         tokens = (
             0 if config.model.vocab_size is not None else build_tokenizer(config.data.tokenizer).vocab_size
         )

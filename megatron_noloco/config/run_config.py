@@ -1,7 +1,7 @@
 """The whole configuration of a run: its blocks, the rules between them, and the values that it stands for."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import partial
@@ -35,6 +35,7 @@ from megatron_noloco.settings import (
     TrainerSettings,
     federation_problems,
     groups_problem,
+    recommended,
 )
 
 
@@ -68,6 +69,7 @@ class RunConfig:
     `topology` and `architecture` make the others. `deepspeed` holds the file's other top-level keys with every
     "auto" resolved and all three batch numbers filled in: it can be handed to DeepSpeed (which must see a world of
     this replica's data parallelism) as it is. `translations` has a line for each old form that the file has.
+    `left_out` names the settings of the method that the file leaves to its recipe.
     """
 
     noloco: TrainerSettings
@@ -82,6 +84,7 @@ class RunConfig:
     wandb: WandbConfig
     deepspeed: dict[str, Any]
     translations: tuple[str, ...] = dataclass_field(default=(), compare=False)
+    left_out: tuple[str, ...] = dataclass_field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -130,7 +133,11 @@ class RunConfig:
         if problems:
             raise ConfigError(sorted(problems, key=lambda line: _place(line, raw)))
         blocks = {name: getattr(file, name) for name in BLOCKS}
-        return cls(deepspeed=deepspeed, **blocks, translations=translations)
+        config = cls(
+            deepspeed=deepspeed, **blocks, translations=translations, left_out=_left_out(values, file)
+        )
+        replicas = file.parallel.replicas
+        return config if replicas == "auto" else config.among(replicas)
 
     @classmethod
     def of_checkpoint(cls, saved: dict[str, Any]) -> "RunConfig":
@@ -148,6 +155,29 @@ class RunConfig:
                 name: saved["noloco"][name] for name in ("enabled", "method") if name in saved["noloco"]
             }
             return cls.from_dict({**deepspeed_block.accepted(known), "noloco": method})
+
+    def among(self, replicas: int) -> "RunConfig":
+        """Return the configuration for `replicas` in one job; their number decides what the recipe chooses."""
+        return self._with_left_out(recommended(replicas))
+
+    def continuing(self, saved: dict[str, Any], replicas: int) -> "RunConfig":
+        """Return the configuration of a run that continues the one of the JSON `saved`.
+
+        Settings that the file leaves to the recipe are as they were there, if method and recipe are the same and
+        `replicas` can have them.
+        """
+        then, now = saved.get("noloco", {}), self.noloco
+        if (then.get("method"), then.get("recipe", now.recipe)) != (now.method, now.recipe):
+            return self
+        try:
+            found = self._with_left_out(then)
+        except ValueError:  # for a value that is gone, such as payload "int16"
+            return self
+        return self if groups_problem(found.noloco, replicas) else found
+
+    def _with_left_out(self, values: Mapping[str, Any]) -> "RunConfig":
+        changes = {name: values[name] for name in self.left_out if name in values}
+        return replace(self, noloco=replace(self.noloco, **changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this configuration, with all defaults; from_dict reads it back."""
@@ -248,6 +278,14 @@ def _with_choices(raw: dict[str, Any]) -> dict[str, Any]:
     if noloco.get("local_steps") == "auto":
         noloco = {"most_waiting": 0.1, **noloco, "local_steps": 1}
     return raw | {"noloco": noloco}
+
+
+def _left_out(values: dict[str, Any], file: File) -> tuple[str, ...]:
+    """Return the settings that the file leaves to its recipe: none for DiLoCo, none for separate jobs."""
+    if file.noloco.method != "noloco" or file.federation.slots is not None:
+        return ()
+    names = tuple(recommended(1))
+    return names if values.get("noloco", {}).keys().isdisjoint(names) else ()
 
 
 def _place(line: str, raw: dict[str, Any]) -> tuple[int, int]:

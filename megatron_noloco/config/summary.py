@@ -45,6 +45,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"batch per replica: {_replica_batch(config, topology)}",
         f"batch in total: {_total_batch(config, topology)}",
         f"method: {_method(config.noloco, topology.ensemble)}",
+        *_by_recipe(config, topology.ensemble),
         f"routing: {_routing(config.routing(topology))}",
         f"optimizer: {_optimizer(config, architecture)}",
         f"schedule: {_schedule(config.deepspeed.get('scheduler'))}",
@@ -115,6 +116,14 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     if noloco.pairing_among(replicas) == "cycle":
         drawn = f"cycles of {' x '.join(map(str, noloco.group_sizes_among(replicas)))}"
     return f"{knobs}, gamma = {noloco.gamma}, {drawn}"
+
+
+def _by_recipe(config: RunConfig, replicas: int) -> list[str]:
+    """Return a line with the settings of the method that the file leaves to its recipe, if there are any."""
+    named = ", ".join(f"{name} {getattr(config.noloco, name)}" for name in config.left_out)
+    if not named or replicas == 1 or not config.noloco.enabled:
+        return []
+    return [f"by recipe: {named} (for {replicas} replicas, or as a run that is continued began)"]
 
 
 def _spread(noloco: TrainerSettings, replicas: int) -> str:

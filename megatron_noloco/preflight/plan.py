@@ -18,7 +18,7 @@ from megatron_noloco.preflight.memory import (
     fullest_stage,
     parameters_of_stages,
 )
-from megatron_noloco.settings import NolocoSettings, TrainerSettings
+from megatron_noloco.settings import NolocoSettings, TrainerSettings, recommended
 
 _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
@@ -296,9 +296,9 @@ def schemes(
         scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap_steps="auto")),
     ]
     if replicas > 8 and not topology.slots:
-        n = 8 if replicas < 32 else 16
-        groups = variant(method="noloco", group_size=n, pairing="random", payload="int4")
-        found.append(scheme(f"NoLoCo in groups of {n}, int4", groups))
+        advised = recommended(replicas)
+        name = f"NoLoCo in groups of {advised['group_size']}, {advised['payload']}"
+        found.append(scheme(name, variant(method="noloco", **advised)))
     found += [
         scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
         scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),

@@ -145,6 +145,8 @@ def shortened(config: RunConfig, steps: int, factor: float) -> dict[str, Any]:
     All phases of its schedule are shortened alike. It evaluates the mean model at its end, and writes little.
     """
     raw = config.to_dict()
+    for name in config.left_out:  # to the recipe, which may not know the number of replicas yet
+        del raw["noloco"][name]
     whole = config.training.train_iters
     if (scheduler := raw.get("scheduler")) is not None:
         params = scheduler["params"]

@@ -37,6 +37,7 @@ _PROGRESS_SECONDS = 0.005
 
 def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     """Return this rank's part of the run, in the state that `joined.start` names."""
+    prepared = replace(prepared, config=joined.config)
     config, topology = prepared.config, prepared.topology
     transport, start, membership = joined.transport, joined.start, joined.membership
     groups, stage = _model(prepared)

@@ -44,6 +44,7 @@ class Joined(NamedTuple):
     """What joining gives a rank.
 
     Attributes:
+        config: of the run; what the file leaves out is as in the run that is continued.
         transport: for exchanges between replicas; None on ranks of a federation that do not speak.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
@@ -51,6 +52,7 @@ class Joined(NamedTuple):
         training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
+    config: RunConfig
     transport: Transport | None
     start: Start
     membership: Membership | None
@@ -82,6 +84,9 @@ def join_job(prepared: Prepared) -> Joined:
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     start = find_start(settings, topology)
+    if start.saved is not None:
+        config = config.continuing(start.saved.manifests[0].config, topology.ensemble)
+        settings = replace(settings, run=config.to_dict())
     # From here on no signal ends this process at once: what follows must look.
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
     notice = notice_of(config.federation.notice_command if dist.get_rank() == 0 else None)
@@ -107,7 +112,7 @@ def join_job(prepared: Prepared) -> Joined:
     if dist.get_rank() == 0:
         prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
-    return Joined(transport, start, membership, stopping, training_data)
+    return Joined(config, transport, start, membership, stopping, training_data)
 
 
 def check_ranks(prepared: Prepared) -> None:

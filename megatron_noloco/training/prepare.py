@@ -75,6 +75,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     before_engines()
     world = read_world(environ)
     topology = _topology(config, world, _slot(config, replica))
+    config = config.among(topology.ensemble)
     tokenizer, architecture = check_start(config)
     plan = BatchPlan(topology.ensemble, topology.dp, config.microbatches, config.micro_batch_size)
     evaluation = config.evaluation

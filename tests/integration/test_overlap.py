@@ -190,22 +190,25 @@ def test_a_resume_keeps_the_delay_that_the_run_chose(tmp_path: Path) -> None:
         assert merged == waited | between | before_the_averages
 
 
-def test_a_resume_keeps_the_local_steps_that_the_run_chose(tmp_path: Path) -> None:
+def test_a_resume_keeps_the_local_steps_that_the_run_chose_and_its_groups(tmp_path: Path) -> None:
     changes = {
         "parallel": {"replicas": 2},
-        "noloco": {"local_steps": "auto", "most_waiting": 0.05, "routing": "off"},
+        "noloco": {"recipe": None, "local_steps": "auto", "most_waiting": 0.05, "routing": "off"},
         "training": {"train_iters": 30, "log_interval": 1},
         "checkpoint": {"save_interval": 8},
     }
     run = Run(tmp_path, changes)
-    first = run.launch(2, changes={"training": {"train_iters": 8}})[0].out
+    first = run.launch(2, changes={"training": {"train_iters": 8}, "noloco": {"payload": "fp32"}})[0].out
     (line,) = [line for line in first.splitlines() if line.startswith(" local steps from iteration")]
     assert line.startswith(" local steps from iteration 7 on | a round follows ")
     (chosen,) = {
         int(manifest.counters["local_steps"])
         for manifest in read_manifests(max(run.checkpoints.glob("step_*")))
     }
-    assert "local steps from iteration" not in run.launch(2)[0].out
+    second = run.launch(2)[0].out
+    assert "local steps from iteration" not in second
+    assert "payload fp32 (for 2 replicas, or as" in second
+    assert "noloco.payload" not in second, "nothing has changed"
     for replica in metrics(run.folder):
         rounds = {row["step"]: row["round/index"] for row in replica if "round/index" in row}
         every_step = {step: step - 1 for step in range(1, 7)}

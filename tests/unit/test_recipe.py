@@ -1,0 +1,119 @@
+"""What the block `noloco` leaves out is chosen by the number of replicas, and kept by a run that continues."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.config import RunConfig
+from megatron_noloco.preflight.trials import shortened
+from megatron_noloco.settings import NolocoSettings, groups_problem, recommended
+from tests.unit.configs import FEDERATION, config, edited
+
+PAIRS, GROUPS, LARGE = (2, "int8"), (8, "int4"), (16, "int4")
+
+
+def left_out(replicas: Any, **noloco: Any) -> RunConfig:
+    return config(noloco={"local_steps": 5} | noloco, parallel__replicas=replicas)
+
+
+def groups_of(run: RunConfig) -> tuple[int, str]:
+    return run.noloco.group_size, run.noloco.payload
+
+
+@pytest.mark.parametrize(
+    ("replicas", "chosen"),
+    [(1, PAIRS), (8, PAIRS), (9, GROUPS), (31, GROUPS), (32, LARGE), (64, LARGE)],
+)
+def test_the_number_of_replicas_chooses_groups_also_where_ranks_decide_it(
+    replicas: int, chosen: tuple[int, str]
+) -> None:
+    assert groups_of(left_out(replicas)) == chosen
+    run = left_out("auto")
+    assert groups_of(run) == PAIRS
+    assert groups_of(run.among(run.topology(2 * replicas).ensemble)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"payload": "fp32"}, (2, "fp32")),
+        ({"pairing": "cycle"}, PAIRS),
+        ({"group_size": 4}, (4, "int8")),
+        ({"recipe": "paper"}, (2, "fp32")),
+        ({"method": "diloco"}, PAIRS),
+    ],
+    ids=str,
+)
+def test_whoever_gives_a_setting_of_groups_has_the_defaults_of_the_others(
+    given: dict[str, Any], found: tuple[int, str]
+) -> None:
+    assert groups_of(left_out(16, **given)) == found
+
+
+def test_separate_jobs_exchange_in_pairs_however_many_they_are() -> None:
+    run = RunConfig.from_dict(edited(FEDERATION | {"noloco": {"local_steps": 5}, "federation.slots": 40}))
+    assert groups_of(run) == PAIRS
+
+
+def test_groups_that_are_recommended_keep_together_what_pairs_do() -> None:
+    """Whatever the outer step: a file that was accepted with pairs is not refused for its number of replicas."""
+    for replicas in (3, 9, 12, 17, 31, 32, 33, 64):
+        for alpha, nesterov in ((0.0, False), (0.5, False), (0.8, True), (0.9, True), (0.95, True)):
+            for beta in (0.3, 0.7, 1.0, 1.3):
+                outer: dict[str, Any] = {
+                    "outer_momentum": alpha,
+                    "outer_nesterov": nesterov,
+                    "outer_lr": beta,
+                }
+                if not groups_problem(NolocoSettings(**outer), replicas):
+                    groups = NolocoSettings(**outer, **recommended(replicas))
+                    assert groups_problem(groups, replicas) == ""
+
+
+def test_a_run_that_continues_keeps_its_groups() -> None:
+    """Those of an earlier version, of which the file said nothing either, or of a file that said more."""
+    began_in_pairs = left_out(16, group_size=2).to_dict()
+    now = left_out(16)
+    assert groups_of(now.continuing(began_in_pairs, 16)) == PAIRS
+    del began_in_pairs["noloco"]["recipe"]  # which did not exist in the first version
+    assert groups_of(now.continuing(began_in_pairs, 16)) == PAIRS
+    assert groups_of(left_out(16, payload="fp32").continuing(began_in_pairs, 16)) == (2, "fp32"), "given"
+
+
+def test_a_run_that_continues_otherwise_chooses_anew() -> None:
+    saved = left_out(16).to_dict()
+    assert groups_of(left_out(12).continuing(saved, 12)) == GROUPS
+    assert groups_of(left_out(4).continuing(saved, 4)) == PAIRS, "fewer replicas than a group has"
+    for other in (left_out(16, recipe="paper"), left_out(16, method="diloco", payload="fp32")):
+        assert groups_of(left_out(16).continuing(other.to_dict(), 16)) == GROUPS
+    saved["noloco"]["payload"] = "int16"  # of version 0.1
+    assert groups_of(left_out(16).continuing(saved, 16)) == GROUPS
+
+
+def test_a_checkpoint_of_groups_is_read_as_it_was_saved() -> None:
+    for run in (left_out(16), left_out(16, group_size=2)):
+        assert RunConfig.of_checkpoint(run.to_dict()).noloco == run.noloco
+
+
+def test_short_runs_of_tune_leave_to_the_recipe_what_the_file_does() -> None:
+    raw = shortened(left_out("auto"), 5, 1.0)
+    raw["training"]["output_dir"] = "runs/short"
+    assert RunConfig.from_dict(raw).left_out == left_out("auto").left_out != ()
+
+
+def test_config_check_says_what_the_recipe_has_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def checked(replicas: Any, *options: str, **noloco: Any) -> str:
+        raw = edited({"noloco": noloco, "parallel.replicas": replicas, "training.output_dir": str(tmp_path)})
+        (tmp_path / "run.json").write_text(json.dumps(raw))
+        assert main(["config", "--check", str(tmp_path / "run.json"), *options]) == 0
+        return capsys.readouterr().out
+
+    line = "by recipe: group_size 8, pairing auto, payload int4 (for 12 replicas, or as"
+    assert line in checked(12)
+    assert line in checked("auto", "--world-size", "24")
+    assert "by recipe" not in checked(12, payload="int8")
