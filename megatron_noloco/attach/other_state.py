@@ -117,9 +117,9 @@ def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, bool]]
     """Yield all buffers, and whether a checkpoint has them."""
     for number, module in enumerate(modules):
         for path, part in module.named_modules():
-            for name, buffer in part.named_buffers(recurse=False):
+            for name, held in part.named_buffers(recurse=False):
                 is_saved = name not in part._non_persistent_buffers_set
-                yield f"{number}.{plain(f'{path}.{name}')}", buffer, is_saved
+                yield f"{number}.{plain(f'{path}.{name}')}", held, is_saved
 
 
 @torch.no_grad()

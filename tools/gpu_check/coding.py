@@ -24,11 +24,11 @@ def main() -> None:
     torch.set_num_threads(1)
     elements, draw = options.elements // BLOCK * BLOCK, torch.Generator().manual_seed(0)
     phi = torch.randn(elements, generator=draw)
-    pair = [phi + 0.01 * torch.randn(elements, generator=draw) for _ in range(2)]
-    figures, peers = [], []
+    mine, theirs = (phi + 0.01 * torch.randn(elements, generator=draw) for _ in range(2))
+    figures, peers = list[str](), list[str]()
     for bits in BITS:
-        there = coded(*(one.to(options.device) for one in pair), repeats=options.repeats, bits=bits)
-        here = coded(*pair, repeats=1, bits=bits)
+        there = coded(mine.to(options.device), theirs.to(options.device), options.repeats, bits)
+        here = coded(mine, theirs, 1, bits)
         if not torch.equal(there.mean.cpu(), here.mean):
             raise SystemExit(
                 f"int{bits}: means differ by up to {(there.mean.cpu() - here.mean).abs().max():.2g}"
