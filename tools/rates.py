@@ -9,15 +9,14 @@ given in per cent of perplexity above the best of these. The second table is in 
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_noloco.preflight.search import best_factor, too_high
+from megatron_noloco.preflight.search import TOO_HIGH, best_factor
 from tools.options import command_line
-from tools.simulator.report import BASELINES, Key, as_rows, finite
+from tools.simulator.report import Key, as_rows, finite
 from tools.study import read
 
 Losses = dict[float, float]  # of the mean model, by `muon_lr`
@@ -93,22 +92,17 @@ def _on_texts(found: ByText, method: str, steps: int) -> Iterator[OnText]:
         losses, least = own.get(steps, {}), synchronous.get(steps, {})
         if complete(losses) and complete(least):
             above = 100 * math.expm1(min(losses.values()) - min(least.values()))
-            yield OnText(above, text, best_factor(losses), lost_by_tune(own, method, steps))
+            yield OnText(above, text, best_factor(losses), lost_by_tune(own, steps))
 
 
-def lost_by_tune(by_length: Mapping[int, Losses], method: str, steps: int) -> float | None:
+def lost_by_tune(by_length: Mapping[int, Losses], steps: int) -> float | None:
     """Return what the rate that `tune` would take loses, in per cent of perplexity; None: a search is missing."""
     short, losses = by_length.get(steps // 10, {}), by_length[steps]
     if not (complete(short) and complete(losses)):
         return None
-    rate = best_factor(short) / too_high(method not in BASELINES, local_steps(method))
+    rate = best_factor(short) / TOO_HIGH
     above = 100 * math.expm1(interpolate(losses, rate) - min(losses.values()))
     return max(above, 0.0)  # between two runs the parabola may be below both
-
-
-def local_steps(method: str) -> int:
-    """Return how often there is a round, by the method's name; 1 where the name has no number."""
-    return int((re.findall(r"every (\d+) steps", method) or [1])[0])
 
 
 def complete(losses: Mapping[float, float]) -> bool:

@@ -14,7 +14,7 @@ from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
 from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.monitor.writers import parsed
-from megatron_noloco.preflight.search import best_factor, bracket, too_high
+from megatron_noloco.preflight.search import TOO_HIGH, best_factor, bracket
 
 _FRACTION = 10  # a short run has a tenth of the local steps
 _FEWEST_STEPS, _FEWEST_ROUNDS = 20, 2  # of a short run; fewer say nothing
@@ -77,9 +77,7 @@ class Trials:
 
         Raises ValueError where all runs diverge, RuntimeError as `loss` does.
         """
-        noloco = self.config.noloco
-        above = too_high(noloco.enabled and self.config.parallel.replicas != 1, noloco.local_steps)
-        return best_factor(bracket(self.loss, above)) / above
+        return best_factor(bracket(self.loss, TOO_HIGH)) / TOO_HIGH
 
     def block(self, factor: float) -> dict[str, Any]:
         """Return the blocks of the file that have learning rates, with these times `factor`, in three digits."""
