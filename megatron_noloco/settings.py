@@ -5,11 +5,12 @@ The JSON blocks `noloco` and `federation`, `config --explain`, the tables of the
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from megatron_noloco.fields import (
     AboveZero,
@@ -20,6 +21,7 @@ from megatron_noloco.fields import (
     field,
     refusing,
     settings_class,
+    shown,
 )
 from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.stability import (
@@ -31,6 +33,7 @@ from megatron_noloco.plans.stability import (
 )
 
 MOST_SLOTS, MOST_STREAMS = 4096, 64
+SITE_INTERVAL = 8  # of a federation, where replicas at a site come and go
 PAPER: Mapping[str, Any] = {
     "local_steps": 50,
     "outer_momentum": 0.5,
@@ -47,6 +50,17 @@ _ROUNDED = (
     'the pull; "int8" takes half the bytes and has 3 % at any'  # tools/bench_payload.py
 )
 _NO_HALF = refusing(fp16=_ROUNDED.format("6 %"), bf16=_ROUNDED.format("50 %"))
+
+
+def _short(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,32}", name):
+        raise ValueError(
+            f"{shown(name)} is no short name: at most 32 letters of a to z, digits, and any of _.-"
+        )
+    return name
+
+
+SiteName = Annotated[StrictStr, AfterValidator(_short)]
 _NO_STEP = refusing(step='is no longer a value; with local_steps 1 "round" is the same')
 
 
@@ -86,6 +100,11 @@ class NolocoSettings:
         '"random": groups are drawn at random. "cycle": a cycle of rounds connects all replicas; the sizes of its '
         "groups are the prime factors of the number of replicas, of which none may be above n. "
         '"auto": cycles of pairs where that number is a power of two, else random (method "noloco" only).',
+    )
+    site_interval: Annotated[StrictInt, Field(ge=2)] | None = field(
+        None,
+        "m: every m-th round goes across sites. null: as many as a site has replicas, so that it sends as much to "
+        f"other sites as a single replica sends in all; in a federation {SITE_INTERVAL}.",
     )
     deadline_seconds: AboveZero = field(
         600.0, "Seconds that a replica waits for its group before the round counts as failed."
@@ -237,6 +256,11 @@ class FederationSettings:
         None,
         'Where others reach the replica, "tcp://HOST:PORT", if that is not where it listens: behind a router that '
         "forwards this port.",
+    )
+    site: SiteName | None = field(
+        None,
+        "Name of the site where this job is: jobs exchange with those at their own site but for every "
+        "noloco.site_interval-th round, and with others where nobody else is there. null: with all alike.",
     )
     streams: Annotated[StrictInt, Field(ge=1, le=MOST_STREAMS)] = field(
         1,

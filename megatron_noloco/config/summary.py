@@ -78,7 +78,8 @@ def _layout(config: RunConfig, topology: Topology) -> str:
 
 def _federation(federation: FederationSettings, topology: Topology) -> str:
     secure = "encrypted and authenticated" if federation.encryption == "tls" else "in the open"
-    return f"this job is replica {topology.slot} of at most {topology.slots}; exchanges {secure}"
+    site = f", at site {federation.site}" if federation.site else ""
+    return f"this job is replica {topology.slot} of at most {topology.slots}{site}; exchanges {secure}"
 
 
 def _replica_batch(config: RunConfig, topology: Topology) -> str:

@@ -49,7 +49,7 @@ from megatron_noloco.outer.round import Fragment
 from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import NolocoSettings, grouping_of
+from megatron_noloco.settings import SITE_INTERVAL, NolocoSettings, grouping_of
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Message, RankLostError
 
 Choose = Callable[[int, Others], int | None]
@@ -230,7 +230,7 @@ class CommittedExchange:
     def _note(self, partners: FederationPartners, counts: bool, seconds: float) -> None:
         """End the exchange for the partner, and remember how it went."""
         if counts:
-            partners.record(seconds)
+            partners.record(seconds, self._partner)
             self._guard.accept(self._ratio)
         elif isinstance(self._failure, ExchangeTimeoutError):
             partners.avoid(self._partner, 1, "missed its last deadline")
@@ -249,7 +249,7 @@ class CommittedExchange:
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
         hidden = {replica for replica in range(place.replicas) if not partners.reachable(replica)}
-        partner = self._replica.choose(number, Others(present, free, waiting, hidden))
+        partner = self._replica.choose(number, Others(present, free, waiting, hidden, partners.sites()))
         planned = [f"replica {other} {seen[other][1]}" for other in group if other != place.replica]
         return partner, "" if partner is not None else "".join(planned)
 
@@ -307,9 +307,9 @@ def committing(
         place, settings, seed: those of the `OuterOptimizer`.
     """
     guards = [Guard() for _ in range(settings.fragments)]
-    grouping = grouping_of(settings, place.replicas, seed)
+    grouping, interval = grouping_of(settings, place.replicas, seed), settings.site_interval or SITE_INTERVAL
 
     def choose_partner(number: int, others: Others) -> int | None:
-        return choose(grouping, place.replica, divmod(number, settings.fragments), others)
+        return choose(grouping, place.replica, divmod(number, settings.fragments), others, interval)
 
     return Replica(movement, place, partners, choose_partner, guards, of_rank_0)

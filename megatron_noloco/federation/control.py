@@ -42,10 +42,12 @@ class Address:
 
     Attributes:
         endpoint: "" where no other process can connect to it.
+        site: the name of where it is, as its job gives it; "" where it gives none.
     """
 
     endpoint: Text
     epoch: Annotated[int, Field(gt=0, le=LARGEST)]
+    site: Text = ""
 
 
 @dataclass(frozen=True, config=_STRICT)

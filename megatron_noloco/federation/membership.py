@@ -318,4 +318,5 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Al
         digests=digests,
         kind=alike.kind,
         streams=federation.streams,
+        site=federation.site or "",
     )

@@ -56,6 +56,7 @@ class Network:
 
     Attributes:
         run, digests, kind, streams: see `Member`.
+        site: see `Address`.
         listen: port 0: any. None: no other job can connect to this one.
         keys: None: nothing is authenticated or encrypted.
         host: returns the address of this host; needed where a replica listens on all interfaces.
@@ -75,6 +76,7 @@ class Network:
     digests: Mapping[str, str] = field(default_factory=dict)
     kind: str = ""
     streams: int = 1
+    site: str = ""
 
     def __post_init__(self) -> None:
         if self.listen is not None and not can_listen(self.listen):
@@ -129,7 +131,7 @@ class FederationTransport:
         alike = network.run, dict(network.digests), network.kind
         member = Member(self.rank, self.world_size, *alike, network.streams)
         listener = None if network.listen is None else _listening(network.listen, self.rank)
-        own = Address(_announced(network, listener), time.time_ns())
+        own = Address(_announced(network, listener), time.time_ns(), network.site)
         self.service = Service(member, own, listener, network.keys)
         self._peers = self.service.peers
         self._peers.stopped = stopped

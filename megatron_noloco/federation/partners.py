@@ -78,23 +78,24 @@ class FederationPartners:
         self._service = service
         self._peers = service.peers
         self._patience = patience
-        self._waits: deque[float] = deque(maxlen=_REMEMBERED)
+        self._waits = {across: deque[float](maxlen=_REMEMBERED) for across in (False, True)}
+        self._across = False  # whether the partner of the exchange that began last is at another site
         self._avoided: dict[int, tuple[int, int, str]] = {}  # epoch of its process, until which exchange, why
 
     @property
     def deadline_seconds(self) -> float:
-        """Seconds to wait for the partner in the next exchange."""
+        """Seconds to wait for the partner in the exchange that began last, by those before over such a link."""
         if (left := self._peers.leaves_at - time.monotonic()) > 0:
             return left
-        return self._patience.deadline_seconds(self._waits)
+        return self._patience.deadline_seconds(self._waits[self._across])
 
     def leave_in(self, seconds: float) -> None:
         """Wait so long for the partner in the next exchange, although this job was asked to stop."""
         self._peers.leaves_at = time.monotonic() + seconds
 
-    def record(self, seconds: float) -> None:
-        """Record how many seconds a successful exchange waited for its partner."""
-        self._waits.append(seconds)
+    def record(self, seconds: float, slot: int) -> None:
+        """Record how many seconds a successful exchange waited for this partner."""
+        self._waits[self._is_across(slot)].append(seconds)
 
     def stopped(self) -> bool:
         """Return whether this job was asked to stop, as far as is known: it then waits for nobody."""
@@ -116,6 +117,14 @@ class FederationPartners:
         """Whether others can connect to a replica, which may be this one; True if nothing is known of it."""
         address = self._peers.directory.addresses.get(slot)
         return address is None or bool(address.endpoint)
+
+    def sites(self) -> dict[int, str]:
+        """Return the names of the sites of all replicas whose address is known, with this one's, by slot."""
+        return {slot: address.site for slot, address in self._peers.directory.addresses.copy().items()}
+
+    def _is_across(self, slot: int) -> bool:
+        sites = self.sites()
+        return sites.get(slot) != sites.get(self._peers.member.slot)
 
     def _why_away(self, slot: int, seen: Seen, number: int) -> str:
         if not seen.present:
@@ -140,6 +149,7 @@ class FederationPartners:
 
         Messages that other replicas have under way for this exchange fail with a WithdrawnError.
         """
+        self._across = slot is not None and self._is_across(slot)
         self._service.do(self._peers.exchanges.begin, number, slot)
 
     def end(self, number: int, counts: bool = False) -> None:

@@ -200,7 +200,10 @@ class SharedFolder:
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
                 content = json.loads(path.read_text())
-                address = Address(str(content["endpoint"]), int(content["epoch"]))
+                site = str(
+                    content.get("site", "")
+                )  # not in a file of an older version, which cannot be joined
+                address = Address(str(content["endpoint"]), int(content["epoch"]), site)
                 found[int(path.name.removeprefix("rank_").removesuffix(self._ending))] = address
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue

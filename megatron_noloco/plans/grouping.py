@@ -11,6 +11,11 @@ Group = tuple[int, ...]
 Pairing = Literal["random", "cycle"]
 
 
+def goes_across(round_index: int, interval: int) -> bool:
+    """Whether the groups of a round go across sites: those of the last of `interval` rounds."""
+    return round_index % interval == interval - 1
+
+
 @dataclass(frozen=True)
 class Grouping:
     """Divides all replicas into groups, in another way in each round.

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 
-# So many times the best rates of the whole run are those of a run of a tenth of its local steps: 1.4 to 4.1 times on
-# four texts, with rounds and without (docs/evidence-details.md, "Rates of short runs").
+# So many times the best rates of the whole run are those of a run of a tenth of its local steps: 1.4 to 4.1 times
+# on four texts, with rounds and without (docs/evidence-details.md, "Rates of short runs").
 TOO_HIGH = 2.7
 _STEP = (
     2.0  # between the factors that are tried; a parabola through three losses finds the place between them

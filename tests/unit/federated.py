@@ -32,9 +32,9 @@ PATIENCE = Patience(SECONDS, SECONDS)
 
 @contextmanager
 def transport(
-    folder: Path, slot: int, slots: int = 2, run: int = RUN, keys: Keys | None = None
+    folder: Path, slot: int, slots: int = 2, run: int = RUN, keys: Keys | None = None, site: str = ""
 ) -> Iterator[FederationTransport]:
-    network = Network(SharedFolder(folder, run), run, LOCAL, keys)
+    network = Network(SharedFolder(folder, run), run, LOCAL, keys, site=site)
     with closing(FederationTransport(Place(slot, slots), network, PATIENCE)) as made:
         yield made
 

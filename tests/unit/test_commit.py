@@ -99,7 +99,10 @@ class Partners:
     def end(self, number: int, counts: bool = False) -> None:
         self.ended.append(number)
 
-    def record(self, seconds: float) -> None:
+    def sites(self) -> dict[int, str]:
+        return {}
+
+    def record(self, seconds: float, rank: int) -> None:
         self.succeeded += 1
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:

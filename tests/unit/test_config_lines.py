@@ -86,6 +86,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"noloco.local_steps": "auto"}, 'noloco.routing "round" needs a fixed number of noloco.local_steps'),
     (FEDERATION | {"noloco.routing": "round"}, 'noloco.routing "round": a local step would wait for'),
     (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),
+    (
+        FEDERATION | {"federation.site": "to the left"},
+        "federation.site: 'to the left' is no short name: at most",
+    ),
     # DeepSpeed's keys
     ({"train_batch_size": 9}, "train_batch_size 9 is not train_micro_batch_size_per_gpu 4 x"),
     ({"train_batch_size": 6, "gradient_accumulation_steps": "auto"}, "train_batch_size 6 does not divide"),

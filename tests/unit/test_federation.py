@@ -17,7 +17,7 @@ import torch
 from megatron_noloco.federation.control import VERSION, Address, State, Stream, packed
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import FederationTransport
-from megatron_noloco.federation.partners import Patience, Standing
+from megatron_noloco.federation.partners import FederationPartners, Patience, Standing
 from megatron_noloco.federation.rendezvous import split
 from megatron_noloco.federation.session import checksum_of
 from megatron_noloco.outer import Channel, Exchange, group_mean
@@ -50,6 +50,26 @@ def test_a_deadline_follows_past_waits() -> None:
     assert patience.deadline_seconds([0.1] * 32) == 2.0
     assert patience.deadline_seconds([99.9] * 32) == 99.9
     assert Patience(10.0, 1.0).deadline_seconds([0.1] * 32) == 1.0, "the longest counts"
+
+
+def test_partners_at_another_site_are_waited_for_by_what_took_so_long_there(tmp_path: Path) -> None:
+    """Else most exchanges, which are inside the site, would make a deadline that none across can meet."""
+    with (
+        transport(tmp_path, 0, 3, site="a") as first,
+        transport(tmp_path, 1, 3, site="a"),
+        transport(tmp_path, 2, 3, site="b") as third,
+    ):
+        for one in (first, third):
+            assert one.wait_for(2, SECONDS)
+            assert one.partners.sites() == {0: "a", 1: "a", 2: "b"}
+        partners, deadlines = FederationPartners(first.service, Patience(1.0, 100.0)), []
+        for seconds, partner in ((11.0, 1), (13.0, 2)):
+            for _ in range(8):
+                partners.record(seconds, partner)
+        for number, partner in enumerate((1, 2, 1, None)):
+            partners.begin(number, partner)
+            deadlines.append(partners.deadline_seconds)
+    assert deadlines == [11.0, 13.0, 11.0, 11.0]
 
 
 def test_keys_are_written_once_and_for_the_owner_only(tmp_path: Path) -> None:

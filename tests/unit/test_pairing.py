@@ -1,7 +1,7 @@
 """Replicas that know the same others choose alike, and the planned partner wherever it is available."""
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +15,9 @@ def known(
     waiting: Set[int] = frozenset(),
     busy: Set[int] = frozenset(),
     hidden: Set[int] = frozenset(),
+    sites: Mapping[int, str] | None = None,
 ) -> Others:
-    return Others(free | busy, free, waiting, hidden)
+    return Others(free | busy, free, waiting, hidden, sites or {})
 
 
 @settings(max_examples=60)
@@ -103,3 +104,63 @@ def test_few_rounds_are_lost_while_replicas_know_different_others() -> None:
             partners.get(partner) != one for one, partner in partners.items() if partner is not None
         )
     assert broken < 0.15 * rounds
+
+
+names = st.lists(st.sampled_from("aab"), min_size=2, max_size=9)
+
+
+@settings(max_examples=200)
+@given(names, st.integers(0, 11), st.integers(0, 2), st.data())
+def test_pairs_are_inside_sites_and_in_every_so_many_rounds_across(
+    of_slots: list[str], round_index: int, fragment: int, data: st.DataObject
+) -> None:
+    """Whoever has somebody at its site goes across to nobody but one that has not."""
+    sites = dict(enumerate(of_slots))
+    present = data.draw(st.sets(st.sampled_from(sorted(sites)), min_size=1))
+    grouping = Grouping(12, 2, seed=3)
+    partners = {
+        one: choose(grouping, one, (round_index, fragment), known(present - {one}, sites=sites), interval=4)
+        for one in present
+    }
+    alone = {one for one in present if [sites[other] for other in present].count(sites[one]) == 1}
+    across = set[int]()
+    for one, partner in partners.items():
+        if partner is not None:
+            assert partners[partner] == one != partner
+            across |= {one} if sites[one] != sites[partner] else set()
+    apart = set(partners) - {one for one in partners if partners[one] is not None}
+    assert len({sites[one] for one in apart}) == len(apart), "two at one site are left without partners"
+    if len(set(sites.values())) > 1 and (round_index + fragment) % 4 != 3:
+        assert all(one in alone or partners[one] in alone for one in across)
+    if set(of_slots) == {"a", "b"} and present == set(sites) and (round_index + fragment) % 4 == 3:
+        assert len(across) == 2 * min(of_slots.count("a"), of_slots.count("b"))
+
+
+def test_replicas_that_know_no_sites_are_all_at_one() -> None:
+    """So are those whose jobs name none, or all the same."""
+    grouping = Grouping(8, 2, seed=1)
+    for round_index in range(8):
+        plain, unnamed, named = (
+            choose(grouping, 0, (round_index, 0), known({1, 2, 3, 5}, sites=sites), interval=2)
+            for sites in ({}, dict.fromkeys(range(8), ""), dict.fromkeys(range(8), "a"))
+        )
+        assert plain == unnamed == named
+
+
+def test_a_hidden_site_exchanges_with_others_in_every_round() -> None:
+    """None of its replicas can connect to another one there."""
+    grouping, sites = Grouping(8, 2, seed=1), dict(enumerate("aaaabbbb"))
+    hidden = {4, 5, 6, 7}
+    for round_index in range(4):
+        partners = {
+            one: choose(
+                grouping,
+                one,
+                (round_index, 0),
+                known(set(range(4 if one in hidden else 8)) - {one}, hidden=hidden, sites=sites),
+                interval=4,
+            )
+            for one in range(8)
+        }
+        assert all(partners[partner] == one for one, partner in partners.items() if partner is not None)
+        assert {partners[one] for one in range(4)} == hidden

@@ -53,8 +53,8 @@ def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
     valid = json.dumps({"endpoint": "e", "epoch": 1})
     (tmp_path / "there" / "rank_x_0000000000000001.json").write_text(valid)
     assert mine.look() == ({0: Address("tcp://a:1", 10), 1: Address("tcp://b:2", 11)}, (), "")
-    theirs.publish(1, Address("tcp://b:5", 12))
-    assert mine.look().addresses[1] == Address("tcp://b:5", 12)
+    theirs.publish(1, Address("tcp://b:5", 12, "a-site"))
+    assert mine.look().addresses[1] == Address("tcp://b:5", 12, "a-site")
 
 
 def test_one_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
