@@ -6,9 +6,10 @@ The JSON blocks `noloco` and `federation`, `config --explain`, the tables of the
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
@@ -23,13 +24,14 @@ from megatron_noloco.fields import (
     settings_class,
     shown,
 )
-from megatron_noloco.plans.grouping import Grouping, prime_factors
+from megatron_noloco.plans.grouping import Cycle, Grouping, Sites, prime_factors
 from megatron_noloco.plans.stability import (
     cycle_spread_factor,
     is_stable,
     keeps_rounding,
     pull_error,
     spread_factor,
+    spread_factors_of_sites,
 )
 
 MOST_SLOTS, MOST_STREAMS = 4096, 64
@@ -101,6 +103,15 @@ class NolocoSettings:
         "groups are the prime factors of the number of replicas, of which none may be above n. "
         '"auto": cycles of pairs where that number is a power of two, else random (method "noloco" only).',
     )
+    sites: (
+        Positive | Literal["hosts"] | Annotated[list[StrictInt | StrictStr], Field(min_length=1)] | None
+    ) = field(
+        None,
+        "Where replicas are: a number of sites, each of as many consecutive replicas, or a list with the site of "
+        'each; "hosts" (in `train`): each host is a site. Groups are inside sites, but in every site_interval-th '
+        "round across them. All sites have as many replicas, and pairing is in cycles. null: groups are drawn "
+        "from all replicas alike. A job of a federation has federation.site instead.",
+    )
     site_interval: Annotated[StrictInt, Field(ge=2)] | None = field(
         None,
         "m: every m-th round goes across sites. null: as many as a site has replicas, so that it sends as much to "
@@ -171,12 +182,51 @@ class NolocoSettings:
             return "random"
         if self.pairing != "auto":
             return self.pairing
-        return "cycle" if self.group_size == 2 and set(prime_factors(replicas)) == {2} else "random"
+        in_pairs = self.group_size == 2 and set(prime_factors(replicas)) == {2}
+        return "cycle" if in_pairs or self.sites_among(replicas) is not None else "random"
+
+    def sites_among(self, replicas: int) -> Sites | None:
+        """Return where `replicas` are; None where groups do not depend on it, or "hosts" are not known yet.
+
+        Raises ValueError where sites are not those of so many replicas, or not equally large.
+        """
+        if self.sites in (None, "hosts") or self.method != "noloco":
+            return None
+        if isinstance(self.sites, int):
+            if replicas % self.sites:
+                raise ValueError(f"sites {self.sites}: {replicas} replicas do not divide into so many sites")
+            names: list[Any] = [replica * self.sites // replicas for replica in range(replicas)]
+        else:
+            assert isinstance(self.sites, list)
+            names = self.sites
+            if len(names) != replicas:
+                raise ValueError(
+                    f"sites: a list of {len(names)}, but there are {replicas} replicas; name each one's"
+                )
+        found = Counter(names)
+        if len(set(found.values())) > 1:
+            largest, smallest = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
+            raise ValueError(
+                f"sites: {found[largest]} replicas at site {largest} and {found[smallest]} at {smallest}, but "
+                "groups across need equally many; let each replica be a job of its own, with federation.site"
+            )
+        size = replicas // len(found)
+        if len(found) == 1 or size == 1:
+            return None
+        return Sites(tuple(map([*found].index, names)), self.site_interval or size)
+
+    def cycle_among(self, replicas: int) -> Cycle | None:
+        """Return the digits that rounds of `replicas` take; None where groups are drawn at random."""
+        if self.pairing_among(replicas) != "cycle":
+            return None
+        return Cycle.of(replicas, self.sites_among(replicas))
 
     def group_sizes_among(self, replicas: int) -> Sequence[int]:
-        """Return the sizes of the groups in one round after the other: in a cycle the prime factors, else one."""
+        """Return the sizes of the groups in one round after the other, in a cycle those of all its rounds."""
         n = self.group_size_among(replicas)
-        return prime_factors(replicas) if n > 1 and self.pairing_among(replicas) == "cycle" else (n,)
+        if n == 1 or (cycle := self.cycle_among(replicas)) is None:
+            return (n,)
+        return [cycle.bases[cycle.at(round_index)[1]] for round_index in range(cycle.rounds)]
 
     def in_pairs_among(self, replicas: int) -> bool:
         """Return whether no group of a round has more than two members."""
@@ -308,6 +358,9 @@ class FederationSettings:
     )
 
 
+_Settings = TypeVar("_Settings", bound=NolocoSettings)
+
+
 def method_problems(noloco: NolocoSettings) -> Iterator[str]:
     """Yield which settings of the method exclude each other, whatever the number of replicas."""
     local_steps = f"local_steps {noloco.local_steps}"
@@ -323,6 +376,8 @@ def method_problems(noloco: NolocoSettings) -> Iterator[str]:
         )
     if noloco.outer_nesterov and not noloco.outer_momentum:
         yield "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
+    if noloco.sites is not None and noloco.pairing == "random" and noloco.method == "noloco":
+        yield 'sites: groups inside and across them are those of pairing "cycle", not "random"; change pairing'
 
 
 def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
@@ -338,6 +393,10 @@ def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
         return ""
     if noloco.group_size > replicas:
         return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
+    try:
+        noloco.sites_among(replicas)
+    except ValueError as error:
+        return str(error)
     sizes = noloco.group_sizes_among(replicas)
     if max(sizes) <= noloco.group_size:
         return ""
@@ -366,6 +425,8 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
         yield 'federation.advertise: with federation.listen "off" no other job can connect to this one'
     if noloco.method != "noloco" or noloco.group_size != 2:
         yield 'federation: separate jobs exchange in pairs; noloco.method must be "noloco", noloco.group_size 2'
+    if noloco.sites is not None:
+        yield "noloco.sites: a job of a federation names its own site, federation.site; leave it out"
 
 
 def rho(noloco: NolocoSettings, replicas: int | None) -> float:
@@ -382,7 +443,13 @@ def rho(noloco: NolocoSettings, replicas: int | None) -> float:
     more = pull_error(noloco.payload, kept), noloco.outer_nesterov, kept
     if len(sizes) == 1:
         return spread_factor(alpha, gamma, math.inf if everyone else largest, *more)
-    orders = [sizes[f:] + sizes[:f] for f in range(min(noloco.fragments, len(sizes)))]
+    assert replicas is not None
+    cycle = noloco.cycle_among(replicas)
+    assert cycle is not None
+    if cycle.across:
+        return cycle_spread_factor(alpha, gamma, cycle.inside, *more, cycle.across, cycle.interval)
+    inside = cycle.inside
+    orders = [inside[f:] + inside[:f] for f in range(min(noloco.fragments, len(inside)))]
     return max(cycle_spread_factor(alpha, gamma, order, *more) for order in orders)
 
 
@@ -399,13 +466,22 @@ def _drift_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     if is_stable(factor):
         return ""
     n = "of all" if max(_sizes(noloco, replicas)) in (replicas, math.inf) else noloco.group_size
-    pairing = ', pairing "cycle"' if replicas and noloco.pairing_among(replicas) == "cycle" else ""
+    levels, pairing = (
+        "",
+        ', pairing "cycle"' if replicas and noloco.pairing_among(replicas) == "cycle" else "",
+    )
+    if replicas and (sites := noloco.sites_among(replicas)) is not None:
+        pairing += f", site_interval {sites.interval}"
+        cycle = Cycle.of(replicas, sites)
+        of_plans = noloco.outer_momentum, noloco.gamma, cycle.inside, cycle.across, cycle.interval
+        within, between = spread_factors_of_sites(*of_plans, noloco.outer_nesterov)
+        levels = f" (exact messages: inside sites {within:.3f}, between them {between:.3f})"
     payload = "" if noloco.payload == "fp32" else f', payload "{noloco.payload}"'
     nesterov = ", outer_nesterov true" if noloco.outer_nesterov else ""
     return (
         f"outer_momentum (alpha) {noloco.outer_momentum}, consensus_weight (gamma) {noloco.gamma}, "
         f"group_size (n) {n}{pairing}{payload}{nesterov}: replicas would drift "
-        f"apart, rho = {factor:.3f} >= 1; {_stable_setting(noloco, replicas)}"
+        f"apart, rho = {factor:.3f} >= 1{levels}; {_stable_setting(noloco, replicas)}"
     )
 
 
@@ -440,7 +516,15 @@ def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
     """Return the plan of groups among `replicas`. Raises ValueError where they cannot be drawn."""
     if problem := _sizes_problem(noloco, replicas):
         raise ValueError(problem)
-    return Grouping(replicas, noloco.group_size_among(replicas), seed, noloco.pairing_among(replicas))
+    if noloco.sites == "hosts":
+        raise ValueError('sites "hosts" is for `train` only; give a number of sites or a list')
+    size, pairing = noloco.group_size_among(replicas), noloco.pairing_among(replicas)
+    return Grouping(replicas, size, seed, pairing, noloco.sites_among(replicas))
+
+
+def at_hosts(noloco: _Settings, hosts: Sequence[str]) -> _Settings:
+    """Return the settings with the hosts of the replicas as sites, numbered."""
+    return replace(noloco, sites=[*map([*dict.fromkeys(hosts)].index, hosts)])
 
 
 def shared(settings: NolocoSettings) -> dict[str, Any]:

@@ -245,11 +245,15 @@ def _show_time(plan: "Plan", network: "Network | None", on_gpu: bool) -> None:
             say("", "nothing is exchanged: there is one replica")
         return
     head = ["", "every", f"MB per {'replica' if plan.topology.slots else 'rank'}", "seconds"]
+    across = any(scheme.bytes_across is not None for scheme in plan.schemes)
+    head += ["MB from site to site"] * across
     head += [] if step is None else ["time lost", "< 1 % from k ="]
     rows = []
     for scheme in plan.schemes:
         row = [scheme.name, str(scheme.local_steps)]
         row += [megabytes(scheme.bytes_per_exchange), f"{scheme.seconds_per_exchange:.3g}"]
+        if across:
+            row.append("" if scheme.bytes_across is None else megabytes(scheme.bytes_across))
         if step is not None:
             enough = "" if scheme.name == "synchronous" else f"{scheme.enough_steps(step):,}"
             row += [percent(plan.share_lost(scheme, step)), enough]

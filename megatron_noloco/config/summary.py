@@ -114,8 +114,12 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
     drawn = f"n = {n}"
-    if noloco.pairing_among(replicas) == "cycle":
-        drawn = f"cycles of {' x '.join(map(str, noloco.group_sizes_among(replicas)))}"
+    cycle = noloco.cycle_among(replicas)
+    if cycle is not None:
+        drawn = f"cycles of {' x '.join(map(str, cycle.inside))}"
+        if cycle.across:
+            sites = math.prod(cycle.across)
+            drawn += f" inside each of {sites} sites, and between them in one of {cycle.interval} rounds"
     return f"{knobs}, gamma = {noloco.gamma}, {drawn}"
 
 

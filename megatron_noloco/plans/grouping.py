@@ -1,14 +1,78 @@
 """Which replicas average together in a round. Every rank computes it alone, from the seed and the round."""
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, lcm, prod
 from numbers import Integral
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
 
 Group = tuple[int, ...]
 Pairing = Literal["random", "cycle"]
+
+
+class Sites(NamedTuple):
+    """Says where replicas are: inside a site links are fast, between sites they are slow.
+
+    Attributes:
+        of: the number of the site of each replica; all sites have equally many.
+        interval: every how many rounds groups go across sites, at least 2.
+    """
+
+    of: Group
+    interval: int
+
+
+class Cycle(NamedTuple):
+    """The order in which rounds take the digits of replicas' labels.
+
+    Attributes:
+        inside: the bases of the digits, the least significant first; with sites those of a replica in its site.
+        across: those of the site, which are more significant; without sites none.
+        interval: the last of so many rounds takes the next digit of the site, the others those inside.
+    """
+
+    inside: tuple[int, ...]
+    across: tuple[int, ...] = ()
+    interval: int = 0
+
+    @classmethod
+    def of(cls, replicas: int, sites: Sites | None) -> "Cycle":
+        """Return the cycle of so many replicas: the digits have prime factors as bases."""
+        if sites is None:
+            return cls(prime_factors(replicas))
+        number = max(sites.of) + 1
+        return cls(prime_factors(replicas // number), prime_factors(number), sites.interval)
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """The bases of all digits, the least significant first."""
+        return self.inside + self.across
+
+    def at(self, round_index: int, fragment: int = 0) -> tuple[int, int]:
+        """Return how often labels were drawn again before a round, and which digit it takes.
+
+        Without sites, all fragments have the same labels, and fragment f begins f digits later; with sites it has
+        the labels and digits of the round that is f rounds later.
+        """
+        if not self.across:
+            return round_index // len(self.inside), (round_index + fragment) % len(self.inside)
+        place = round_index + fragment
+        crossings = place // self.interval
+        draw, digit = divmod(place - crossings, len(self.inside))
+        if goes_across(place, self.interval):
+            digit = len(self.inside) + crossings % len(self.across)
+        return draw, digit
+
+    @property
+    def rounds(self) -> int:
+        """After how many rounds labels are drawn again at the same place of the interval."""
+        if not self.across:
+            return len(self.inside)
+        again = lcm(len(self.across), len(self.inside) // gcd(len(self.inside), self.interval - 1))
+        return self.interval * again
 
 
 def goes_across(round_index: int, interval: int) -> bool:
@@ -37,6 +101,10 @@ class Grouping:
     `stability.cycle_spread_factor` of the group sizes in the order that begins f digits later, which for pairs is
     the same for all fragments.
 
+    With `sites`, which only "cycle" knows, a label is the number of the site and that of the replica in it. Rounds
+    take the digits of the latter, and labels are drawn again inside each site after them; the last of
+    `sites.interval` rounds takes the next digit of the site. Its groups have a member of each of several sites.
+
     Attributes:
         replicas: their number, R.
         group_size: the most replicas in a group.
@@ -50,6 +118,7 @@ class Grouping:
     group_size: int
     seed: int
     pairing: Pairing = "random"
+    sites: Sites | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.seed, Integral):
@@ -57,20 +126,29 @@ class Grouping:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, not {self.seed}")
 
+    @property
+    def cycle(self) -> Cycle:
+        """The digits of labels, and when rounds take them."""
+        return Cycle.of(self.replicas, self.sites)
+
     def groups(self, round_index: int, fragment: int = 0) -> list[Group]:
         """Return the groups of a round of a fragment, each in ascending order of replica."""
-        factors = prime_factors(self.replicas) if self.pairing == "cycle" else ()
-        draw = round_index // len(factors) if factors else round_index
-        # Fragment 0 has the groups of a run without fragments.
-        counters = (draw, fragment) if fragment and not factors else (draw,)
-        labels = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters)
-        if factors:  # the least significant digit first
-            place = (round_index + fragment) % len(factors)
-            digits = labels.reshape(-1, factors[place], prod(factors[:place]))
-            groups = digits.swapaxes(1, 2).reshape(-1, factors[place]).tolist()
-        else:
-            order, size = labels.tolist(), self.group_size
-            groups = [order[start : start + size] for start in range(0, self.replicas, size)]
+        if self.pairing == "cycle" and self.replicas > 1:
+            draw, digit = self.cycle.at(round_index, fragment)
+            bases, labelled = (
+                self.cycle.bases,
+                draw_permutation(self.replicas, self.seed, Stream.GROUPING, draw),
+            )
+            if self.sites is not None:  # by site, in each of them at random
+                labelled = labelled[np.argsort(np.array(self.sites.of)[labelled], kind="stable")]
+            digits = labelled.reshape(-1, bases[digit], prod(bases[:digit]))
+            groups = digits.swapaxes(1, 2).reshape(-1, bases[digit]).tolist()
+        else:  # fragment 0 has the groups of a run without fragments
+            counters = (round_index, fragment) if fragment else (round_index,)
+            order = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters).tolist()
+            groups = [
+                order[start : start + self.group_size] for start in range(0, self.replicas, self.group_size)
+            ]
         return [tuple(sorted(group)) for group in groups]
 
     def group(self, replica: int, round_index: int, fragment: int = 0) -> Group:

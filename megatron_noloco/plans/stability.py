@@ -6,6 +6,8 @@ from itertools import product
 
 import numpy as np
 
+from megatron_noloco.plans.grouping import Cycle
+
 _Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 # Epsilon of the payloads, measured in pairs; and of larger groups in int4, whose codes are coarser.
 PULL_ERRORS = {"fp32": 0.0, "int8": 0.03, "int4": 0.41}
@@ -63,7 +65,7 @@ def spread_factor(
     )
     moved = _moved((v, c, d), pull, outer_momentum, nesterov)
     step = np.array([*moved, *_with_error(kept * error, 1 / group_size, outer_momentum, nesterov)])
-    return float(max(abs(np.linalg.eigvals(step))))
+    return _radius(step)
 
 
 def _moved(moments: _Moments, pull: _Moments, alpha: float, nesterov: bool) -> _Moments:
@@ -88,18 +90,22 @@ def _with_error(error: np.ndarray, share: float | np.ndarray, alpha: float, nest
 def cycle_spread_factor(
     outer_momentum: float,
     consensus_weight: float,
-    sizes: Sequence[float],
+    sizes: Sequence[int],
     pull_error: float = 0.0,
     nesterov: bool = False,
     kept: bool = False,
+    across: Sequence[int] = (),
+    interval: int = 0,
 ) -> float:
     """Return rho for pairing in cycles: the factor of the spread SQUARED per round, for any number of replicas.
 
     Args:
-        sizes: of the groups of the rounds of one cycle; their product is the number of replicas.
+        sizes: of the groups of the rounds of one cycle; their product is the number of replicas, or with sites
+            that of one site.
         pull_error: epsilon of `spread_factor`; the errors of a group's members have the sum 0 (`outer.payload`).
         nesterov: whether the outer step looks ahead.
         kept: whether errors are kept, which have no such sum, and added in the next round.
+        across, interval: see `Cycle`.
 
     Expand x = phi - mean(phi), a function of the labels, in characters of the digits. The round of digit t
     removes the group means of the characters in which digit t takes part, and leaves the others: for these the u
@@ -107,27 +113,73 @@ def cycle_spread_factor(
     moment of the characters in which t takes part, and are spread evenly over these. Errors that are kept are
     spread evenly over all characters; u is then -gamma x for those in which t takes part, r - r' for the others. A
     cycle is a linear map of the characters' moments (E[x^2], E[x delta], E[delta^2], and those of r). Labels are
-    drawn again before each cycle, which spreads the moments evenly over all characters. rho is the spectral radius
-    of the mean map over the characters, to the power of 1 / len(sizes). For each set of digits that take part
-    there are prod(size - 1) characters, with equal moments.
+    drawn again before each cycle, which spreads the moments evenly over all characters; with sites over those in
+    which a digit inside takes part, as labels are drawn again inside sites. The others are the sites' means.
+    rho is the spectral radius of the mean map over the characters, to the power of one over the rounds. For each
+    set of digits that take part there are prod(base - 1) characters, with equal moments.
     """
-    gamma = consensus_weight
-    patterns = np.array(list(product((False, True), repeat=len(sizes))))[1:]  # but that of the mean
-    characters = np.where(patterns, np.array(sizes) - 1, 1).prod(axis=1)[:, None]
-    replicas = math.prod(sizes)
-    v, c, d, xr, dr, rr = (np.tile(moment, (len(patterns), 1)) for moment in np.eye(6))
-    for takes, size in zip(patterns.T[:, :, None], sizes, strict=True):
+    cycle = Cycle(tuple(sizes), tuple(across), interval)
+    step = _map_of_cycle(cycle, outer_momentum, consensus_weight, pull_error, nesterov, kept)
+    return _radius(step) ** (1 / cycle.rounds)
+
+
+def spread_factors_of_sites(
+    outer_momentum: float,
+    consensus_weight: float,
+    sizes: Sequence[int],
+    across: Sequence[int],
+    interval: int,
+    nesterov: bool = False,
+) -> tuple[float, float]:
+    """Return rho of the spread inside sites, and of that of the sites' means, for exact messages.
+
+    The two do not mix: a round across moves what differs inside sites as a random group does. The larger one is
+    `cycle_spread_factor`, whose arguments these are.
+    """
+    cycle = Cycle(tuple(sizes), tuple(across), interval)
+    step = _map_of_cycle(cycle, outer_momentum, consensus_weight, 0.0, nesterov, False)
+    kinds = len(step) // 6
+    inside = np.arange(len(step)) % kinds == 0
+    within, between = (_radius(step[of][:, of]) ** (1 / cycle.rounds) for of in (inside, ~inside))
+    return within, between
+
+
+def _map_of_cycle(
+    cycle: Cycle, alpha: float, gamma: float, pull_error: float, nesterov: bool, kept: bool
+) -> np.ndarray:
+    """Return the linear map of `cycle_spread_factor`: row and column are 6 moments x kinds of characters.
+
+    Kind 0 are the characters in which a digit inside a site takes part. Each of the others is a kind.
+    """
+    bases = cycle.bases
+    replicas = math.prod(bases)
+    patterns = np.array(list(product((False, True), repeat=len(bases))))[1:]  # but that of the mean
+    characters = np.where(patterns, np.array(bases) - 1, 1).prod(axis=1)[:, None]
+    between = ~patterns[:, : len(cycle.inside)].any(axis=1)
+    kinds = between.cumsum() * between
+    number = kinds.max() + 1
+    share = (kinds == np.arange(number)[:, None]) * characters.T
+    share = share / share.sum(axis=1, keepdims=True)  # of a character in the mean of its kind
+    moments = list(np.eye(6 * number).reshape(6, number, -1)[:, kinds])
+    drawn = 0
+    for draw, digit in map(cycle.at, range(cycle.rounds)):
+        if draw > drawn:
+            moments, drawn = [(share @ moment)[kinds] for moment in moments], draw
+        v, c, d, xr, dr, rr = moments
+        takes = patterns[:, digit, None]
         pull, stays = gamma * takes, kept * (1 - takes)
-        moved = replicas - replicas // size  # characters
+        moved = replicas - replicas // bases[digit]  # characters
         coded = pull**2 * v + kept * takes * (2 * gamma * xr + rr)
         error = pull_error**2 * (characters * coded).sum(axis=0) / moved
         into = stays * (rr + error) if kept else takes * error
         pulls = pull**2 * v + into, -pull * v + stays * xr, -pull * c + stays * dr
-        v, c, d = _moved((v, c, d), pulls, outer_momentum, nesterov)
-        xr, dr, rr = _with_error(kept * np.tile(error, (len(patterns), 1)), stays, outer_momentum, nesterov)
-    cycle = [(characters * moment).sum(axis=0) / (replicas - 1) for moment in (v, c, d, xr, dr, rr)]
-    largest = max(abs(np.linalg.eigvals(np.array(cycle))))
-    return float(largest ** (1 / len(sizes)))
+        left = _with_error(kept * np.tile(error, (len(patterns), 1)), stays, alpha, nesterov)
+        moments = [*_moved((v, c, d), pulls, alpha, nesterov), *left]
+    return np.concatenate([share @ moment for moment in moments])
+
+
+def _radius(step: np.ndarray) -> float:
+    return float(max(abs(np.linalg.eigvals(step))))
 
 
 def is_stable(rho: float) -> bool:

@@ -91,6 +91,7 @@ class Scheme:
         local_steps: number of local steps from one exchange to the next.
         hidden_steps: number of local steps that go on during an exchange.
         chooses_overlap: whether these are as many as an exchange takes, at most `local_steps`.
+        bytes_across: bytes that a site sends to others in a round, mean of the rounds; None: sites are not known.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Scheme:
     local_steps: int
     hidden_steps: int = 0
     chooses_overlap: bool = False
+    bytes_across: int | None = None
 
     def share_lost(self, step_seconds: float) -> float:
         """Return the share of the time that training waits for exchanges."""
@@ -275,18 +277,26 @@ def schemes(
     if replicas == 1:
         return []
 
+    sites = noloco.sites_among(replicas)
+
     def scheme(name: str, block: TrainerSettings) -> Scheme:
         found = scheme_of(name, block, largest, topology, network, step_seconds)
-        if block.most_waiting is None or step_seconds is None:
+        if block.most_waiting is not None and step_seconds is not None:
+            # As `training.rounds.LocalStepsChoice` chooses by the seconds of the first rounds.
+            steps = fewest_steps(found.seconds_per_exchange, step_seconds, block.most_waiting)
+            steps = max(steps, block.fragments, block.first_overlap_steps)
+            chosen = replace(block, local_steps=min(steps, config.training.train_iters))
+            found = scheme_of(name, chosen, largest, topology, network, step_seconds)
+        if sites is None:
             return found
-        # As `training.rounds.LocalStepsChoice` chooses by the seconds of the first rounds.
-        steps = fewest_steps(found.seconds_per_exchange, step_seconds, block.most_waiting)
-        steps = max(steps, block.fragments, block.first_overlap_steps)
-        chosen = replace(block, local_steps=min(steps, config.training.train_iters))
-        return scheme_of(name, chosen, largest, topology, network, step_seconds)
+        of_site = replicas // (max(sites.of) + 1)
+        # Drawn from all alike, a member of a group is at another site so often.
+        share = 1 / sites.interval if block.sites else (replicas - of_site) / (replicas - 1)
+        sent = share * found.bytes_per_exchange * of_site * topology.replica_size
+        return replace(found, bytes_across=round(sent))
 
     def variant(**fields: Any) -> TrainerSettings:
-        return replace(noloco, **{"enabled": True, "overlap_steps": 0, **fields})
+        return replace(noloco, **{"enabled": True, "overlap_steps": 0, "sites": None, **fields})
 
     pairs = {"method": "noloco", "group_size": 2}
     found = [scheme("this config", noloco)] if noloco.enabled else []

@@ -35,7 +35,7 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage, slow_experts
 from megatron_noloco.preflight.memory import HOP_CHANNELS
-from megatron_noloco.settings import shared
+from megatron_noloco.settings import at_hosts, shared
 from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
 from megatron_noloco.transport.interface import Transport
 
@@ -44,7 +44,8 @@ class Joined(NamedTuple):
     """What joining gives a rank.
 
     Attributes:
-        config: of the run; what the file leaves out is as in the run that is continued.
+        config: of the run, with the hosts that there are, where they are sites; what the file leaves out is as in
+            the run that is continued.
         transport: for exchanges between replicas; None on ranks of a federation that do not speak.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
@@ -75,6 +76,7 @@ def join_job(prepared: Prepared) -> Joined:
     config, topology = prepared.config, prepared.topology
     notes = _join_ranks(prepared)
     check_ranks(prepared)
+    config = _at_hosts(config, topology)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
     training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
@@ -128,6 +130,16 @@ def check_ranks(prepared: Prepared) -> None:
             raise ValueError(
                 f"rank {rank} differs from rank 0 in {names}: all ranks of a job need the same config and files"
             )
+
+
+def _at_hosts(config: RunConfig, topology: Topology) -> RunConfig:
+    """Return the config with hosts as sites where it says so; raises ValueError where they do not fit."""
+    if config.noloco.sites != "hosts":
+        return config
+    hosts = of_all_ranks(socket.gethostname())[:: topology.replica_size]
+    config = replace(config, noloco=at_hosts(config.noloco, hosts))
+    config.topology(topology.world_size)
+    return config
 
 
 def _join_ranks(prepared: Prepared) -> list[str]:

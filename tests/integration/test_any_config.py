@@ -142,6 +142,8 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
     }
     if random.random() < 0.3:
         changes["model"] |= YARN
+    if changes["noloco"]["pairing"] == "cycle" and replicas == 4:
+        changes["noloco"]["sites"] = one_of([2, [*"abba"]])
     return changes, math.prod(sizes)
 
 
@@ -155,7 +157,8 @@ def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
     ]
     kept = [sizes for sizes in fitting if sizes[1:] == saved[1:]]
     replicas, pp, dp_size, tp_size = random.choice(kept if kept and random.random() < 0.25 else fitting)
-    changes: dict[str, Any] = {"parallel": {"replicas": replicas}, "noloco": {"group_size": 2}}
+    changes: dict[str, Any] = {"parallel": {"replicas": replicas}}
+    changes["noloco"] = {"group_size": 2, "sites": None}
     if replicas == 3:  # pairs make no cycle of 3
         changes["noloco"]["pairing"] = "random"
     if (pp, dp_size, tp_size) != saved[1:]:
@@ -289,7 +292,7 @@ def test_a_drawn_config_trains_as_separate_jobs(
     """To the last bit as one job does, but for what a federation does not have, or cuts elsewhere."""
     one_job, ranks = drawn_run(seed, tmp_path / "one", data)
     slots = sizes_of(one_job.raw)[0]
-    pairs = {"enabled": True, "method": "noloco", "group_size": 2}
+    pairs = {"enabled": True, "method": "noloco", "group_size": 2, "sites": None}
     one_job.change({"noloco": {**pairs, "routing": "off", "payload": "fp32", "fragments": 1}})
     if slots == 3:
         one_job.change({"noloco": {"pairing": "random"}})

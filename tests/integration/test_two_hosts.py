@@ -105,6 +105,22 @@ def test_mpirun_with_a_hostfile(hosts: Lab, on_one_host: list[list[list[object]]
     assert crossed(hosts, before, tmp_path)
 
 
+def test_hosts_are_sites_where_the_config_says_so(hosts: Lab, tmp_path: Path) -> None:
+    """Two replicas on each: pairs are on one host in the first round of two, and across hosts in the second."""
+    changes = {
+        "noloco": {"local_steps": 1, "routing": "off", "sites": "hosts", "pairing": "auto"},
+        "parallel": {"replicas": 4},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"train_iters": 4, "log_interval": 1, "output_dir": str(tmp_path / "run")},
+    }
+    config = write_config(tmp_path, tiny(changes))
+    launch(hosts, hosts.names[0], "mpirun.sh", 4, config, HOSTFILE=str(hosts.hostfile), **hosts.environ)
+    rows = [[row for row in replica if "round/partners" in row] for replica in metrics(tmp_path / "run")]
+    partners = [[row["round/partners"] for row in replica] for replica in rows]
+    on_one_host = [[{one, *others} in ({0, 1}, {2, 3}) for others in of] for one, of in enumerate(partners)]
+    assert on_one_host == [[True, False, True, False]] * 4
+
+
 def test_the_doctor_exchanges_between_them(hosts: Lab) -> None:
     options = ["doctor", "--hostfile", str(hosts.hostfile), "--seconds", "0.2", "--json"]
     command = hosts.on(hosts.names[0], sys.executable, "-m", "megatron_noloco", *options)

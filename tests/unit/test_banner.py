@@ -30,6 +30,10 @@ BANNER: list[tuple[dict[str, Any], str]] = [
     (CYCLES, "(rho = 0.595, "),
     (CYCLES | {"noloco.fragments": 2}, "(rho = 0.595, "),
     (CYCLES | {"noloco.fragments": 3}, "(rho = 0.602, "),
+    (
+        {"parallel.replicas": 16, "noloco.sites": 2, "noloco.pairing": "auto"},
+        "cycles of 2 x 2 x 2 inside each of 2 sites, and between them in one of 8 rounds\n",
+    ),
     ({"parallel.pipeline_model_parallel_size": 1}, "routing: round, without effect (1 stage)"),
     # 0.5^(1 / 100) forgets half in 100 local steps, of 256 tokens each.
     ({"optimizer.params.betas": [0.9, 0.5**0.01]}, "half-life of the second moment 100.0 local steps,"),

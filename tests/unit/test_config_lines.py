@@ -90,6 +90,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
         FEDERATION | {"federation.site": "to the left"},
         "federation.site: 'to the left' is no short name: at most",
     ),
+    ({"parallel.sites": 2}, "parallel.sites is not a known key; did you mean noloco.sites?"),
+    (
+        {"noloco.sites": 3, "noloco.pairing": "auto"},
+        "noloco.sites 3: 4 replicas do not divide into so many sites",
+    ),
     # DeepSpeed's keys
     ({"train_batch_size": 9}, "train_batch_size 9 is not train_micro_batch_size_per_gpu 4 x"),
     ({"train_batch_size": 6, "gradient_accumulation_steps": "auto"}, "train_batch_size 6 does not divide"),

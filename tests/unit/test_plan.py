@@ -189,6 +189,21 @@ def test_larger_groups_where_there_are_more_than_8_replicas(
         assert way["bytes_per_exchange"] < ways["DiLoCo, int8"]["bytes_per_exchange"]
 
 
+def test_the_bytes_between_sites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8 replicas at each of two sites; without sites 8 of the 15 others of a replica are at the other one."""
+    config = json.loads((CONFIGS / "quickstart.json").read_text())
+    config["noloco"] |= {"sites": 2, "site_interval": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert (
+        main(["plan", str(tmp_path / "config.json"), "--json", "--bandwidth", "8Mbit", "--gpus", "32"]) == 0
+    )
+    ways = {way["name"]: way for way in json.loads(capsys.readouterr().out)["ways"]}
+    of_site = {name: 16 * way["bytes_per_exchange"] for name, way in ways.items()}  # of 8 x 2 ranks
+    shares = {name: way["bytes_across"] / of_site[name] for name, way in ways.items() if way["bytes_across"]}
+    assert shares.pop("this config") == pytest.approx(1 / 5)
+    assert shares == pytest.approx(dict.fromkeys(ways.keys() - {"this config", "synchronous"}, 8 / 15))
+
+
 _FULL = {"recompute_granularity": "full"}
 
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
-from megatron_noloco.plans.grouping import Grouping, prime_factors
+from megatron_noloco.plans.grouping import Grouping, Sites, goes_across, prime_factors
 from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
-from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
+from megatron_noloco.plans.stability import (
+    cycle_spread_factor,
+    rounds_to_halve,
+    spread_factor,
+    spread_factors_of_sites,
+)
 from megatron_noloco.plans.topology import Place, Position, Topology
 from megatron_noloco.settings import NolocoSettings, groups_problem
 
@@ -116,6 +121,113 @@ class TestGrouping:
     def test_what_is_no_seed_is_refused(self, seed: Any, problem: str) -> None:
         with pytest.raises(ValueError, match=problem):
             Grouping(6, 2, seed)
+
+
+def at_sites(number: int, of_each: int, interval: int, seed: int = 3) -> Grouping:
+    """Replicas take turns: 0 is at the first site, 1 at the second."""
+    sites = Sites(tuple(replica % number for replica in range(number * of_each)), interval)
+    return Grouping(number * of_each, 8, seed, "cycle", sites)
+
+
+class TestSites:
+    @few
+    @given(
+        number=st.integers(2, 6),
+        of_each=st.integers(2, 8),
+        interval=st.integers(2, 9),
+        round_index=st.integers(0, 10**6),
+        fragment=st.integers(0, 3),
+    )
+    def test_groups_are_inside_a_site_and_in_every_so_many_rounds_across(
+        self, number: int, of_each: int, interval: int, round_index: int, fragment: int
+    ) -> None:
+        grouping = at_sites(number, of_each, interval)
+        groups = grouping.groups(round_index, fragment)
+        assert sorted(replica for group in groups for replica in group) == list(range(number * of_each))
+        crosses = goes_across(round_index + fragment, interval)
+        size = {len(group) for group in groups}
+        assert size <= set(prime_factors(number) if crosses else prime_factors(of_each))
+        of_group = {
+            len({grouping.sites.of[replica] for replica in group}) for group in groups if grouping.sites
+        }
+        assert of_group == (size if crosses else {1})
+
+    @pytest.mark.parametrize(("number", "of_each"), [(2, 8), (3, 4), (4, 4), (6, 6)])
+    def test_plain_averages_make_all_equal_once_each_site_has_met_the_others(
+        self, number: int, of_each: int
+    ) -> None:
+        """Where whole cycles inside come before each round across. Their mean is kept at any time."""
+        grouping = at_sites(number, of_each, interval=2 * len(prime_factors(of_each)) + 1)
+        values = np.random.default_rng(0).standard_normal((number * of_each, 5))
+        mean = values.mean(axis=0)
+        for round_index in range(len(grouping.cycle.across) * grouping.cycle.interval):
+            assert values.std(axis=0).min() > 1e-3
+            for group in map(list, grouping.groups(round_index)):
+                values[group] = values[group].mean(axis=0)
+            assert values.mean(axis=0) == pytest.approx(mean)
+        assert values == pytest.approx(np.broadcast_to(mean, values.shape))
+
+    @pytest.mark.parametrize(("number", "of_each"), [(2, 4), (3, 2)])
+    def test_every_replica_meets_every_other_one(self, number: int, of_each: int) -> None:
+        grouping = at_sites(number, of_each, interval=3)
+        met = {
+            pair
+            for round_index in range(100)
+            for group in grouping.groups(round_index)
+            for pair in combinations(group, 2)
+        }
+        assert met == set(combinations(range(number * of_each), 2))
+
+    @pytest.mark.parametrize(
+        ("number", "of_each", "interval", "alpha", "gamma", "nesterov"),
+        [
+            (2, 8, 3, 0.5, 0.7, False),  # rounds across fall into a cycle
+            (2, 8, 4, 0.9, 0.5, True),
+            (4, 4, 3, 0.5, 0.7, False),  # the sites have a cycle of their own
+            (3, 4, 5, 0.5, 0.7, False),
+        ],
+    )
+    def test_the_spread_shrinks_inside_sites_and_between_them_as_rho_says(
+        self, number: int, of_each: int, interval: int, alpha: float, gamma: float, nesterov: bool
+    ) -> None:
+        cycle = at_sites(number, of_each, interval).cycle
+        method = alpha, gamma, cycle.inside, cycle.across, interval, nesterov
+        inside, between = spread_factors_of_sites(*method)
+        largest = cycle_spread_factor(
+            alpha, gamma, cycle.inside, 0.0, nesterov, False, cycle.across, interval
+        )
+        assert largest == pytest.approx(max(inside, between))
+        measured = np.array([
+            measured_at_sites(at_sites(number, of_each, interval, seed), alpha, gamma, nesterov)
+            for seed in range(6)
+        ])  # fmt: skip
+        assert np.exp(np.log(measured).mean(axis=0)) == pytest.approx([inside, between], abs=0.03)
+
+    def test_what_is_between_two_sites_shrinks_by_one_round_in_each_interval(self) -> None:
+        for gamma, interval in product((0.5, 1.0), (2, 5, 50)):
+            _, between = spread_factors_of_sites(0, gamma, (2, 2), (2,), interval)
+            assert between == pytest.approx((1 - gamma) ** (2 / interval))
+
+
+def measured_at_sites(grouping: Grouping, alpha: float, gamma: float, nesterov: bool) -> tuple[float, float]:
+    """Gossip itself: rho inside sites and between them, over 20 periods after one."""
+    assert grouping.sites is not None
+    site = np.array(grouping.sites.of)
+    phi = np.random.default_rng(grouping.seed).standard_normal((len(site), 200))
+    phi -= phi.mean(axis=0)
+    momentum, squares, period = np.zeros_like(phi), [], grouping.cycle.rounds
+    for round_index in range(21 * period):
+        pull = -gamma * phi
+        for group in map(list, grouping.groups(round_index)):
+            pull[group] += gamma * phi[group].mean(axis=0)
+        momentum = alpha * momentum + pull
+        phi = phi + (alpha * momentum + pull if nesterov else momentum)
+        phi -= phi.mean(axis=0)
+        both = np.hstack([phi, momentum])  # a momentum makes either swing
+        means = np.stack([both[site == one].mean(axis=0) for one in range(max(site) + 1)])
+        squares.append((((both - means[site]) ** 2).mean(), (means**2).mean()))
+    inside, between = np.array(squares[-1]) / squares[period - 1]
+    return float(inside ** (1 / (20 * period))), float(between ** (1 / (20 * period)))
 
 
 class TestTopology:

@@ -10,11 +10,13 @@ import pytest
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.federation.likeness import run_number
 from megatron_noloco.fields import fields_in
+from megatron_noloco.plans.grouping import Sites
 from megatron_noloco.settings import (
     PAPER,
     FederationSettings,
     NolocoSettings,
     TrainerSettings,
+    at_hosts,
     federation_problems,
     grouping_of,
     groups_problem,
@@ -76,6 +78,9 @@ def test_the_first_and_the_longest_overlap(overlap_steps: Any, first: int, longe
     assert (noloco.first_overlap_steps, noloco.longest_overlap_steps) == (first, longest)
 
 
+SITES = {"recipe": "paper", "pairing": "auto", "outer_momentum": 0.0, "outer_lr": 0.5}
+
+
 @pytest.mark.parametrize(
     ("changes", "replicas", "problem"),
     [
@@ -97,12 +102,51 @@ def test_the_first_and_the_longest_overlap(overlap_steps: Any, first: int, longe
         ({"method": "diloco", "outer_momentum": 0.95}, 4, ""),
         ({"method": "diloco", "outer_momentum": 0.95, "payload": "int4"}, 4, ""),  # all use the same bits
         ({"method": "diloco", "outer_momentum": 0.95, "payload": "int4"}, 2, "outer_momentum (alpha) 0.95, "),
+        (SITES | {"sites": 2}, 16, ""),
+        (SITES | {"sites": 2}, None, ""),
+        (SITES | {"sites": 3}, 16, "sites 3: 16 replicas do not divide into so many sites"),
+        (SITES | {"sites": 2}, 12, 'pairing "cycle" takes groups of 2 and 3 for 12 replicas'),
+        (SITES | {"sites": ["a", "b"] * 2}, 8, "sites: a list of 4, but there are 8 replicas"),
+        (
+            SITES | {"sites": [*"aaab"]},
+            4,
+            "sites: 3 replicas at site a and 1 at b, but groups across need equally",
+        ),
+        (SITES | {"sites": [*"ab"], "method": "diloco"}, 4, ""),
+        (
+            SITES | {"sites": 2, "outer_momentum": 0.9, "outer_nesterov": True},
+            16,
+            "outer_momentum (alpha) 0.9, ",
+        ),
     ],
 )
 def test_groups_exist_and_stay_together(changes: dict[str, Any], replicas: int | None, problem: str) -> None:
     found = groups_problem(TrainerSettings(**PAPER | changes), replicas)
     assert found.startswith(problem)
     assert bool(found) == bool(problem)
+
+
+def test_replicas_that_drift_apart_between_sites_are_told_so() -> None:
+    nesterov = {"outer_momentum": 0.9, "outer_lr": 0.5, "outer_nesterov": True, "payload": "fp32"}
+    problem = groups_problem(NolocoSettings(**nesterov, sites=2), 16)  # type: ignore[arg-type]
+    assert "site_interval 8" in problem
+    assert "rho = 1.104 >= 1 (exact messages: inside sites 0.761, between them 1.104)" in problem
+    assert groups_problem(NolocoSettings(**nesterov, sites=2, site_interval=4), 16) == ""  # type: ignore[arg-type]
+
+
+def test_sites_are_given_by_number_by_name_or_by_host() -> None:
+    by_number = NolocoSettings(sites=2).sites_among(4)
+    assert by_number == NolocoSettings(sites=["here", "here", "there", "there"]).sites_among(4)
+    hosts = NolocoSettings(sites="hosts")
+    assert by_number == at_hosts(hosts, ["n7", "n7", "n1", "n1"]).sites_among(4)
+    assert by_number == Sites((0, 0, 1, 1), interval=2)
+    assert hosts.sites_among(4) is None
+    with pytest.raises(ValueError, match='sites "hosts" is for `train` only'):
+        grouping_of(hosts, 4, seed=1)
+    for alike in ({"sites": 1}, {"sites": 4}, {"sites": [*"abcd"]}, {"sites": 2, "method": "diloco"}):
+        assert NolocoSettings(**alike).sites_among(4) is None  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='sites: groups inside and across them are those of pairing "cycle"'):
+        NolocoSettings(sites=2, pairing="random")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +190,7 @@ def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
         ({"start_with": 5}, {}, "federation.start_with 5 is more than federation.slots 4"),
         ({}, {"method": "diloco"}, "federation: separate jobs exchange in pairs"),
         ({}, {"group_size": 4}, "federation: separate jobs exchange in pairs"),
+        ({}, {"sites": 2}, "noloco.sites: a job of a federation names its own site, federation.site"),
     ],
 )
 def test_what_separate_jobs_need(changes: dict[str, Any], of_method: dict[str, Any], problem: str) -> None:
