@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from tools.netlab.launcher import Launcher
-from tools.netlab.network import Link
+from tools.netlab.network import Link, Sites
 from tools.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
 
 NIC = "wan0"
@@ -185,11 +185,12 @@ def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
 
 
 @contextmanager
-def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
+def lab(links: Sequence[Link], tcp: Tcp | None = None, sites: Sites | None = None) -> Iterator[Lab]:
     """Make a host for each link, joined by the relay, for the context.
 
     Args:
         tcp: of all hosts.
+        sites: where the hosts are; see `Network`.
 
     Raises LabUnavailableError.
     """
@@ -208,7 +209,7 @@ def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
                 run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {tcp.congestion}")
                 slowly = int(tcp.slow_start_after_idle)
                 run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
-            there.orders = stack.enter_context(_relay(links, files))
+            there.orders = stack.enter_context(_relay(links, sites, files))
         yield there
 
 
@@ -239,9 +240,9 @@ def _holder(name: str, known: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[IO[bytes]]:
+def _relay(links: Sequence[Link], sites: Sites | None, devices: list[int]) -> Iterator[IO[bytes]]:
     """Start the relay; yields its input."""
-    fields = json.dumps([asdict(link) for link in links])
+    fields = json.dumps({"links": [asdict(link) for link in links], "sites": sites and asdict(sites)})
     command = [sys.executable, "-m", "tools.netlab.relay", fields, *map(str, devices)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=devices, cwd=REPOSITORY

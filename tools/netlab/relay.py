@@ -1,10 +1,10 @@
 """The process that carries the packets between the hosts of a lab: a TUN device for each, a `Network` in between.
 
-    python -m tools.netlab.relay LINKS FD FD ...
+    python -m tools.netlab.relay NETWORK FD FD ...
 
-LINKS is a JSON list with the fields of each host's `Link`, and the FDs are the open TUN devices, in the same
-order; host i has the address 10.77.0.(i + 1). A line "cut I" of its input cuts the link of host I, "heal I" mends
-it. It ends when its input does.
+NETWORK is a JSON object with the arguments of `Network`: links and sites. The FDs are the open TUN devices, in
+the order of the links; host i has the address 10.77.0.(i + 1). A line "cut I" of its input cuts the link of host
+I, "heal I" mends it. It ends when its input does.
 
 The kernel hands over what a TCP connection sends at a time as one large packet (segmentation offload), and takes
 it so. This process then has fewer packets to carry, while those of the emulated wire have 1500 bytes.
@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 
-from tools.netlab.network import Link, Network
+from tools.netlab.network import Link, Network, Sites
 
 DEVICE = "/dev/net/tun"
 MTU = 1500
@@ -97,8 +97,9 @@ def carry(devices: list[int], network: Network, orders: int) -> None:
 
 
 def main() -> None:
-    links = [Link(**fields) for fields in json.loads(sys.argv[1])]
-    network = Network(links)
+    given = json.loads(sys.argv[1])
+    links, sites = [Link(**fields) for fields in given["links"]], given["sites"]
+    network = Network(links, sites=sites and Sites(sites["number"], Link(**sites["link"])))
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)  # the hosts' own work must not change their network
     carry([int(file) for file in sys.argv[2:]], network, sys.stdin.fileno())
