@@ -54,8 +54,6 @@ class Attached:
             federation it jumps ahead, without steps of this loop, when the job has fallen
             `FederationSettings.rounds_behind` rounds behind and has taken over the state of another one, and
             often when the job is slow (`FederationSettings.skip_local_steps`).
-        taken: the local steps of the state of `inner` that was taken over last, after `attach`; -1: none was. A
-            schedule in it is advanced up to there.
         outer: the outer optimizer of this rank.
         when_loaded: called before weights are loaded into the model; by default it refuses them with ValueError.
     """
@@ -72,26 +70,31 @@ class Attached:
     ) -> None:
         self.outer = outer
         self.when_loaded = _refuse_load
-        self.done, self.taken = 0, -1
+        self.done = 0
         self._rounds = self._rounds_met = 0
         self._adapter = adapter
         self._first = first
         self._inner, self._membership, self._job_state = inner, membership, job_state
         self._health = None if membership is None else membership.health(outer.weights)
-        self._compared = self._checked = False
+        self._checked = False
         self._until_closed = ExitStack()
         self._until_closed.enter_context(adapter.while_attached(lambda: self.when_loaded()))
         _ATTACHED.add(self)
         self._steps = 0 if adapter.steps is None else adapter.steps()
         if state is not None:
-            self._continue_from(state)
-        if membership is not None and membership.begin(self.done, takes=state is None).took is not None:
-            self._take_over()
+            self.done = int(state["local_steps_done"])
+            outer.restore(state)
+        if membership is not None:
+            self.done = membership.begin(self.done, takes=state is None).step
         self._rows = None if membership is None else _rows_for(membership, self.done)
 
-    def _continue_from(self, state: dict[str, Tensor]) -> None:
-        self.done = int(state["local_steps_done"])
-        self.outer.restore(state)
+    @property
+    def taken(self) -> int:
+        """The local steps of the state of `inner` that was taken over last, after `attach`; -1: none was.
+
+        A schedule in it is advanced up to there.
+        """
+        return -1 if self._job_state is None else self._job_state.inner_from
 
     def step(self) -> list[RoundReport]:
         """Count a local step, and run the round that is due, if any. Call it after each step of the optimizer.
@@ -126,20 +129,9 @@ class Attached:
         if self._rows is not None:
             self._rows.tell(self.done, reports)
         if self._membership is not None:
-            boundary = self._membership.between_steps(self.done)
-            self.done = boundary.step
-            if boundary.took is not None:
-                self._take_over()
+            self.done = self._membership.between_steps(self.done).step
         now.part(f"local step {self.done + 1}")
         return reports
-
-    def _take_over(self) -> None:
-        """Continue from the state that was taken."""
-        assert self._job_state is not None
-        state, self._job_state.taken = self._job_state.taken, {}  # not kept: it is as large as the weights
-        self._continue_from(state)
-        if self._job_state.took_inner:
-            self.taken = self.done
 
     def _check_optimizers(self) -> None:
         """Raise ValueError before the first round as `check_no_weights` does."""
@@ -151,16 +143,14 @@ class Attached:
     def _compare(self, reports: list[RoundReport]) -> None:
         """Count rounds, and warn where the first round with a partner finds equal weights."""
         spreads = [report.spread for report in reports if len(report.exchange.group) > 1]
+        if spreads and not self._rounds_met and spreads[0] == 0:
+            warnings.warn(
+                "the replicas had equal weights before their first round: do they all read the same data, or "
+                "are their gradients reduced over all of them?",
+                stacklevel=3,
+            )
         self._rounds += len(reports)
         self._rounds_met += len(spreads)
-        if spreads and not self._compared:
-            self._compared = True
-            if spreads[0] == 0:
-                warnings.warn(
-                    "the replicas had equal weights before their first round: do they all read the same data, or "
-                    "are their gradients reduced over all of them?",
-                    stacklevel=3,
-                )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what this rank saves beside its model and optimizer; `attach(..., state=...)` continues from it.

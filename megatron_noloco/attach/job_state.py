@@ -1,4 +1,9 @@
-"""What an attached job gives of its state to other jobs of a federation, and what it does with that of another."""
+"""What an attached job gives of its state to other jobs of a federation, and what it does with that of another.
+
+The numbers are in the form of the trainer. A job of the trainer takes them and the vectors of an attached job, and
+leaves the rest. An attached job gets from the trainer no state of a schedule, no settings of the optimizer, and no
+buffers, and keeps its own.
+"""
 
 import io
 import warnings
@@ -9,16 +14,16 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.facts import facts_for_trainer, rest_of_trainer
 from megatron_noloco.attach.held import trained_in
 from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
 from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists
+from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
 
 _NEEDED = {FAST_WEIGHTS, VECTORS[0]}
 _VECTORS = {FAST_WEIGHTS, *VECTORS}
+_KIND = "others"  # the trainer's name for groups that Muon does not train
 
 
 class JobState:
@@ -31,15 +36,13 @@ class JobState:
         inner: None: it begins anew.
 
     Attributes:
-        taken: what was taken last, for `OuterOptimizer.restore`, with "local_steps_done".
-        took_inner: whether it had the state of an inner optimizer.
+        inner_from: the local steps of the state of the inner optimizer that was taken last; -1: none was.
     """
 
     def __init__(
         self, outer: OuterOptimizer, movement: Movement, inner: InnerState | None, adapter: EngineAdapter
     ) -> None:
-        self.taken: dict[str, Tensor] = {}
-        self.took_inner = False
+        self.inner_from = -1
         self._outer, self._movement = outer, movement
         self._inner, self._modules, self._stepped = inner, adapter.modules, adapter.stepped
         self._names = {id(one): name for name, one in trained_in(adapter).items()}
@@ -53,7 +56,7 @@ class JobState:
         file = io.BytesIO()
         torch.save(rest, file)
         parts = {name: Part(vector, self._movement) for name, vector in sorted((vectors | inner).items())}
-        return State(done, facts_for_trainer(done, outer, inner, rest_of_inner), parts, file.getvalue())
+        return State(done, _facts_for_trainer(done, outer, inner, rest_of_inner), parts, file.getvalue())
 
     def _copy_inner(self) -> tuple[dict[str, Tensor], dict[str, Any] | None, str]:
         """Return vectors and rest of the inner optimizer; or no rest, and why there is none."""
@@ -75,19 +78,20 @@ class JobState:
     def use(self, state: State) -> None:
         try:
             rounds = rounds_from_lists(state.facts["rounds"])
-            rest = _read(state.rest) if state.rest else rest_of_trainer(state.facts)
+            rest = _read(state.rest) if state.rest else _rest_of_trainer(state.facts)
             if rest["buffers"] is not None:
                 check_buffers(self._modules, rest["buffers"])
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
         vectors = {name: part.vector for name, part in state.parts.items()}
         inner = {name: vectors.pop(name) for name in list(vectors) if name.startswith(PREFIX)}
-        self.took_inner = self._inner is not None and self._use_inner(self._inner, inner, rest)
+        if self._inner is not None and self._use_inner(self._inner, inner, rest):
+            self.inner_from = state.step
         with self._outer.weights.writing() as write:
             write(0, vectors.pop(FAST_WEIGHTS))
         if rest["buffers"] is not None:
             write_buffers(self._modules, rest["buffers"])
-        self.taken = vectors | rounds | {"local_steps_done": torch.tensor(state.step)}
+        self._outer.restore(vectors | rounds)
 
     def _use_inner(self, own: InnerState, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
         """Continue from the state of another inner optimizer; return whether all of it was there."""
@@ -105,3 +109,47 @@ class JobState:
 def _read(rest: bytes) -> dict[str, Any]:
     found = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True)
     return {name: found[name] for name in ("inner", "problem", "buffers")}
+
+
+def _facts_for_trainer(
+    done: int, outer: Mapping[str, Tensor], vectors: Collection[str], inner: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the numbers of a state after `done` local steps, for JSON.
+
+    Args:
+        outer: see `OuterOptimizer.state`.
+        vectors: names of those of the inner optimizer.
+        inner: see `InnerState.rest`; None: there is none.
+    """
+    optimizers: list[dict[str, Any]] = [] if inner is None else inner["optimizers"]
+    entry: dict[str, int | float | None] = dict.fromkeys(vectors)
+    for optimizer in optimizers:
+        for name, value in optimizer["common"].items():
+            if value is not None:
+                entry[PREFIX + name] = value.item() if torch.is_tensor(value) else value
+    return {
+        "optimizer": " and ".join(one["kind"] for one in optimizers).lower(),
+        "inner": {_KIND: entry},
+        "engine": {"global_steps": done, "skipped_steps": 0, "schedule_step": None, "loss_scale": {}},
+        "rounds": rounds_to_lists(outer),
+    }
+
+
+def _rest_of_trainer(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of the trainer's state as what `JobState` reads of an attached job's."""
+    kinds: Mapping[str, Mapping[str, float | None]] = facts["inner"]
+    optimizers: list[dict[str, Any]] = [
+        {
+            "kind": facts["optimizer"] if len(kinds) == 1 else f"{facts['optimizer']} of {kind}",
+            "groups": [],
+            "common": {name.removeprefix(PREFIX): _number(value) for name, value in numbers.items()},
+            "named": {},
+        }
+        for kind, numbers in kinds.items()
+    ]
+    return {"inner": {"optimizers": optimizers, "others": None}, "problem": "", "buffers": None}
+
+
+def _number(value: float | None) -> Any:
+    """Return a number as torch's optimizers keep it; DeepSpeed's kernels count in Python's integers."""
+    return torch.tensor(value) if isinstance(value, float) else value

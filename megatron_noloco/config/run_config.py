@@ -281,11 +281,11 @@ def _with_choices(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left_out(values: dict[str, Any], file: File) -> tuple[str, ...]:
-    """Return the settings that the file leaves to its recipe: none for DiLoCo, none for separate jobs."""
+    """Return the settings that the file leaves to its recipe: none for DiLoCo, separate jobs, or sites."""
     if file.noloco.method != "noloco" or file.federation.slots is not None:
         return ()
     names = tuple(recommended(1))
-    return names if values.get("noloco", {}).keys().isdisjoint(names) else ()
+    return names if values.get("noloco", {}).keys().isdisjoint((*names, "sites")) else ()
 
 
 def _place(line: str, raw: dict[str, Any]) -> tuple[int, int]:

@@ -143,7 +143,9 @@ def by_way_of_a_handover(
         step: takes the local step of this number, and returns the weights.
     """
     weights = adapter.weights
-    outer: Any = SimpleNamespace(weights=weights, state=lambda wait: {"slow_weights": weights.read()})
+    outer: Any = SimpleNamespace(
+        weights=weights, state=lambda wait: {"slow_weights": weights.read()}, restore=lambda state: None
+    )
     movement = movement_of(weights, 1)
     for number in range(3):
         step(number)

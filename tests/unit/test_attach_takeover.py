@@ -40,11 +40,12 @@ class Inner:
 
 
 def job(value: float) -> tuple[Any, Inner]:
-    """What is read of the outer optimizer of a job, and its inner one."""
+    """What is used of the outer optimizer of a job, and its inner one."""
     weight = torch.full((ELEMENTS,), value)
     outer = SimpleNamespace(
         weights=TorchWeights([weight]),
         state=lambda wait: {"slow_weights": torch.full((ELEMENTS,), value + 1)},
+        restore=Mock(),
     )
     return outer, Inner(value, weight)
 
@@ -65,9 +66,10 @@ def test_a_state_is_weights_and_those_of_both_optimizers() -> None:
     (outer, inner), (giver, its_inner) = job(0.0), job(2.0)
     own = keeper(outer, inner)
     take(own, keeper(giver, its_inner).copy(20))
-    assert int(own.taken["local_steps_done"]) == 20
-    assert own.took_inner
-    assert (own.taken["slow_weights"] == 3.0).all()
+    assert own.inner_from == 20
+    (restored,) = outer.restore.call_args.args
+    assert restored.keys() == {"slow_weights"}
+    assert (restored["slow_weights"] == 3.0).all()
     assert (inner.moments == 2.0).all()
     assert (outer.weights.read() == 2.0).all(), "not what the inner optimizer loads"
 
@@ -130,12 +132,12 @@ def test_a_state_of_other_parts_begins_anew_in_one_line() -> None:
         JobState(outer, alone(6), inner_state(one), adapter) for one in ((optimizer, schedule), optimizer)
     )
     take(both, both.copy(3))
-    assert both.took_inner
+    assert both.inner_from == 3
     with pytest.warns(
         UserWarning,
         match="the inner optimizer begins anew: inner is SGD here, and SGD and 1 other objects where the state",
     ):
         take(fewer, both.copy(3))
-    assert not fewer.took_inner
+    assert fewer.inner_from == -1
     with pytest.raises(ValueError, match="attach: inner is a Linear; give its optimizer"):
         inner_state(model)
