@@ -23,7 +23,7 @@ from megatron_noloco.attach.checks import (
     tensor_of,
 )
 from megatron_noloco.attach.held import copies_in
-from megatron_noloco.attach.inner import InnerState, check_modes, check_no_weights
+from megatron_noloco.attach.inner import InnerState, check_no_weights, inner_state
 from megatron_noloco.attach.other_state import model_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.job.activity import now
@@ -74,9 +74,9 @@ class Attached:
         self._rounds = self._rounds_met = 0
         self._adapter = adapter
         self._first = first
-        self._inner, self._membership, self._job_state = inner, membership, job_state
+        self._unchecked = [] if inner is None else list(inner.optimizers)
+        self._membership, self._job_state = membership, job_state
         self._health = None if membership is None else membership.health(outer.weights)
-        self._checked = False
         self._until_closed = ExitStack()
         self._until_closed.enter_context(adapter.while_attached(lambda: self.when_loaded()))
         _ATTACHED.add(self)
@@ -118,7 +118,8 @@ class Attached:
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
             self._adapter.check_all()
-            self._check_optimizers()
+            while self._unchecked:  # before the first round
+                check_no_weights(self._unchecked.pop(0))
         if self._health is not None:
             self._health.after_step(self.done, ())
         reports = []
@@ -132,13 +133,6 @@ class Attached:
             self.done = self._membership.between_steps(self.done).step
         now.part(f"local step {self.done + 1}")
         return reports
-
-    def _check_optimizers(self) -> None:
-        """Raise ValueError before the first round as `check_no_weights` does."""
-        if self._inner is not None and not self._checked:
-            self._checked = True
-            for optimizer in self._inner.optimizers():
-                check_no_weights(optimizer)
 
     def _compare(self, reports: list[RoundReport]) -> None:
         """Count rounds, and warn where the first round with a partner finds equal weights."""
@@ -378,32 +372,6 @@ def _adapter_of(engine: Any) -> EngineAdapter:
         f"attach: a {type(engine).__name__} is none of DeepSpeed's engine, a torch module (in "
         "DistributedDataParallel where the job has several ranks), Megatron-core's distributed optimizer"
     )
-
-
-def inner_state(inner: Stateful | Sequence[Stateful]) -> InnerState:
-    """Return this rank's state of an optimizer, or of several objects such as optimizer and schedule.
-
-    Raises ValueError for a model, and as `check_modes` does.
-    """
-    return InnerState([_state_of(part) for part in (inner if isinstance(inner, Sequence) else [inner])])
-
-
-def _state_of(part: Stateful) -> Stateful | InnerState:
-    """DeepSpeed's ZeRO cannot load what its `state_dict` returns, and that of Megatron-core lacks the moments."""
-    if isinstance(part, nn.Module):
-        raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")
-    check_modes(part)
-    packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
-    if "deepspeed" in packages:
-        from megatron_noloco.attach.deepspeed_engine import state_of_optimizer
-
-        return state_of_optimizer(part)
-    if "megatron" in packages:
-        from megatron_noloco.attach.megatron_optimizer import optimizers_in
-
-        optimizers = list(optimizers_in(part))
-        return InnerState(optimizers) if optimizers else part  # a schedule
-    return part
 
 
 def _rows_for(membership: "Membership", done: int) -> "RoundRows | None":

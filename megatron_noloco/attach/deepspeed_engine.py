@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stateful, Stepped
-from megatron_noloco.attach.inner import InnerState, check_modes
+from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stepped
+from megatron_noloco.attach.inner import check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
 from megatron_noloco.engine.zero import (
     as_owned,
@@ -18,9 +18,7 @@ from megatron_noloco.engine.zero import (
     owned_pieces,
     owned_weights,
     stepped_by,
-    steps_another,
     whole_weights,
-    with_weights,
 )
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.canonical import blocks
@@ -75,14 +73,6 @@ def _check_experts(engine: Any) -> None:
                     f"attach: a group of DeepSpeed's experts spans ranks {ranks}, the data-parallel group is "
                     f"{own}; with experts each replica has to be a job of its own (federation)"
                 )
-
-
-def state_of_optimizer(optimizer: Any) -> Stateful | InnerState:
-    """Return what has this rank's state of DeepSpeed's optimizer, without the loss scale; others as they are."""
-    if steps_another(optimizer):
-        return InnerState([optimizer.optimizer], partial(with_weights, optimizer))
-    schedule_or_of_torch: Stateful = optimizer
-    return schedule_or_of_torch
 
 
 def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None, Callable[[], Stepped]]:

@@ -1,12 +1,14 @@
 """The state of inner optimizer and schedule, as jobs give it to each other; optimizers that keep weights."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import Stateful, Stepped
 
@@ -19,28 +21,68 @@ Entry = dict[str, Any]
 """The state of a tensor: numbers by name, and None for what is a vector."""
 
 
+def inner_state(inner: Stateful | Sequence[Stateful]) -> "InnerState":
+    """Return this rank's state of an optimizer, or of several objects such as optimizer and schedule.
+
+    Of an optimizer around others it is the state of these: DeepSpeed's ZeRO cannot load what its `state_dict`
+    returns, and that of Megatron-core lacks the moments.
+
+    Raises ValueError for a model, and as `check_modes` does.
+    """
+    parts, contexts = list[Any](), list[Callable[[], AbstractContextManager[None]]]()
+    for part in inner if isinstance(inner, Sequence) else [inner]:
+        if isinstance(part, nn.Module):
+            raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")
+        check_modes(part)
+        packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
+        inside: list[Any] = []
+        if "deepspeed" in packages:
+            from megatron_noloco.engine.zero import steps_another, with_weights
+
+            if steps_another(part):
+                inside = [part.optimizer]  # type: ignore[attr-defined]
+                contexts.append(partial(with_weights, part))
+        elif "megatron" in packages:
+            from megatron_noloco.attach.megatron_optimizer import optimizers_in
+
+            inside = list(optimizers_in(part))
+        parts += map(_innermost, inside or [part])  # a schedule has none inside
+    return InnerState(parts, contexts)
+
+
+def _innermost(part: Any) -> Any:
+    """Return the optimizer inside a wrapper such as Accelerate's; any other object as it is."""
+    while isinstance(part, torch.optim.Optimizer) and isinstance(
+        below := getattr(part, "optimizer", None), torch.optim.Optimizer
+    ):
+        part = below
+    return part
+
+
 class InnerState:
-    """Joins the states of several objects: of optimizer and schedule, or of the optimizers inside another one.
+    """Joins the states of several objects; `inner_state` makes it.
 
     The ranks of another job may have other parts of the weights. So what torch's optimizers keep for each weight
     is given as vectors with the layout of the weights, and all else must be the same on all ranks.
 
     Args:
         parts: the same in all jobs.
-        with_parameters: a context in which the optimizers have their parameters.
+        contexts: in which the optimizers have their parameters.
+
+    Attributes:
+        optimizers: those of torch among the parts.
     """
 
     def __init__(
-        self,
-        parts: "Sequence[Stateful | InnerState]",
-        with_parameters: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, parts: Iterable[Any], contexts: Sequence[Callable[[], AbstractContextManager[None]]]
     ) -> None:
-        self._parts = parts
-        self._with_parameters = with_parameters
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the torch optimizers among the parts, in them, or in other optimizers there."""
-        return [part for part in self._leaves() if isinstance(part, torch.optim.Optimizer)]
+        self.optimizers, self._others = list[torch.optim.Optimizer](), list[Stateful]()
+        for part in parts:
+            if isinstance(part, torch.optim.Optimizer):
+                self.optimizers.append(part)
+            else:
+                self._others.append(part)
+        self._contexts = contexts
 
     def vectors(self, stepped: Stepped) -> dict[str, Tensor]:
         """Return what the optimizers keep for each weight, by name, as copies in host memory.
@@ -48,9 +90,9 @@ class InnerState:
         A weight for which nothing is kept under a name has zeros. Raises ValueError, which says what an optimizer
         does, where it keeps something that is neither like a weight nor a number.
         """
-        optimizers, states, names = self.optimizers(), list[Mapping[str, Any]](), set[str]()
+        states, names = list[Mapping[str, Any]](), set[str]()
         for tensor, _ in stepped.tensors:
-            owner = next((one for one in optimizers if tensor in one.state), None)
+            owner = next((one for one in self.optimizers if tensor in one.state), None)
             states.append({} if owner is None else owner.state[tensor])
             entry = {} if owner is None else _entry(owner, tensor)
             names |= {name for name, value in entry.items() if value is None}
@@ -62,9 +104,8 @@ class InnerState:
     def rest(self, stepped: Stepped, names: Names) -> dict[str, Any]:
         """Return what is not in `vectors`, for `torch.save`; the same on all ranks."""
         with self._entered():
-            optimizers = [_rest_of(optimizer, stepped, names) for optimizer in self.optimizers()]
-        others = [one.state_dict() for one in self._leaves() if not isinstance(one, torch.optim.Optimizer)]
-        return {"optimizers": optimizers, "others": others}
+            optimizers = [_rest_of(optimizer, stepped, names) for optimizer in self.optimizers]
+        return {"optimizers": optimizers, "others": [one.state_dict() for one in self._others]}
 
     def load(
         self, stepped: Stepped, names: Names, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]
@@ -76,41 +117,27 @@ class InnerState:
 
         Raises ValueError where they are of other optimizers; nothing is changed then.
         """
-        optimizers = self.optimizers()
-        others = [one for one in self._leaves() if not isinstance(one, torch.optim.Optimizer)]
-        own = _in_words([type(one).__name__ for one in optimizers], others)
-        of_others = others if rest["others"] is None else rest["others"]
-        theirs = _in_words([one["kind"] for one in rest["optimizers"]], of_others)
+        own = _in_words([type(one).__name__ for one in self.optimizers], self._others)
+        others = self._others if rest["others"] is None else rest["others"]
+        theirs = _in_words([one["kind"] for one in rest["optimizers"]], others)
         if own.lower() != theirs.lower():
             raise ValueError(
                 f"inner is {own} here, and {theirs} where the state comes from; give all jobs the same"
             )
         with self._entered():
-            entries = _entries(optimizers, stepped, names, rest["optimizers"])
+            entries = _entries(self.optimizers, stepped, names, rest["optimizers"])
             states = _filled(stepped, entries, vectors)
-            for optimizer, state in zip(optimizers, rest["optimizers"], strict=True):
+            for optimizer, state in zip(self.optimizers, rest["optimizers"], strict=True):
                 _load(optimizer, states, state["groups"])
-        for part, state in zip(others, rest["others"] or (), strict=rest["others"] is not None):
-            part.load_state_dict(state)
-
-    def _leaves(self) -> Iterator[Stateful]:
-        for part in self._parts:
-            if isinstance(part, InnerState):
-                yield from part._leaves()
-            else:
-                while isinstance(below := getattr(part, "optimizer", None), torch.optim.Optimizer) and (
-                    isinstance(part, torch.optim.Optimizer)
-                ):
-                    part = below
-                yield part
+        if rest["others"] is not None:
+            for part, state in zip(self._others, rest["others"], strict=True):
+                part.load_state_dict(state)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self._with_parameters())
-            for part in self._parts:
-                if isinstance(part, InnerState):
-                    stack.enter_context(part._entered())
+            for context in self._contexts:
+                stack.enter_context(context())
             yield
 
 
@@ -188,21 +215,20 @@ def _filled(
     stepped: Stepped, entries: Sequence[Entry], vectors: Mapping[str, Tensor]
 ) -> dict[int, dict[str, Any]]:
     """Return the state of each tensor, by its id."""
-    states: dict[int, dict[str, Any]] = {id(tensor): {} for tensor, _ in stepped.tensors}
-    for full_name, vector in vectors.items():
-        name = full_name.removeprefix(PREFIX)
+    filled: dict[str, list[Tensor]] = {}
+    for name, vector in vectors.items():
         values = [torch.zeros_like(tensor) for tensor, _ in stepped.tensors]
         with stepped.view(values).writing() as write:
             write(0, vector)
-        for (tensor, _), entry, value in zip(stepped.tensors, entries, values, strict=True):
-            if name in entry:
-                states[id(tensor)][name] = value
-    for (tensor, _), entry in zip(stepped.tensors, entries, strict=True):
-        numbers = {name: value for name, value in entry.items() if value is not None}
-        states[id(tensor)] |= {
-            name: value.clone() if torch.is_tensor(value) else value for name, value in numbers.items()
+        filled[name.removeprefix(PREFIX)] = values
+    return {
+        id(tensor): {
+            name: filled[name][at] if value is None else deepcopy(value)
+            for name, value in entries[at].items()
+            if value is not None or name in filled
         }
-    return states
+        for at, (tensor, _) in enumerate(stepped.tensors)
+    }
 
 
 def _load(
@@ -252,8 +278,6 @@ def check_no_weights(optimizer: torch.optim.Optimizer) -> None:
 
     A round would not move these. Call it when the optimizer has taken steps. Torch's own optimizers keep none.
     """
-    while isinstance(below := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = below
     if type(optimizer).__module__.startswith("torch.optim."):
         return
     distances: dict[str, float] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful
-from megatron_noloco.attach.attached import inner_state
+from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.federation.movement import movement_of
 from megatron_noloco.federation.network import Network

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import attach, attached
 from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.checks import StartReport, digests_of, start_report
 from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
 from megatron_noloco.attach.held import copies_in, held_by, shapes_of, trained_in
+from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.sharded_module import reshard
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.likeness import differences

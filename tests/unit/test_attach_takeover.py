@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.adapter import EngineAdapter, Stepped
-from megatron_noloco.attach.attached import inner_state
+from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.handover import State

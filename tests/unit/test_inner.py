@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.attached import inner_state
 from megatron_noloco.attach.held import trained_in
-from megatron_noloco.attach.inner import check_no_weights
+from megatron_noloco.attach.inner import check_no_weights, inner_state
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation import membership
 from megatron_noloco.settings import FederationSettings, NolocoSettings
