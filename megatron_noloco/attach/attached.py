@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_noloco.attach.adapter import EngineAdapter, Stateful, this_rank, topology_of
+from megatron_noloco.attach.adapter import EngineAdapter, Stateful, copies_in
 from megatron_noloco.attach.checks import (
     check_arguments,
     check_start,
@@ -22,9 +22,9 @@ from megatron_noloco.attach.checks import (
     start_report,
     tensor_of,
 )
-from megatron_noloco.attach.held import copies_in
 from megatron_noloco.attach.inner import InnerState, check_no_weights, inner_state
 from megatron_noloco.attach.other_state import model_of
+from megatron_noloco.attach.replica_groups import this_rank, topology_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks

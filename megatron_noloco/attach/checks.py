@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_noloco.attach.adapter import EngineAdapter, check_reduced_over
-from megatron_noloco.attach.held import held_by
+from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.other_state import Fingerprint, digest_of_replica, fingerprints_of
+from megatron_noloco.attach.replica_groups import check_reduced_over
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.outer.weights import Joined
@@ -74,7 +74,7 @@ class StartReport:
         alike: values that must be equal on all ranks, by name.
         lengths: of the parts of its weights.
         first: what its training began with, by name; a digest of the replica that was saved is a text alone.
-        held: see `held_by`.
+        held: see `EngineAdapter.held`.
     """
 
     problem: str
@@ -99,7 +99,7 @@ def start_report(
         alike: values that must be equal on all ranks; the local steps done, from `state`, are added.
         problem: with the settings; empty where there is none.
     """
-    held = held_by(adapter)
+    held = adapter.held()
     first = fingerprints_of(adapter, held)
     try:
         if problem:

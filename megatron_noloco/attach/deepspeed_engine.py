@@ -1,14 +1,14 @@
 """Rounds for a DeepSpeed engine that a loop trains; `engine.zero` knows where its fp32 weights lie."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stepped
+from megatron_noloco.attach.adapter import EngineAdapter, Stepped
 from megatron_noloco.attach.inner import check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
 from megatron_noloco.engine.zero import (
@@ -21,7 +21,7 @@ from megatron_noloco.engine.zero import (
     whole_weights,
 )
 from megatron_noloco.outer.weights import Weights
-from megatron_noloco.plans.canonical import blocks
+from megatron_noloco.plans.canonical import Matrix, Piece, Rectangle, blocks
 
 
 def deepspeed_adapter(engine: Any) -> EngineAdapter:
@@ -43,7 +43,7 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
         while_attached=partial(noticing_loads, engine.module),
         modules=[engine.module],
         part_of=local_part,
-        places_of=lambda one, matrix: list(blocks(matrix, [matrix.whole], *local_place(one), 0)),
+        places_of=_places_of,
         pieces=pieces,
     )
 
@@ -75,6 +75,10 @@ def _check_experts(engine: Any) -> None:
                 )
 
 
+def _places_of(parameter: Any, matrix: Matrix) -> Iterator[Rectangle]:
+    return (block.place for block in blocks(matrix, [matrix.whole], *local_place(parameter), own=0))
+
+
 def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None, Callable[[], Stepped]]:
     """Return weights, pieces, and what is stepped.
 
@@ -85,7 +89,7 @@ def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None, Callable[[], 
     owned = owned_weights(engine.optimizer)
     if owned is not None:
         optimizer = engine.optimizer
-        pieces = None if own_experts else [Piece(*one) for one in owned_pieces(optimizer)]
+        pieces = None if own_experts else list(owned_pieces(optimizer))
         return owned, pieces, lambda: Stepped(stepped_by(optimizer), partial(as_owned, optimizer))
     if own_experts:
         raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.held import trained_in
 from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
 from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
@@ -45,7 +44,7 @@ class JobState:
         self.inner_from = -1
         self._outer, self._movement = outer, movement
         self._inner, self._modules, self._stepped = inner, adapter.modules, adapter.stepped
-        self._names = {id(one): name for name, one in trained_in(adapter).items()}
+        self._names = adapter.names
 
     def copy(self, done: int) -> State:
         outer = self._outer.state(wait=False)

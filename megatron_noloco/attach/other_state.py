@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.held import parameters_of, plain, shapes_of, trained_in
+from megatron_noloco.attach.adapter import EngineAdapter, plain, shapes_of
 from megatron_noloco.model.families import FAMILIES, architecture_of
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.outer.weights import Joined
-from megatron_noloco.plans.canonical import Block, Matrix, matrices
+from megatron_noloco.plans.canonical import Block, Matrix, blocks, matrices
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 
 _ELEMENTS = 1 << 22  # that a fingerprint reads at a time
@@ -38,10 +37,10 @@ def fingerprints_of(adapter: EngineAdapter, held: Sequence[Block] | None) -> dic
     """Return the fingerprints of what training begins with, by its name for the user.
 
     Args:
-        held: see `held_by`.
+        held: see `EngineAdapter.held`.
     """
-    trained, others = trained_in(adapter), parameters_of(adapter.modules)
-    frozen = {name: one for name, one in others.items() if name not in trained}
+    trained = adapter.trained
+    frozen = {name: one for name, one in adapter.parameters.items() if name not in trained}
     return {
         "weights": Fingerprint("", _sums_of_weights(adapter.weights, held)),
         "names and shapes": Fingerprint(digest_of_shapes(shapes_of(trained)), {}),
@@ -83,7 +82,8 @@ def _of_tensors(adapter: EngineAdapter, tensors: Mapping[str, Any]) -> Fingerpri
         def read(start: int, stop: int, part: Tensor = part) -> np.ndarray:
             return _bits_of(part[start:stop])
 
-        sums |= _sums_of(read, adapter.places_of(tensors[name], matrix))
+        places = adapter.places_of(tensors[name], matrix)
+        sums |= _sums_of(read, list(blocks(matrix, places, 0, len(part), own=0)))
     text = [(name, shape, str(tensors[name].dtype)) for name, shape in shapes.items()]
     return Fingerprint(digest_of(repr(text)), sums)
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach.adapter import all_of
 from megatron_noloco.outer import TorchWeights, Weights
 from megatron_noloco.outer.weights import check_sound
-from megatron_noloco.plans.canonical import Block, Matrix, box
+from megatron_noloco.plans.canonical import Matrix, Rectangle, box
 
 
 def is_divided(parameter: Tensor) -> bool:
@@ -30,16 +29,13 @@ def local_part(parameter: Any) -> Tensor:
     return part
 
 
-def places_of(parameter: Any, matrix: Matrix) -> list[Block]:
-    """Return where this rank's piece of a DTensor lies in its matrix; of any other tensor the whole."""
+def places_of(parameter: Any, matrix: Matrix) -> Iterator[Rectangle]:
+    """Yield the rectangles of a DTensor's matrix that make up this rank's piece; of any other tensor the whole."""
     if not is_divided(parameter):
-        return all_of(parameter, matrix)
-    found, own = list[Block](), 0
+        yield matrix.whole
+        return
     for chunk in parameter.__create_chunk_list__() if local_part(parameter).numel() else ():
-        for place in box(parameter.shape, chunk.offsets, chunk.sizes):
-            found.append(Block(own, matrix, *place))
-            own += found[-1].size
-    return found
+        yield from box(parameter.shape, chunk.offsets, chunk.sizes)
 
 
 def locally(tensors: Iterable[Tensor]) -> Weights:

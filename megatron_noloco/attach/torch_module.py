@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach.adapter import EngineAdapter, Piece, Stepped, in_turn, this_rank
+from megatron_noloco.attach.adapter import EngineAdapter, Stepped
+from megatron_noloco.attach.replica_groups import this_rank
 from megatron_noloco.attach.sharded_module import (
     ShardedWeights,
     is_divided,
@@ -21,6 +22,7 @@ from megatron_noloco.attach.sharded_module import (
 )
 from megatron_noloco.outer import TorchWeights, Weights
 from megatron_noloco.outer.weights import Joined, check_sound
+from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
 
 _REMEDIES = (
     "wrap the model in DistributedDataParallel, with "
@@ -49,7 +51,8 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
     if any(is_divided(parameter) for parameter in trained.values()):
         weights = ShardedWeights(module, trained)
         ranks, remedies = weights.ranks, _SHARDED_REMEDIES
-        pieces = in_turn((one, local_part(one).numel()) for one in trained.values())
+        laid = in_turn((one, local_part(one).numel()) for one in trained.values())
+        pieces = [Piece(one, 0, length, own) for one, length, own in laid]
         view = locally
     else:
         group = module.process_group if isinstance(module, DistributedDataParallel) else None
@@ -118,11 +121,8 @@ class ReplicatedWeights(TorchWeights):
 
     def pieces(self, parameters: Iterable[Any]) -> list[Piece]:
         """Return what this rank exchanges of the parameters, which are as large as the tensors together."""
-        start, stop = self._bounds(self._place)
-        return [
-            Piece(one, _within(start - at, length), _within(stop - at, length), max(at - start, 0))
-            for one, _, length, at in in_turn((one, one.numel()) for one in parameters)
-        ]
+        laid = in_turn((one, one.numel()) for one in parameters)
+        return list(pieces_between(laid, *self._bounds(self._place)))
 
     def _bounds(self, place: int) -> tuple[int, int]:
         """Return which elements the rank at this place of the group exchanges."""
@@ -133,10 +133,6 @@ class ReplicatedWeights(TorchWeights):
         """Return views of the elements that the rank at this place of the group exchanges."""
         start, stop = self._bounds(place)
         return [view for view, _ in Joined(super().parts()).overlaps(start, stop - start)]
-
-
-def _within(place: int, length: int) -> int:
-    return min(max(place, 0), length)
 
 
 def _check_wrappers(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, Table, table_of
-from megatron_noloco.plans.canonical import Block, Matrix, blocks
+from megatron_noloco.plans.canonical import Block, Matrix, blocks, in_turn, pieces_between
 from megatron_noloco.plans.topology import Position, Topology
 
 if TYPE_CHECKING:
@@ -92,14 +92,11 @@ class FlatPart:
         """
         experts = table.find(self.parameters[0][0]).expert is not None
         begin = topology.owners(at.dp, experts).index(at.dp) * self.length
-        start = 0
-        for name, shape in self.parameters:
-            row, stop = table.find(name), start + math.prod(shape)
-            first, last = max(start, begin), min(stop, begin + self.length)
-            slices = row.rectangles(at.tp, topology.tp)
-            for block in blocks(matrices[row.source], slices, first - start, last - start, first - begin):
+        laid = in_turn((name, math.prod(shape)) for name, shape in self.parameters)
+        for name, first, last, own in pieces_between(laid, begin, begin + self.length):
+            row = table.find(name)
+            for block in blocks(matrices[row.source], row.rectangles(at.tp, topology.tp), first, last, own):
                 yield row, block
-            start = stop
 
 
 def held_of(

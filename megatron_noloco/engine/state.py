@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megatron_noloco.outer.weights import Weights
+from megatron_noloco.plans.canonical import in_turn, pieces_between
 
 _FAST, _INNER = PREFIXES = ("fast_weights.", "inner.")  # of all tensors' names
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -39,12 +40,11 @@ class MasterWeights(Weights):
         ranges, before = [], 0
         owners = self._optimizer.real_dp_process_group  # of each group, the ranks that divide its weights
         for parameters, part, ranks in zip(bit16_groups(self._optimizer), self.parts(), owners, strict=True):
-            place = before - dist.get_rank(ranks) * len(part)  # of its first parameter in this rank's vector
-            for parameter in parameters:
-                start, place = place, place + parameter.numel()
-                first, last = max(start, before), min(place, before + len(part))
-                if parameter in self._copied and first < last:
-                    ranges.append((first, last))
+            start = dist.get_rank(ranks) * len(part)
+            laid = in_turn((parameter, parameter.numel()) for parameter in parameters)
+            for parameter, begin, end, own in pieces_between(laid, start, start + len(part), before):
+                if parameter in self._copied and begin < end:
+                    ranges.append((own, own + end - begin))
             before += len(part)
         return ranges
 

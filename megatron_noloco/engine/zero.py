@@ -9,7 +9,6 @@ first returns copies of weights that are offloaded, and the second leaves the we
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.outer.weights import TorchWeights, Weights
+from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
 
 # Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` reads both.
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
@@ -35,41 +35,34 @@ def owned_weights(optimizer: Any) -> Weights | None:
     return MasterWeights(optimizer) if any(hasattr(optimizer, name) for name in _PARTITIONS) else None
 
 
-def owned_pieces(optimizer: Any) -> Iterator[tuple[Any, int, int, int]]:
-    """Yield where the parameters lie in the vector of `owned_weights`.
+def owned_pieces(optimizer: Any) -> Iterator[Piece]:
+    """Yield where the parameters of the optimizer lie in the vector of `owned_weights`.
 
-    Yields each parameter of the optimizer, begin and end of this rank's elements of it, and the place of the first
-    of them in the vector. With ZeRO 3 they count in the rank's part of the parameter, else in the whole.
+    With ZeRO 3 pieces count in the rank's part of the parameter, else in the whole.
     """
-    own = 0
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        for parameter in (one for group in optimizer.fp16_groups for one in group):
-            length = _own_length(parameter, parameter.ds_tensor.numel())
-            yield parameter, 0, length, own
-            own += length
+        parameters = (one for group in optimizer.fp16_groups for one in group)
+        own_parts = ((one, _own_length(one, one.ds_tensor.numel())) for one in parameters)
+        yield from (Piece(parameter, 0, length, own) for parameter, length, own in in_turn(own_parts))
         return
-    parts = MasterWeights(optimizer).parts()
-    for part, parameters, ranks in zip(
-        parts, _flat_groups(optimizer), optimizer.real_dp_process_group, strict=True
-    ):
-        first = dist.get_rank(ranks) * len(part)
-        for parameter, at in parameters:
-            begin, end = (min(max(edge - at, 0), parameter.numel()) for edge in (first, first + len(part)))
-            yield parameter, begin, end, own + max(at - first, 0)
+    own, parts = 0, MasterWeights(optimizer).parts()
+    groups = zip(parts, _flat_groups(optimizer), optimizer.real_dp_process_group, strict=True)
+    for part, laid, ranks in groups:
+        start = dist.get_rank(ranks) * len(part)
+        yield from pieces_between(laid, start, start + len(part), own)
         own += len(part)
 
 
-def _flat_groups(optimizer: Any) -> list[list[tuple[Any, int]]]:
-    """Return for each group its parameters, and where each begins in the flat vector that ZeRO divides."""
-    if hasattr(
-        optimizer, "round_robin_bit16_groups"
-    ):  # ZeRO 1 and 2, which may change their order and align them
-        groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-        return [list(zip(*group, strict=True)) for group in groups]
-    return [
-        list(zip(group, accumulate((one.numel() for one in group), initial=0), strict=False))
-        for group in bit16_groups(optimizer)
-    ]
+def _flat_groups(optimizer: Any) -> Iterator[Iterable[tuple[Any, int, int]]]:
+    """Yield the parameters of each group, their lengths, and their places in the flat vector that ZeRO divides."""
+    if not hasattr(optimizer, "round_robin_bit16_groups"):
+        for group in bit16_groups(optimizer):
+            yield in_turn((one, one.numel()) for one in group)
+        return
+    # ZeRO 1 and 2, which may change their order and align them
+    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+    for group, places in groups:
+        yield [(one, one.numel(), at) for one, at in zip(group, places, strict=True)]
 
 
 def local_place(parameter: Any) -> tuple[int, int]:

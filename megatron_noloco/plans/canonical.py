@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Rectangle(NamedTuple):
@@ -157,6 +157,37 @@ def blocks(matrix: Matrix, slices: Iterable[Rectangle], begin: int, end: int, ow
         for block in whole.part(max(begin - before, 0), min(end - before, whole.size)):
             yield from block.between(matrix.start, matrix.stop)
         before += whole.size
+
+
+class Piece(NamedTuple):
+    """Elements begin..end of a parameter, or of a rank's part of it, which lie at `own` in the rank's vector."""
+
+    parameter: Any
+    begin: int
+    end: int
+    own: int
+
+
+def in_turn(parameters: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int, int]]:
+    """Yield parameters with their lengths, and where each begins in a flat vector of all, one after the other."""
+    at = 0
+    for parameter, length in parameters:
+        yield parameter, length, at
+        at += length
+
+
+def pieces_between(
+    laid: Iterable[tuple[Any, int, int]], start: int, stop: int, own: int = 0
+) -> Iterator[Piece]:
+    """Yield what elements start..stop of a flat vector have of each parameter, if need be with nothing of it.
+
+    Args:
+        laid: parameters, their lengths, and where they begin in the flat vector.
+        own: index of element `start` in the rank's vector.
+    """
+    for parameter, length, at in laid:
+        begin, end = (min(max(edge - at, 0), length) for edge in (start, stop))
+        yield Piece(parameter, begin, end, own + max(at - start, 0))
 
 
 class Holding:

@@ -17,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import attach, attached
-from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.adapter import EngineAdapter, copies_in, shapes_of
 from megatron_noloco.attach.checks import StartReport, digests_of, start_report
 from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
-from megatron_noloco.attach.held import copies_in, held_by, shapes_of, trained_in
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.sharded_module import reshard
 from megatron_noloco.attach.torch_module import torch_adapter
@@ -121,12 +120,12 @@ STATE = ("exp_avg", "exp_avg_sq")
 
 def assert_takes_vectors(adapter: EngineAdapter, optimizer: Any) -> None:
     """Numbers that are loaded into an optimizer without a state are given by it again, at their places."""
-    inner, stepped, trained = inner_state(optimizer), adapter.stepped(), trained_in(adapter)
-    names, held = {id(one): name for name, one in trained.items()}, held_by(adapter) or []
+    inner, stepped = inner_state(optimizer), adapter.stepped()
+    names, held = adapter.names, adapter.held() or []
     common = {"step": torch.tensor(7.0), **dict.fromkeys(STATE)}
     state = {"kind": "AdamW", "groups": [{"lr": 0.5}], "common": common, "named": {}}
     vectors = {f"inner.{name}": torch.zeros(adapter.weights.length) for name in STATE}
-    length = sum(math.prod(shape) for shape in shapes_of(trained).values())
+    length = sum(math.prod(shape) for shape in shapes_of(adapter.trained).values())
     for number, vector in enumerate(vectors.values()):
         for block in held:
             place = numbered(length, number).as_strided(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_noloco.engine.layout import held_of
 from megatron_noloco.model.families import Parameter, Table, table_of
-from megatron_noloco.plans.canonical import Block, Matrix, box, matrices
+from megatron_noloco.plans.canonical import Block, Matrix, box, in_turn, matrices, pieces_between
 from tests.unit.test_layouts import Layout, numbers, two_layouts
 
 
@@ -62,6 +62,19 @@ def test_a_slab_of_the_vector_has_the_elements_between_its_ends(block: Block, st
     assert [at for part in parts for at in elements(part)] == [
         at for at in elements(block) if start <= at < stop
     ]
+
+
+@given(st.lists(st.integers(0, 4), max_size=5), st.integers(0, 20), st.integers(0, 20))
+def test_pieces_are_the_elements_between_two_ends_in_order(lengths: list[int], start: int, stop: int) -> None:
+    laid = list(in_turn(enumerate(lengths)))
+    whole = [(number, element) for number, length, _ in laid for element in range(length)]
+    assert all(whole[at : at + length] == [(number, i) for i in range(length)] for number, length, at in laid)
+    found = [
+        (piece.own + at, (piece.parameter, piece.begin + at))
+        for piece in pieces_between(laid, start, max(start, stop), own=7)
+        for at in range(piece.end - piece.begin)
+    ]
+    assert found == list(enumerate(whole[start:stop], start=7))
 
 
 def test_the_order_is_that_of_names_with_numbers_compared_as_numbers() -> None:

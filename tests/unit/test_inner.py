@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
-from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.held import trained_in
 from megatron_noloco.attach.inner import check_no_weights, inner_state
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation import membership
@@ -86,11 +84,7 @@ class Factored(torch.optim.SGD):
 def given(model: nn.Module, *inner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     adapter = torch_adapter(model)
     state, stepped = inner_state(inner), adapter.stepped()
-    return state.vectors(stepped), state.rest(stepped, names_of(adapter))
-
-
-def names_of(adapter: EngineAdapter) -> dict[int, str]:
-    return {id(one): name for name, one in trained_in(adapter).items()}
+    return state.vectors(stepped), state.rest(stepped, adapter.names)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +130,11 @@ def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() ->
     rest = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     models[1].load_state_dict(models[0].state_dict())
     adapter, state = torch_adapter(models[1]), inner_state(parts[1])
-    state.load(adapter.stepped(), names_of(adapter), vectors, rest)
+    state.load(adapter.stepped(), adapter.names, vectors, rest)
     for _ in range(3):
         assert all(map(torch.equal, step(0), step(1)))
     fewer = inner_state(parts[1][0])
     with pytest.raises(
         ValueError, match="inner is AdamW here, and AdamW and SGD and 1 other objects where the state comes"
     ):
-        fewer.load(adapter.stepped(), names_of(adapter), vectors, rest)
+        fewer.load(adapter.stepped(), adapter.names, vectors, rest)

@@ -1,0 +1,80 @@
+"""The ranks of this job: which of them are a replica, and the process groups that end at it."""
+
+from numbers import Integral
+
+import torch.distributed as dist
+
+from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.plans.topology import Topology
+
+
+def check_reduced_over(adapter: EngineAdapter, topology: Topology, rank: int) -> None:
+    """Raise ValueError where gradients are not reduced over exactly the ranks of this rank's replica."""
+    if adapter.reduced_over is None:
+        if not topology.slots:
+            raise ValueError(
+                "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
+            )
+        return
+    own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
+    if sorted(adapter.reduced_over) != own:
+        remedy = adapter.remedy[bool(topology.slots)].format(replicas=topology.replicas)
+        raise ValueError(
+            f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(adapter.reduced_over)}, its "
+            f"replica is {own}; {remedy}"
+        )
+
+
+def this_rank() -> int:
+    """Return this process's rank in the job; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def topology_of(replicas: int) -> Topology:
+    """Divide the ranks of this job into replicas, blocks of consecutive ranks.
+
+    Raises ValueError where the ranks do not divide, and without torch.distributed.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does"
+        )
+    ranks = dist.get_world_size()
+    if not isinstance(replicas, Integral) or replicas < 1 or ranks % replicas:
+        raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
+    return Topology(replicas, dp=ranks // replicas)
+
+
+class ReplicaGroups:
+    """Makes the `mpu` for `deepspeed.initialize`: data-parallel ranks are those of this rank's replica only.
+
+    The ranks of the job are divided into `replicas` blocks of consecutive ranks. All ranks make it at the same
+    place, after torch.distributed has been initialised. For models without tensor or pipeline parallelism.
+
+    Raises ValueError where the ranks do not divide.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        topology, rank = topology_of(replicas), dist.get_rank()
+        self._position, self._size = topology.position(rank), topology.replica_size
+        block = topology.grid[self._position.replica].ravel().tolist()
+        self._data_parallel = dist.new_group(block, use_local_synchronization=True)
+        self._alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data_parallel
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._position.dp
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
