@@ -125,10 +125,9 @@ class InnerState:
                 f"inner is {own} here, and {theirs} where the state comes from; give all jobs the same"
             )
         with self._entered():
-            entries = _entries(self.optimizers, stepped, names, rest["optimizers"])
-            states = _filled(stepped, entries, vectors)
-            for optimizer, state in zip(self.optimizers, rest["optimizers"], strict=True):
-                _load(optimizer, states, state["groups"])
+            filled = {name.removeprefix(PREFIX): _filled(stepped, one) for name, one in vectors.items()}
+            for optimizer, given in zip(self.optimizers, rest["optimizers"], strict=True):
+                _load(optimizer, given, _states(given, stepped, names, filled))
         if rest["others"] is not None:
             for part, state in zip(self._others, rest["others"], strict=True):
                 part.load_state_dict(state)
@@ -190,54 +189,40 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _entries(
-    optimizers: Sequence[torch.optim.Optimizer],
-    stepped: Stepped,
-    names: Names,
-    rest: Sequence[Mapping[str, Any]],
-) -> list[Entry]:
-    """Return the entry of each tensor; {} for one that no optimizer has."""
-    theirs = {
-        id(tensor): one
-        for optimizer, one in zip(optimizers, rest, strict=True)
-        for group in optimizer.param_groups
-        for tensor in group["params"]
-    }
-    found = []
-    for tensor, parameters in stepped.tensors:
-        one = theirs.get(id(tensor), {"common": {}, "named": {}})
-        name = names.get(id(parameters[0]), "") if parameters else ""
-        found.append(one["named"].get(name, one["common"]))
-    return found
+def _filled(stepped: Stepped, vector: Tensor) -> list[Tensor]:
+    """Return tensors like the stepped ones, with the elements of a vector. A collective of the replica."""
+    values = [torch.zeros_like(tensor) for tensor, _ in stepped.tensors]
+    with stepped.view(values).writing() as write:
+        write(0, vector)
+    return values
 
 
-def _filled(
-    stepped: Stepped, entries: Sequence[Entry], vectors: Mapping[str, Tensor]
+def _states(
+    given: Mapping[str, Any], stepped: Stepped, names: Names, filled: Mapping[str, Sequence[Tensor]]
 ) -> dict[int, dict[str, Any]]:
-    """Return the state of each tensor, by its id."""
-    filled: dict[str, list[Tensor]] = {}
-    for name, vector in vectors.items():
-        values = [torch.zeros_like(tensor) for tensor, _ in stepped.tensors]
-        with stepped.view(values).writing() as write:
-            write(0, vector)
-        filled[name.removeprefix(PREFIX)] = values
-    return {
-        id(tensor): {
+    """Return the state that each tensor gets, by its id, if it is the optimizer's to which `given` is.
+
+    Args:
+        given: as `_rest_of` returns it.
+        filled: for each name of a vector, the values of all tensors.
+    """
+    states = {}
+    for at, (tensor, parameters) in enumerate(stepped.tensors):
+        first = names.get(id(parameters[0])) if parameters else None
+        entry: Entry = given["named"].get(first, given["common"])
+        states[id(tensor)] = {
             name: filled[name][at] if value is None else deepcopy(value)
-            for name, value in entries[at].items()
+            for name, value in entry.items()
             if value is not None or name in filled
         }
-        for at, (tensor, _) in enumerate(stepped.tensors)
-    }
+    return states
 
 
 def _load(
-    optimizer: torch.optim.Optimizer,
-    states: Mapping[int, dict[str, Any]],
-    settings: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer, given: Mapping[str, Any], states: Mapping[int, dict[str, Any]]
 ) -> None:
     """Load the states of tensors, and the settings of groups where there are as many as here."""
-    groups = optimizer.state_dict()["param_groups"]
+    groups, settings = optimizer.state_dict()["param_groups"], given["groups"]
     numbered = {
         number: states[id(tensor)]
         for group, saved in zip(optimizer.param_groups, groups, strict=True)
