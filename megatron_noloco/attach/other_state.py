@@ -66,10 +66,10 @@ def _sums_of_weights(weights: Weights, held: Sequence[Block] | None) -> dict[Blo
     if held is None:
         held = [Block(0, Matrix(0, 1, weights.length), 0, 0, 1, weights.length)]
 
-    def read(start: int, stop: int) -> np.ndarray:
-        piece = memory[: stop - start]
-        weights.read_into(piece, start, parts)
-        return piece.numpy().view(np.uint32)
+    def read(place: slice) -> Tensor:
+        piece = memory[: place.stop - place.start]
+        weights.read_into(piece, place.start, parts)
+        return piece
 
     return _sums_of(read, held)
 
@@ -78,25 +78,21 @@ def _of_tensors(adapter: EngineAdapter, tensors: Mapping[str, Any]) -> Fingerpri
     shapes, sums = shapes_of(tensors), dict[Block, int]()
     for name, matrix in matrices(shapes).items():
         part = adapter.part_of(tensors[name]).detach().reshape(-1)
-
-        def read(start: int, stop: int, part: Tensor = part) -> np.ndarray:
-            return _bits_of(part[start:stop])
-
         places = adapter.places_of(tensors[name], matrix)
-        sums |= _sums_of(read, list(blocks(matrix, places, 0, len(part), own=0)))
+        sums |= _sums_of(part.__getitem__, list(blocks(matrix, places, 0, len(part), own=0)))
     text = [(name, shape, str(tensors[name].dtype)) for name, shape in shapes.items()]
     return Fingerprint(digest_of(repr(text)), sums)
 
 
-def _sums_of(read: Callable[[int, int], np.ndarray], blocks: Sequence[Block]) -> dict[Block, int]:
-    """Return the fingerprints of blocks; `read` returns the bits of elements start..stop of this rank."""
+def _sums_of(read: Callable[[slice], Tensor], held: Sequence[Block]) -> dict[Block, int]:
+    """Return the fingerprints of blocks; `read` returns elements of this rank."""
     return {
         block._replace(own=0): sum(
-            fingerprint(read(part.own, part.own + part.size), part)
+            fingerprint(_bits_of(read(slice(part.own, part.own + part.size))), part)
             for start in range(0, block.size, _ELEMENTS)
             for part in block.part(start, min(start + _ELEMENTS, block.size))
         )
-        for block in blocks
+        for block in held
     }
 
 
