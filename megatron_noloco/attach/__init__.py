@@ -14,7 +14,8 @@ ranks, and says what to change.
 `megatron_noloco.attach.hf_trainer` does the same for the `Trainer` of Hugging Face's transformers.
 """
 
-from megatron_noloco.attach.attached import Attached, attach
+from megatron_noloco.attach.attached import Attached
+from megatron_noloco.attach.attaching import attach
 from megatron_noloco.attach.replica_groups import ReplicaGroups
 
 __all__ = ["Attached", "ReplicaGroups", "attach"]

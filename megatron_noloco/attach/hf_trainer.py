@@ -27,7 +27,8 @@ from transformers import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from megatron_noloco.attach.attached import Attached, attach
+from megatron_noloco.attach.attached import Attached
+from megatron_noloco.attach.attaching import attach
 from megatron_noloco.files import put_in_place, write_whole
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 

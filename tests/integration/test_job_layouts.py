@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.attach import attach, attached
+from megatron_noloco.attach import attach, attaching
 from megatron_noloco.attach.adapter import EngineAdapter, copies_in, shapes_of
 from megatron_noloco.attach.checks import StartReport, digests_of, start_report
 from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
@@ -259,7 +259,7 @@ def test_engines_whose_ranks_must_be_the_same_say_so(tmp_path: Path, monkeypatch
 
     def compared(sizes: Sequence[int]) -> Network:
         model = nn.ParameterList(torch.ones(size) for size in sizes)
-        monkeypatch.setattr(attached, "_adapter_of", lambda one: replace(torch_adapter(one), pieces=None))
+        monkeypatch.setattr(attaching, "_adapter_of", lambda one: replace(torch_adapter(one), pieces=None))
         return network_of_attach(monkeypatch, model, paper(), **federation(tmp_path, 0, 2))
 
     assert differences(compared([4, 6]).digests, compared([4, 6]).digests) == ""

@@ -1,0 +1,164 @@
+"""`attach`: from what trains a model to the object that runs its rounds."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_noloco.attach.adapter import EngineAdapter, Stateful, copies_in
+from megatron_noloco.attach.attached import Attached, check_not_attached
+from megatron_noloco.attach.checks import check_arguments, check_start, digests_of, start_report
+from megatron_noloco.attach.inner import inner_state
+from megatron_noloco.attach.other_state import model_of
+from megatron_noloco.attach.replica_groups import this_rank, topology_of
+from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.outer import OuterOptimizer
+from megatron_noloco.plans.topology import Place, Topology
+from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_problem
+from megatron_noloco.transport.interface import Transport
+from megatron_noloco.transport.torch_dist import TorchTransport
+
+# What jobs compare where a rank exchanges with the rank at its place; the name stands in the line of a refusal.
+_SAME_RANKS = "ranks and parallel sizes. This engine needs the same in all jobs"
+
+
+def attach(
+    engine: Any,
+    settings: NolocoSettings | None = None,
+    *,
+    replicas: int | None = None,
+    federation: FederationSettings | None = None,
+    slot: int | None = None,
+    seed: int = 0,
+    transport: Transport | None = None,
+    state: dict[str, Tensor] | None = None,
+    inner: Stateful | Sequence[Stateful] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> Attached:
+    """Add rounds between replicas to a loop. Call it last before the loop, after a checkpoint is loaded.
+
+    Args:
+        engine: what is trained: DeepSpeed's engine, with any ZeRO stage; a torch module, in
+            DistributedDataParallel where the job has several ranks; or Megatron-core's distributed optimizer.
+        settings: of the method; the same on all ranks of all replicas, as is seed.
+        replicas: number of replicas, where this job holds all of them. Its ranks are divided into blocks of
+            consecutive ranks, and gradients must be reduced inside a block: `ReplicaGroups` makes the process
+            groups. With 1 there are no rounds.
+        federation: where this job is one replica, and the others are other jobs. Nothing else changes in the
+            job: its gradients are reduced over all of its ranks, as before, and these are the replica.
+        slot: the number of this job's replica in the federation, from 0.
+        seed: of the groups, from 0.
+        transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
+        state: of this rank, saved with `Attached.state_dict` together with the present weights. Without it,
+            training begins, and the weights of all replicas must be equal bit for bit; in a federation that has
+            trained already, the weights and the outer state of the replica that is furthest are taken over.
+        inner: the inner optimizer, with DeepSpeed `engine.optimizer`; or several objects with `state_dict` and
+            `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
+            of the federation that begin later, and taken over with the weights; without `inner` the optimizer
+            begins anew. So does an optimizer that keeps anything but numbers and tensors of a weight's shape
+            (Adafactor, 8-bit moments), and a line says so. The ranks of the jobs may differ for an optimizer of
+            torch or DeepSpeed; the state of any other object must be the same on all ranks.
+        stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
+            `threading.Event` that a handler of SIGTERM sets. Called often, also from other threads. Once it
+            returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
+            and `step` skips the round. To save and to end is left to the loop.
+
+    Raises ValueError for an argument that does not fit; where gradients are not reduced over the ranks of one
+    replica; where ranks of this job have different settings, or its replicas different weights; for settings with
+    which the replicas drift apart; for a state of other weights; and for an optimizer in `inner` that keeps
+    weights of its own, which some show only in `step`, before the first round.
+
+    Jobs of a federation refuse each other where settings, seed, names and shapes of weights, first weights, frozen
+    weights, first buffers or the configs of a transformers model differ. A line on the stderr of both says in
+    what. In a shared folder such jobs may not see each other; a job that is alone for ten seconds says on stderr
+    in what the newest job there differs.
+    """
+    settings = NolocoSettings() if settings is None else settings
+    check_arguments(settings, replicas, federation, slot, seed, transport)
+    if replicas is not None and stopped is not None:
+        raise ValueError("attach: stopped is for a federation; leave it out with replicas")
+    seed, slot = int(seed), int(slot or 0)  # JSON takes no numbers of numpy
+    adapter = _adapter_of(engine)
+    own_inner = None if inner is None else inner_state(inner)
+    check_not_attached(adapter.weights)
+    if replicas is not None:
+        topology = topology_of(replicas)
+    else:
+        assert federation is not None
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        topology = Topology(dp=ranks, slot=slot, slots=federation.slots or 0)
+    rank = this_rank()
+    place = topology.place(rank)
+    alike = asdict(settings) | {"seed": seed, "slot": topology.slot, "slots": topology.slots}
+    problem = groups_problem(settings, place.replicas)
+    starts = of_all_ranks(start_report(adapter, topology, rank, alike, state, problem))
+    check_start(starts, rank, topology)
+    replica = starts[rank - rank % topology.replica_size :][: topology.replica_size]
+    digests = digests_of(replica)
+    first = {name: found[rank % len(found)] for name, found in digests.items()}
+    if federation is None:
+        transport = TorchTransport() if transport is None else transport
+        outer = OuterOptimizer(adapter.weights, transport, place, settings, seed)
+        return Attached(adapter, outer, first, state, own_inner)
+
+    from megatron_noloco.attach.job_state import JobState
+    from megatron_noloco.federation.likeness import Alike
+    from megatron_noloco.federation.membership import join_federation
+
+    held = starts[rank].held
+    shared = {
+        "seed": seed,
+        "names and shapes": digests["names and shapes"],
+        "first weights": digests["weights"],
+        "model": model_of(adapter.modules),
+    }
+    own = {
+        "frozen weights": digests["frozen weights"],
+        "buffers": digests["buffers"],
+        _SAME_RANKS: None if held is not None else [one.lengths for one in starts],
+    }
+    stops, compared = stopped or (lambda: False), Alike(shared, "attach", own)
+    membership = join_federation(federation, settings, Place(slot, place.replicas), compared, stopped=stops)
+    try:
+        copies = copies_in([one.held or [] for one in starts], rank)
+        apart = membership.replica(adapter.weights, seed, None if held is None else (held, copies))
+        outer = OuterOptimizer(adapter.weights, membership.transport, membership.place, settings, seed, apart)
+        job_state = JobState(outer, apart.movement, own_inner, adapter)
+        membership.keeper = job_state
+        membership.say = partial(warnings.warn, stacklevel=5)
+        done = 0 if state is None else int(state["local_steps_done"])
+        if done:  # others that wait for this job must not find it behind
+            membership.announce(done)
+        if not membership.wait_for_start(done):
+            warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
+        return Attached(adapter, outer, first, state, own_inner, membership, job_state)
+    except BaseException:
+        membership.leave()  # or others would wait for this process, whose port would stay taken
+        raise
+
+
+def _adapter_of(engine: Any) -> EngineAdapter:
+    """Return the adapter of an engine, a module or an optimizer. Raises ValueError for anything else.
+
+    Imports the code for one kind only: DeepSpeed and Megatron-core need not be installed.
+    """
+    packages = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
+    if "deepspeed" in packages and hasattr(engine, "global_steps"):
+        from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
+
+        return deepspeed_adapter(engine)
+    if "megatron" in packages and hasattr(engine, "step"):
+        from megatron_noloco.attach.megatron_optimizer import megatron_adapter
+
+        return megatron_adapter(engine)
+    if isinstance(engine, nn.Module) and not hasattr(engine, "ddp_config"):  # which Megatron-core's DDP has
+        return torch_adapter(engine)
+    raise ValueError(
+        f"attach: a {type(engine).__name__} is none of DeepSpeed's engine, a torch module (in "
+        "DistributedDataParallel where the job has several ranks), Megatron-core's distributed optimizer"
+    )
