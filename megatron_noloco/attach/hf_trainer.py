@@ -222,14 +222,13 @@ class NolocoCallback(TrainerCallback):
         return saved
 
     def _complete(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Write the state into a checkpoint of this step that has none, or an earlier one.
+        """Put the state into a checkpoint of this step, if there is one.
 
         The Trainer does not call `on_save` for just-in-time checkpoints. So this is called after other callbacks,
         and before the weights change.
         """
-        file = _file(args, state)
-        if _random_state(args, file).exists() and not _is_complete(args, file):
-            write_whole(file, lambda path: torch.save(self._state(state), path))
+        if _random_state(args, _file(args, state)).exists():
+            self._put_in_place(args, state)
 
     def _put_in_place(self, args: TrainingArguments, state: TrainerState) -> None:
         """Move the state into the Trainer's checkpoint of this step, unless it is there: it may be uploaded."""
