@@ -12,12 +12,9 @@ from megatron_noloco.attach.adapter import EngineAdapter, Stepped
 from megatron_noloco.attach.inner import check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
 from megatron_noloco.engine.zero import (
-    as_owned,
     local_part,
     local_place,
-    owned_pieces,
     owned_weights,
-    stepped_by,
     whole_weights,
 )
 from megatron_noloco.outer.weights import Weights
@@ -88,9 +85,8 @@ def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None, Callable[[], 
     own_experts = any(dist.get_world_size(group) > 1 for group in expert_groups)
     owned = owned_weights(engine.optimizer)
     if owned is not None:
-        optimizer = engine.optimizer
-        pieces = None if own_experts else list(owned_pieces(optimizer))
-        return owned, pieces, lambda: Stepped(stepped_by(optimizer), partial(as_owned, optimizer))
+        pieces = None if own_experts else list(owned.pieces())
+        return owned, pieces, lambda: Stepped(owned.stepped(), owned.view)
     if own_experts:
         raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
     exact, rounded, in_each = whole_weights(engine)

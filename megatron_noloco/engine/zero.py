@@ -23,7 +23,7 @@ from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
-def owned_weights(optimizer: Any) -> Weights | None:
+def owned_weights(optimizer: Any) -> "Zero12Weights | Zero3Weights | None":
     """Return the fp32 weights that ZeRO 1 to 3 leave to this rank; None where each rank has all of them.
 
     Raises ValueError for weights on NVMe.
@@ -32,37 +32,7 @@ def owned_weights(optimizer: Any) -> Weights | None:
         raise ValueError("zero_optimization.offload_optimizer: weights on NVMe cannot be exchanged; use cpu")
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return Zero3Weights(optimizer)
-    return MasterWeights(optimizer) if any(hasattr(optimizer, name) for name in _PARTITIONS) else None
-
-
-def owned_pieces(optimizer: Any) -> Iterator[Piece]:
-    """Yield where the parameters of the optimizer lie in the vector of `owned_weights`.
-
-    With ZeRO 3 pieces count in the rank's part of the parameter, else in the whole.
-    """
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        parameters = (one for group in optimizer.fp16_groups for one in group)
-        own_parts = ((one, _own_length(one, one.ds_tensor.numel())) for one in parameters)
-        yield from (Piece(parameter, 0, length, own) for parameter, length, own in in_turn(own_parts))
-        return
-    own, parts = 0, MasterWeights(optimizer).parts()
-    groups = zip(parts, _flat_groups(optimizer), optimizer.real_dp_process_group, strict=True)
-    for part, laid, ranks in groups:
-        start = dist.get_rank(ranks) * len(part)
-        yield from pieces_between(laid, start, start + len(part), own)
-        own += len(part)
-
-
-def _flat_groups(optimizer: Any) -> Iterator[Iterable[tuple[Any, int, int]]]:
-    """Yield the parameters of each group, their lengths, and their places in the flat vector that ZeRO divides."""
-    if not hasattr(optimizer, "round_robin_bit16_groups"):
-        for group in bit16_groups(optimizer):
-            yield in_turn((one, one.numel()) for one in group)
-        return
-    # ZeRO 1 and 2, which may change their order and align them
-    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-    for group, places in groups:
-        yield [(one, one.numel(), at) for one, at in zip(group, places, strict=True)]
+    return Zero12Weights(optimizer) if any(hasattr(optimizer, name) for name in _PARTITIONS) else None
 
 
 def local_place(parameter: Any) -> tuple[int, int]:
@@ -99,21 +69,6 @@ def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]
             f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
         )
     return exact, rounded, in_each
-
-
-def stepped_by(optimizer: Any) -> list[tuple[Tensor, list[Any]]]:
-    """Return what the optimizer inside ZeRO steps on this rank: flat tensors, each with the parameters in it."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return list(zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True))
-    flat = next(getattr(optimizer, name) for name in _PARTITIONS if hasattr(optimizer, name))
-    return list(zip(flat, bit16_groups(optimizer), strict=True))
-
-
-def as_owned(optimizer: Any, tensors: Sequence[Tensor]) -> Weights:
-    """Show tensors like those of `stepped_by` as a vector with the layout of `owned_weights`."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return TorchWeights(_without_padding(tensors, optimizer.fp16_groups))
-    return TorchWeights(tensors)
 
 
 def steps_another(optimizer: Any) -> bool:
@@ -159,12 +114,61 @@ def _without_padding(flats: Iterable[Tensor], groups: Iterable[list[Any]]) -> It
             start += length
 
 
+class Zero12Weights(MasterWeights):
+    """Shows the part of each flat group that this rank owns."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield where the parameters of the optimizer lie in the vector; pieces count in the whole parameter."""
+        own = 0
+        groups = zip(self.parts(), self._laid(), self._optimizer.real_dp_process_group, strict=True)
+        for part, laid, ranks in groups:
+            start = dist.get_rank(ranks) * len(part)
+            yield from pieces_between(laid, start, start + len(part), own)
+            own += len(part)
+
+    def stepped(self) -> list[tuple[Tensor, list[Any]]]:
+        """Return what the optimizer inside ZeRO steps: flat tensors, each with the parameters in it."""
+        flat = next(getattr(self._optimizer, name) for name in _PARTITIONS if hasattr(self._optimizer, name))
+        return list(zip(flat, bit16_groups(self._optimizer), strict=True))
+
+    def view(self, tensors: Sequence[Tensor]) -> Weights:
+        """Show tensors like those of `stepped` as a vector with the layout of these weights."""
+        return TorchWeights(tensors)
+
+    def _laid(self) -> Iterator[Iterable[tuple[Any, int, int]]]:
+        """Yield the parameters of each group, their lengths, and their places in the vector that ZeRO divides."""
+        optimizer = self._optimizer
+        if not hasattr(optimizer, "round_robin_bit16_groups"):
+            for group in bit16_groups(optimizer):
+                yield in_turn((one, one.numel()) for one in group)
+            return
+        # ZeRO 1 and 2, which may change their order and align them
+        groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+        for group, places in groups:
+            yield [(one, one.numel(), at) for one, at in zip(group, places, strict=True)]
+
+
 class Zero3Weights(TorchWeights):
     """Shows the part of each parameter that this rank owns, without the padding of the last ranks."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         super().__init__(_without_padding(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield where the parameters of the optimizer lie in the vector; pieces count in this rank's part."""
+        parameters = (one for group in self._optimizer.fp16_groups for one in group)
+        lengths = ((one, _own_length(one, one.ds_tensor.numel())) for one in parameters)
+        yield from (Piece(parameter, 0, length, own) for parameter, length, own in in_turn(lengths))
+
+    def stepped(self) -> list[tuple[Tensor, list[Any]]]:
+        """Return what the optimizer inside ZeRO steps: flat tensors, each with the parameters in it."""
+        optimizer = self._optimizer
+        return list(zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True))
+
+    def view(self, tensors: Sequence[Tensor]) -> Weights:
+        """Show tensors like those of `stepped` as a vector with the layout of these weights."""
+        return TorchWeights(_without_padding(tensors, self._optimizer.fp16_groups))
 
     def refresh(self) -> None:
         """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank.
