@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.checks import digest_of, tensor_of
+from megatron_noloco.attach.checks import tensor_of
 from megatron_noloco.attach.inner import InnerState, check_no_weights
+from megatron_noloco.attach.other_state import digest_of_weights
 from megatron_noloco.attach.replica_groups import this_rank
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.watchdog import Watchdog
@@ -150,7 +151,7 @@ class Attached:
             "local_steps_done": torch.tensor(self.done),
             "first_weights": tensor_of(self._first["weights"]),
             "first_buffers": tensor_of(self._first["buffers"]),
-            "weights": tensor_of(digest_of(self.outer.weights)),
+            "weights": tensor_of(digest_of_weights(self.outer.weights)),
         }
 
     def average(self) -> list[ExchangeReport]:

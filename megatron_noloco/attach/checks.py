@@ -1,6 +1,5 @@
 """Checks of `attach` before the first step: its arguments, then whether the ranks of the job fit together."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -10,17 +9,19 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.other_state import Fingerprint, digest_of_replica, fingerprints_of
+from megatron_noloco.attach.other_state import (
+    Fingerprint,
+    digest_of_replica,
+    digest_of_weights,
+    fingerprints_of,
+)
 from megatron_noloco.attach.replica_groups import check_reduced_over
 from megatron_noloco.outer import Weights
-from megatron_noloco.outer.vectors import HOST, buffer
-from megatron_noloco.outer.weights import Joined
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, federation_problems
 from megatron_noloco.transport.interface import Transport
 
-_AT_ONCE = 1 << 24  # weights that a digest reads at a time
 _SAVED = ("slow_weights", "local_steps_done", "first_weights")
 
 
@@ -119,10 +120,11 @@ def start_report(
 
 def digests_of(replica: Sequence[StartReport]) -> dict[str, list[str]]:
     """Return digests of what a replica began with, by name: one, or one of each rank where `held` is None."""
-    by_name = {name: [one.first[name] for one in replica] for name in replica[0].first}
-    if replica[0].held is None:
-        return {name: [digest_of_replica([one]) for one in ranks] for name, ranks in by_name.items()}
-    return {name: [digest_of_replica(ranks)] for name, ranks in by_name.items()}
+    alike = [[one] for one in replica] if replica[0].held is None else [replica]
+    return {
+        name: [digest_of_replica([one.first[name] for one in ranks]) for ranks in alike]
+        for name in replica[0].first
+    }
 
 
 def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> None:
@@ -178,22 +180,12 @@ def _check_state(state: Mapping[str, Tensor], weights: Weights) -> None:
             f"attach: the state is of {length} weights, this rank has {weights.length}; each rank needs the one "
             "that it saved itself"
         )
-    if "weights" in state and _hexadecimal(state["weights"]) != digest_of(weights):  # 0.1.0 did not save it
+    saved = state.get("weights")  # 0.1.0 did not save it
+    if saved is not None and _hexadecimal(saved) != digest_of_weights(weights):
         raise ValueError(
             "attach: the model is not the one this state was saved with: load its checkpoint first, with the "
             "optimizer's state, and give each rank the state that it saved itself"
         )
-
-
-def digest_of(weights: Weights) -> str:
-    """Return SHA-256 of the bits of this rank's weights in fp32, hexadecimal."""
-    parts, digest = Joined(weights.parts()), hashlib.sha256()
-    memory = buffer(min(weights.length, _AT_ONCE), HOST)
-    for start in range(0, weights.length, _AT_ONCE):
-        piece = memory[: weights.length - start]
-        weights.read_into(piece, start, parts)
-        digest.update(piece.numpy().data)
-    return digest.hexdigest()
 
 
 def tensor_of(digest: str) -> Tensor:

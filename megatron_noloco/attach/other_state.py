@@ -3,6 +3,7 @@
 These decide what the trained weights mean, so all replicas begin with the same.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from megatron_noloco.outer.weights import Joined
 from megatron_noloco.plans.canonical import Block, Matrix, blocks, matrices
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 
-_ELEMENTS = 1 << 22  # that a fingerprint reads at a time
+_ELEMENTS = 1 << 22  # that a digest reads at a time
 
 
 class Fingerprint(NamedTuple):
@@ -39,10 +40,11 @@ def fingerprints_of(adapter: EngineAdapter, held: Sequence[Block] | None) -> dic
     Args:
         held: see `EngineAdapter.held`.
     """
-    trained = adapter.trained
+    trained, length = adapter.trained, adapter.weights.length
+    whole = [Block(0, Matrix(0, 1, length), 0, 0, 1, length)]
     frozen = {name: one for name, one in adapter.parameters.items() if name not in trained}
     return {
-        "weights": Fingerprint("", _sums_of_weights(adapter.weights, held)),
+        "weights": Fingerprint("", _sums_of(_reader_of(adapter.weights), whole if held is None else held)),
         "names and shapes": Fingerprint(digest_of_shapes(shapes_of(trained)), {}),
         "frozen weights": _of_tensors(adapter, frozen),
         "buffers": _of_tensors(adapter, {name: one for name, one, _ in _buffers(adapter.modules)}),
@@ -61,17 +63,24 @@ def digest_of_replica(ranks: Sequence[Fingerprint]) -> str:
     return digest_of("".join(texts), sum(value for _, value in sums))  # of copies that are equal one counts
 
 
-def _sums_of_weights(weights: Weights, held: Sequence[Block] | None) -> dict[Block, int]:
+def digest_of_weights(weights: Weights) -> str:
+    """Return SHA-256 of the bits of this rank's weights in fp32, hexadecimal."""
+    read, digest = _reader_of(weights), hashlib.sha256()
+    for start in range(0, weights.length, _ELEMENTS):
+        digest.update(read(slice(start, min(start + _ELEMENTS, weights.length))).numpy().data)
+    return digest.hexdigest()
+
+
+def _reader_of(weights: Weights) -> Callable[[slice], Tensor]:
+    """Return what reads up to `_ELEMENTS` weights, as fp32 in host memory that the next read overwrites."""
     parts, memory = Joined(weights.parts()), buffer(min(weights.length, _ELEMENTS), HOST)
-    if held is None:
-        held = [Block(0, Matrix(0, 1, weights.length), 0, 0, 1, weights.length)]
 
     def read(place: slice) -> Tensor:
         piece = memory[: place.stop - place.start]
         weights.read_into(piece, place.start, parts)
         return piece
 
-    return _sums_of(read, held)
+    return read
 
 
 def _of_tensors(adapter: EngineAdapter, tensors: Mapping[str, Any]) -> Fingerprint:
