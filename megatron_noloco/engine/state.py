@@ -6,7 +6,7 @@ layout of `FlatPart`, and a few numbers that are the same on all ranks of a repl
 to refresh the working weights, which are the rounded master weights and not part of the state.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megatron_noloco.outer.weights import Weights
-from megatron_noloco.plans.canonical import in_turn, pieces_between
+from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
 
 _FAST, _INNER = PREFIXES = ("fast_weights.", "inner.")  # of all tensors' names
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -37,16 +37,32 @@ class MasterWeights(Weights):
         self._copied = set(copied)  # parameters compare by identity
 
     def copied(self) -> list[tuple[int, int]]:
-        ranges, before = [], 0
+        return [
+            (own, own + end - begin)
+            for parameter, begin, end, own in self.pieces()
+            if parameter in self._copied and begin < end
+        ]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield where the parameters of the optimizer lie in the vector, if need be with nothing of them."""
+        own = 0
         owners = self._optimizer.real_dp_process_group  # of each group, the ranks that divide its weights
-        for parameters, part, ranks in zip(bit16_groups(self._optimizer), self.parts(), owners, strict=True):
+        for part, laid, ranks in zip(self.parts(), self._laid(), owners, strict=True):
             start = dist.get_rank(ranks) * len(part)
-            laid = in_turn((parameter, parameter.numel()) for parameter in parameters)
-            for parameter, begin, end, own in pieces_between(laid, start, start + len(part), before):
-                if parameter in self._copied and begin < end:
-                    ranges.append((own, own + end - begin))
-            before += len(part)
-        return ranges
+            yield from pieces_between(laid, start, start + len(part), own)
+            own += len(part)
+
+    def _laid(self) -> Iterator[Iterable[tuple[Any, int, int]]]:
+        """Yield the parameters of each group, their lengths, and their places in the vector that ZeRO divides."""
+        optimizer = self._optimizer
+        if not hasattr(optimizer, "round_robin_bit16_groups"):
+            for group in bit16_groups(optimizer):
+                yield in_turn((one, one.numel()) for one in group)
+            return
+        # ZeRO 1 and 2, which may change their order and align them
+        groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+        for group, places in groups:
+            yield [(one, one.numel(), at) for one, at in zip(group, places, strict=True)]
 
     def parts(self) -> list[Tensor]:
         if isinstance(self._optimizer, BF16_Optimizer):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.outer.weights import TorchWeights, Weights
-from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
+from megatron_noloco.plans.canonical import Piece, in_turn
 
 # Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` reads both.
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
@@ -117,15 +117,6 @@ def _without_padding(flats: Iterable[Tensor], groups: Iterable[list[Any]]) -> It
 class Zero12Weights(MasterWeights):
     """Shows the part of each flat group that this rank owns."""
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield where the parameters of the optimizer lie in the vector; pieces count in the whole parameter."""
-        own = 0
-        groups = zip(self.parts(), self._laid(), self._optimizer.real_dp_process_group, strict=True)
-        for part, laid, ranks in groups:
-            start = dist.get_rank(ranks) * len(part)
-            yield from pieces_between(laid, start, start + len(part), own)
-            own += len(part)
-
     def stepped(self) -> list[tuple[Tensor, list[Any]]]:
         """Return what the optimizer inside ZeRO steps: flat tensors, each with the parameters in it."""
         flat = next(getattr(self._optimizer, name) for name in _PARTITIONS if hasattr(self._optimizer, name))
@@ -134,18 +125,6 @@ class Zero12Weights(MasterWeights):
     def view(self, tensors: Sequence[Tensor]) -> Weights:
         """Show tensors like those of `stepped` as a vector with the layout of these weights."""
         return TorchWeights(tensors)
-
-    def _laid(self) -> Iterator[Iterable[tuple[Any, int, int]]]:
-        """Yield the parameters of each group, their lengths, and their places in the vector that ZeRO divides."""
-        optimizer = self._optimizer
-        if not hasattr(optimizer, "round_robin_bit16_groups"):
-            for group in bit16_groups(optimizer):
-                yield in_turn((one, one.numel()) for one in group)
-            return
-        # ZeRO 1 and 2, which may change their order and align them
-        groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-        for group, places in groups:
-            yield [(one, one.numel(), at) for one, at in zip(group, places, strict=True)]
 
 
 class Zero3Weights(TorchWeights):

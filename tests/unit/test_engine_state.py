@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.lr_schedules import WarmupLR
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_noloco.engine import state
 from megatron_noloco.training.prepare import _check_kernel
@@ -108,3 +108,24 @@ def test_a_kernel_that_cannot_be_compiled_is_one_line(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(ValueError, match=r"^optimizer.params.torch_adam false: DeepSpeed compiles .*[^\n]*$"):
         _check_kernel({"type": "AdamW", "params": {"torch_adam": False}})
+
+
+@pytest.mark.parametrize("round_robin", [False, True])
+def test_weights_that_other_ranks_have_are_found_in_the_part_of_each(
+    round_robin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of parameters of 3, 4 and 2 elements ZeRO divides 10 among two ranks, padding included."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
+    first, second, third = (nn.Parameter(torch.zeros(size)) for size in (3, 4, 2))
+    found = []
+    for rank in range(2):
+        optimizer = SimpleNamespace(
+            bit16_groups=[[first, second, third]],
+            single_partition_of_fp32_groups=[torch.zeros(5)],
+            real_dp_process_group=[rank],
+        )
+        if round_robin:  # the second parameter comes last
+            optimizer.round_robin_bit16_groups = [[first, third, second]]
+            optimizer.round_robin_bit16_offsets = [[0, 3, 5]]
+        found.append(state.MasterWeights(optimizer, [second]).copied())
+    assert found == ([[], [(0, 4)]] if round_robin else [[(3, 5)], [(0, 2)]])
