@@ -83,6 +83,21 @@ def normalised(value: float, wrap: bool = False) -> nn.Module:
     return torch.compile(made) if wrap else made  # type: ignore[return-value]
 
 
+def test_a_taker_says_why_its_inner_optimizer_begins_anew() -> None:
+    (outer, inner), (giver, _), weight = job(0.0), job(2.0), torch.zeros(ELEMENTS)
+    with pytest.warns(UserWarning, match="begins anew: it was not given to attach there"):
+        take(keeper(outer, inner), keeper(giver).copy(20))
+    keeping = torch.optim.SGD([weight])
+    keeping.state[weight]["kept"] = [1.0]
+    adapter = EngineAdapter(giver.weights, lambda: Stepped([(weight, ())], TorchWeights), None, ("", ""))
+    giver_state = JobState(giver, alone(ELEMENTS), inner_state(keeping), adapter)
+    own = keeper(outer, inner)
+    with pytest.warns(UserWarning, match='begins anew: SGD keeps "kept", a list, for each weight'):
+        take(own, giver_state.copy(20))
+    assert own.inner_from == -1
+    assert (outer.weights.read() == 2.0).all()
+
+
 @pytest.mark.parametrize("wrap", [False, True])
 def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
     (giver, _), (outer, _), own = job(2.0), job(0.0), normalised(0.0)

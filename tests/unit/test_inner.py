@@ -104,6 +104,19 @@ def test_a_state_that_is_neither_like_a_weight_nor_a_number_is_named(kept: Any, 
         given(model, optimizer)
 
 
+@pytest.mark.parametrize("kept", [3, 0.5, torch.tensor(7)])
+def test_numbers_are_taken_as_they_were_kept(kept: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Factored(model.parameters(), lr=0.1)
+    Factored.kept = kept
+    trained(optimizer, model)
+    vectors, rest = given(model, optimizer)
+    assert (vectors, rest["optimizers"][0]["common"]) == ({}, {"kept": kept})
+    fresh, adapter = Factored(model.parameters(), lr=0.1), torch_adapter(model)
+    inner_state(fresh).load(adapter.stepped(), adapter.names, vectors, rest)
+    assert [fresh.state[one]["kept"] for one in model.parameters()] == [kept, kept]
+
+
 def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() -> None:
     """To the last bit; the weights of one of the optimizers have taken fewer steps than others."""
     models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)) for _ in range(2)]
