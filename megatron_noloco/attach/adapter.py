@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -24,16 +25,8 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-class Stepped(NamedTuple):
-    """What the inner optimizer steps.
-
-    Attributes:
-        tensors: each with the parameters that lie in it; without any where ranks of all jobs are the same.
-        view: view(tensors) shows tensors like these, in their order, as a vector with the layout of the weights.
-    """
-
-    tensors: Sequence[tuple[Tensor, Sequence[Any]]]
-    view: Callable[[Sequence[Tensor]], Weights]
+Stepped = Sequence[tuple[Tensor, Sequence[Any]]]
+"""Tensors that an inner optimizer steps, each with the parameters in it; none where all jobs have such ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +48,12 @@ class EngineAdapter:
             exchanges is named, if need be with nothing of it. None: ranks are the same in all jobs, and a rank
             exchanges with the rank at its place of another one.
         stepped: what the inner optimizer steps; called where its state is given or taken.
+        view: view(tensors) shows tensors like these, in their order, as a vector with the layout of `weights`.
     """
 
     weights: Weights
     stepped: Callable[[], Stepped]
+    view: Callable[[Sequence[Tensor]], Weights]
     reduced_over: Sequence[int] | None
     remedy: tuple[str, str]
     steps: Callable[[], int] | None = None
@@ -74,9 +69,9 @@ class EngineAdapter:
         """The parameters of the modules by their plain names."""
         return {plain(name): one for module in self.modules for name, one in module.named_parameters()}
 
-    @property
+    @cached_property  # `fully_shard` puts others in their place during a step
     def trained(self) -> dict[str, Any]:
-        """The parameters that the ranks of the replica exchange, by name."""
+        """The parameters that the ranks of the replica exchange, by name, as the modules had them at first."""
         if self.pieces is None:
             return {name: one for name, one in self.parameters.items() if one.requires_grad}
         exchanged = {id(piece.parameter) for piece in self.pieces}

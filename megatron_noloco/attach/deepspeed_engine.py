@@ -1,24 +1,18 @@
 """Rounds for a DeepSpeed engine that a loop trains; `engine.zero` knows where its fp32 weights lie."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.adapter import EngineAdapter, Stepped
+from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
-from megatron_noloco.engine.zero import (
-    local_part,
-    local_place,
-    owned_weights,
-    whole_weights,
-)
-from megatron_noloco.outer.weights import Weights
-from megatron_noloco.plans.canonical import Matrix, Piece, Rectangle, blocks
+from megatron_noloco.engine.zero import local_part, local_place, owned_weights, whole_weights
+from megatron_noloco.plans.canonical import Matrix, Rectangle, blocks
 
 
 def deepspeed_adapter(engine: Any) -> EngineAdapter:
@@ -30,19 +24,33 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
     check_muon(engine)
     check_modes(engine.optimizer)
     _check_experts(engine)
-    weights, pieces, stepped = _weights_of(engine)
-    return EngineAdapter(
-        weights,
-        stepped,
-        dist.get_process_group_ranks(engine.data_parallel_group),
-        ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
-        lambda: int(engine.global_steps),
+    adapter = partial(
+        EngineAdapter,
+        reduced_over=dist.get_process_group_ranks(engine.data_parallel_group),
+        remedy=(
+            "give deepspeed.initialize mpu=ReplicaGroups({replicas})",
+            "give deepspeed.initialize no mpu",
+        ),
+        steps=lambda: int(engine.global_steps),
         while_attached=partial(noticing_loads, engine.module),
         modules=[engine.module],
         part_of=local_part,
         places_of=_places_of,
-        pieces=pieces,
     )
+    expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
+    own_experts = any(dist.get_world_size(group) > 1 for group in expert_groups)  # under the same names
+    owned = owned_weights(engine.optimizer)
+    if owned is not None:
+        pieces = None if own_experts else list(owned.pieces())
+        return adapter(owned, owned.stepped, owned.view, pieces=pieces)
+    if own_experts:
+        raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
+    exact, rounded, in_each = whole_weights(engine)
+    group = engine.data_parallel_group if engine.dp_world_size > 1 else None
+    weights = ReplicatedWeights(exact, group, rounded)
+    pieces = weights.pieces(chain.from_iterable(in_each))
+    view = partial(ReplicatedWeights, group=group)
+    return adapter(weights, lambda: list(zip(exact, in_each, strict=True)), view, pieces=pieces)
 
 
 def check_muon(engine: Any) -> None:
@@ -74,23 +82,3 @@ def _check_experts(engine: Any) -> None:
 
 def _places_of(parameter: Any, matrix: Matrix) -> Iterator[Rectangle]:
     return (block.place for block in blocks(matrix, [matrix.whole], *local_place(parameter), own=0))
-
-
-def _weights_of(engine: Any) -> tuple[Weights, list[Piece] | None, Callable[[], Stepped]]:
-    """Return weights, pieces, and what is stepped.
-
-    There are no pieces where ranks have experts of their own, under the same names.
-    """
-    expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
-    own_experts = any(dist.get_world_size(group) > 1 for group in expert_groups)
-    owned = owned_weights(engine.optimizer)
-    if owned is not None:
-        pieces = None if own_experts else list(owned.pieces())
-        return owned, pieces, lambda: Stepped(owned.stepped(), owned.view)
-    if own_experts:
-        raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
-    exact, rounded, in_each = whole_weights(engine)
-    group = engine.data_parallel_group if engine.dp_world_size > 1 else None
-    weights = ReplicatedWeights(exact, group, rounded)
-    stepped = Stepped(list(zip(exact, in_each, strict=True)), partial(ReplicatedWeights, group=group))
-    return weights, weights.pieces(chain.from_iterable(in_each)), lambda: stepped

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach.adapter import Stateful, Stepped
+from megatron_noloco.attach.adapter import EngineAdapter, Stateful, Stepped
 
 _NEAR = 0.1  # of the norm of the weights: no moment is as near to them
 PREFIX = "inner."  # of the names of vectors
 
-Names = Mapping[int, str]
-"""The names of parameters in the canonical vector, by their id."""
 Entry = dict[str, Any]
 """The state of a tensor: numbers by name, and None for what is a vector."""
 
@@ -84,32 +82,36 @@ class InnerState:
                 self._others.append(part)
         self._contexts = contexts
 
-    def vectors(self, stepped: Stepped) -> dict[str, Tensor]:
+    def vectors(self, adapter: EngineAdapter) -> dict[str, Tensor]:
         """Return what the optimizers keep for each weight, by name, as copies in host memory.
 
         A weight for which nothing is kept under a name has zeros. Raises ValueError, which says what an optimizer
         does, where it keeps something that is neither like a weight nor a number.
         """
-        states, names = list[Mapping[str, Any]](), set[str]()
-        for tensor, _ in stepped.tensors:
+        stepped, states, names = adapter.stepped(), list[Mapping[str, Any]](), set[str]()
+        for tensor, _ in stepped:
             owner = next((one for one in self.optimizers if tensor in one.state), None)
             states.append({} if owner is None else owner.state[tensor])
             entry = {} if owner is None else _entry(owner, tensor)
             names |= {name for name, value in entry.items() if value is None}
-        return {
-            PREFIX + name: _view(stepped, [state.get(name) for state in states]).read()
-            for name in sorted(names)
-        }
+        found = {}
+        for name in sorted(names):
+            kept = (state.get(name) for state in states)
+            values = [
+                torch.zeros_like(tensor) if one is None else one
+                for (tensor, _), one in zip(stepped, kept, strict=True)
+            ]
+            found[PREFIX + name] = adapter.view(values).read()
+        return found
 
-    def rest(self, stepped: Stepped, names: Names) -> dict[str, Any]:
+    def rest(self, adapter: EngineAdapter) -> dict[str, Any]:
         """Return what is not in `vectors`, for `torch.save`; the same on all ranks."""
         with self._entered():
+            stepped, names = adapter.stepped(), adapter.names
             optimizers = [_rest_of(optimizer, stepped, names) for optimizer in self.optimizers]
         return {"optimizers": optimizers, "others": [one.state_dict() for one in self._others]}
 
-    def load(
-        self, stepped: Stepped, names: Names, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]
-    ) -> None:
+    def load(self, adapter: EngineAdapter, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
         """Continue from `vectors` and `rest` of another job. A collective of the replica.
 
         Args:
@@ -125,9 +127,9 @@ class InnerState:
                 f"inner is {own} here, and {theirs} where the state comes from; give all jobs the same"
             )
         with self._entered():
-            filled = {name.removeprefix(PREFIX): _filled(stepped, one) for name, one in vectors.items()}
+            filled = {name.removeprefix(PREFIX): _filled(adapter, one) for name, one in vectors.items()}
             for optimizer, given in zip(self.optimizers, rest["optimizers"], strict=True):
-                _load(optimizer, given, _states(given, stepped, names, filled))
+                _load(optimizer, given, _states(given, adapter, filled))
         if rest["others"] is not None:
             for part, state in zip(self._others, rest["others"], strict=True):
                 part.load_state_dict(state)
@@ -161,15 +163,13 @@ def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
     return found
 
 
-def _rest_of(optimizer: torch.optim.Optimizer, stepped: Stepped, names: Names) -> dict[str, Any]:
+def _rest_of(optimizer: torch.optim.Optimizer, stepped: Stepped, names: Mapping[int, str]) -> dict[str, Any]:
     """Return the kind of an optimizer, the settings of its groups, and its entries.
 
     "common" is the entry that most tensors have, "named" has those of other parameters.
     """
     own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    entries = [
-        (_entry(optimizer, tensor), parameters) for tensor, parameters in stepped.tensors if id(tensor) in own
-    ]
+    entries = [(_entry(optimizer, tensor), parameters) for tensor, parameters in stepped if id(tensor) in own]
     counted = Counter(repr(entry) for entry, _ in entries)
     common = next((one for one, _ in entries if repr(one) == counted.most_common(1)[0][0]), {})
     return {
@@ -189,16 +189,16 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _filled(stepped: Stepped, vector: Tensor) -> list[Tensor]:
+def _filled(adapter: EngineAdapter, vector: Tensor) -> list[Tensor]:
     """Return tensors like the stepped ones, with the elements of a vector. A collective of the replica."""
-    values = [torch.zeros_like(tensor) for tensor, _ in stepped.tensors]
-    with stepped.view(values).writing() as write:
+    values = [torch.zeros_like(tensor) for tensor, _ in adapter.stepped()]
+    with adapter.view(values).writing() as write:
         write(0, vector)
     return values
 
 
 def _states(
-    given: Mapping[str, Any], stepped: Stepped, names: Names, filled: Mapping[str, Sequence[Tensor]]
+    given: Mapping[str, Any], adapter: EngineAdapter, filled: Mapping[str, Sequence[Tensor]]
 ) -> dict[int, dict[str, Any]]:
     """Return the state that each tensor gets, by its id, if it is the optimizer's to which `given` is.
 
@@ -206,8 +206,8 @@ def _states(
         given: as `_rest_of` returns it.
         filled: for each name of a vector, the values of all tensors.
     """
-    states = {}
-    for at, (tensor, parameters) in enumerate(stepped.tensors):
+    states, names = {}, adapter.names
+    for at, (tensor, parameters) in enumerate(adapter.stepped()):
         first = names.get(id(parameters[0])) if parameters else None
         entry: Entry = given["named"].get(first, given["common"])
         states[id(tensor)] = {
@@ -232,13 +232,6 @@ def _load(
     if len(groups) == len(settings):
         groups = [{**own, **theirs} for own, theirs in zip(groups, settings, strict=True)]
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-
-
-def _view(stepped: Stepped, values: Sequence[Tensor | None]) -> Any:
-    tensors = zip(stepped.tensors, values, strict=True)
-    return stepped.view(
-        [torch.zeros_like(tensor) if value is None else value for (tensor, _), value in tensors]
-    )
 
 
 def _in_words(kinds: Sequence[str], others: Sequence[Any]) -> str:

@@ -43,15 +43,14 @@ class JobState:
     ) -> None:
         self.inner_from = -1
         self._outer, self._movement = outer, movement
-        self._inner, self._modules, self._stepped = inner, adapter.modules, adapter.stepped
-        self._names = adapter.names
+        self._inner, self._adapter = inner, adapter
 
     def copy(self, done: int) -> State:
         outer = self._outer.state(wait=False)
         vectors = {FAST_WEIGHTS: self._outer.weights.read()}
         vectors |= {name: vector.to("cpu", copy=True) for name, vector in outer.items() if name in _VECTORS}
         inner, rest_of_inner, problem = self._copy_inner()
-        rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._modules)}
+        rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._adapter.modules)}
         file = io.BytesIO()
         torch.save(rest, file)
         parts = {name: Part(vector, self._movement) for name, vector in sorted((vectors | inner).items())}
@@ -61,9 +60,8 @@ class JobState:
         """Return vectors and rest of the inner optimizer; or no rest, and why there is none."""
         if self._inner is None:
             return {}, None, "it was not given to attach there"
-        stepped = self._stepped()
         try:
-            return self._inner.vectors(stepped), self._inner.rest(stepped, self._names), ""
+            return self._inner.vectors(self._adapter), self._inner.rest(self._adapter), ""
         except ValueError as error:
             return {}, None, str(error)
 
@@ -79,7 +77,7 @@ class JobState:
             rounds = rounds_from_lists(state.facts["rounds"])
             rest = _read(state.rest) if state.rest else _rest_of_trainer(state.facts)
             if rest["buffers"] is not None:
-                check_buffers(self._modules, rest["buffers"])
+                check_buffers(self._adapter.modules, rest["buffers"])
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
         vectors = {name: part.vector for name, part in state.parts.items()}
@@ -89,7 +87,7 @@ class JobState:
         with self._outer.weights.writing() as write:
             write(0, vectors.pop(FAST_WEIGHTS))
         if rest["buffers"] is not None:
-            write_buffers(self._modules, rest["buffers"])
+            write_buffers(self._adapter.modules, rest["buffers"])
         self._outer.restore(vectors | rounds)
 
     def _use_inner(self, own: InnerState, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
@@ -97,7 +95,7 @@ class JobState:
         problem = str(rest["problem"])
         if not problem:
             try:
-                own.load(self._stepped(), self._names, vectors, rest["inner"])
+                own.load(self._adapter, vectors, rest["inner"])
             except ValueError as error:
                 problem = str(error)
         if problem:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_noloco.attach.adapter import EngineAdapter, Stepped
+from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.outer import TorchWeights, Weights
 
 
@@ -45,8 +45,8 @@ def megatron_adapter(optimizer: Any) -> EngineAdapter:
                 "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
             )
     weights = DividedWeights(optimizers)
-    stepped = Stepped([(weight, ()) for weight in weights.owned], TorchWeights)
-    return EngineAdapter(weights, lambda: stepped, None, ("", ""), modules=weights.chunks)
+    stepped = [(weight, ()) for weight in weights.owned]
+    return EngineAdapter(weights, lambda: stepped, TorchWeights, None, ("", ""), modules=weights.chunks)
 
 
 class DividedWeights(Weights):

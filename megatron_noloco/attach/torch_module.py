@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach.adapter import EngineAdapter, Stepped
+from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.replica_groups import this_rank
 from megatron_noloco.attach.sharded_module import (
     ShardedWeights,
@@ -64,7 +64,8 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
         pieces, view = weights.pieces(trained.values()), partial(ReplicatedWeights, group=group)
     return EngineAdapter(
         weights,
-        lambda: Stepped([(one, [one]) for one in trained.values()], view),
+        lambda: [(one, [one]) for one in trained.values()],
+        view,
         ranks,
         remedies,
         check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),

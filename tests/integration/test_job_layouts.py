@@ -120,8 +120,7 @@ STATE = ("exp_avg", "exp_avg_sq")
 
 def assert_takes_vectors(adapter: EngineAdapter, optimizer: Any) -> None:
     """Numbers that are loaded into an optimizer without a state are given by it again, at their places."""
-    inner, stepped = inner_state(optimizer), adapter.stepped()
-    names, held = adapter.names, adapter.held() or []
+    inner, held = inner_state(optimizer), adapter.held() or []
     common = {"step": torch.tensor(7.0), **dict.fromkeys(STATE)}
     state = {"kind": "AdamW", "groups": [{"lr": 0.5}], "common": common, "named": {}}
     vectors = {f"inner.{name}": torch.zeros(adapter.weights.length) for name in STATE}
@@ -132,8 +131,8 @@ def assert_takes_vectors(adapter: EngineAdapter, optimizer: Any) -> None:
                 (block.rows, block.width), (block.matrix.columns, 1), block.first
             )
             vector[block.own : block.own + block.size] = place.flatten()
-    inner.load(stepped, names, vectors, {"optimizers": [state], "others": []})
-    found, (rest,) = inner.vectors(stepped), inner.rest(stepped, names)["optimizers"]
+    inner.load(adapter, vectors, {"optimizers": [state], "others": []})
+    found, (rest,) = inner.vectors(adapter), inner.rest(adapter)["optimizers"]
     assert (rest["kind"], rest["groups"][0]["lr"]) == ("AdamW", 0.5)
     assert (rest["common"], rest["named"]) == (common, {})
     assert found.keys() == vectors.keys()

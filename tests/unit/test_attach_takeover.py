@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
-from megatron_noloco.attach.adapter import EngineAdapter, Stepped
+from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.torch_module import torch_adapter
@@ -51,7 +51,7 @@ def job(value: float) -> tuple[Any, Inner]:
 
 
 def keeper(outer: Any, inner: Inner | None = None, modules: Sequence[nn.Module] = ()) -> JobState:
-    adapter = EngineAdapter(outer.weights, lambda: Stepped([], TorchWeights), None, ("", ""), modules=modules)
+    adapter = EngineAdapter(outer.weights, list, TorchWeights, None, ("", ""), modules=modules)
     return JobState(outer, alone(ELEMENTS), None if inner is None else inner_state(inner), adapter)
 
 
@@ -89,7 +89,7 @@ def test_a_taker_says_why_its_inner_optimizer_begins_anew() -> None:
         take(keeper(outer, inner), keeper(giver).copy(20))
     keeping = torch.optim.SGD([weight])
     keeping.state[weight]["kept"] = [1.0]
-    adapter = EngineAdapter(giver.weights, lambda: Stepped([(weight, ())], TorchWeights), None, ("", ""))
+    adapter = EngineAdapter(giver.weights, lambda: [(weight, ())], TorchWeights, None, ("", ""))
     giver_state = JobState(giver, alone(ELEMENTS), inner_state(keeping), adapter)
     own = keeper(outer, inner)
     with pytest.warns(UserWarning, match='begins anew: SGD keeps "kept", a list, for each weight'):

@@ -83,8 +83,8 @@ class Factored(torch.optim.SGD):
 
 def given(model: nn.Module, *inner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     adapter = torch_adapter(model)
-    state, stepped = inner_state(inner), adapter.stepped()
-    return state.vectors(stepped), state.rest(stepped, adapter.names)
+    state = inner_state(inner)
+    return state.vectors(adapter), state.rest(adapter)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_numbers_are_taken_as_they_were_kept(kept: Any) -> None:
     vectors, rest = given(model, optimizer)
     assert (vectors, rest["optimizers"][0]["common"]) == ({}, {"kept": kept})
     fresh, adapter = Factored(model.parameters(), lr=0.1), torch_adapter(model)
-    inner_state(fresh).load(adapter.stepped(), adapter.names, vectors, rest)
+    inner_state(fresh).load(adapter, vectors, rest)
     assert [fresh.state[one]["kept"] for one in model.parameters()] == [kept, kept]
 
 
@@ -143,11 +143,11 @@ def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() ->
     rest = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     models[1].load_state_dict(models[0].state_dict())
     adapter, state = torch_adapter(models[1]), inner_state(parts[1])
-    state.load(adapter.stepped(), adapter.names, vectors, rest)
+    state.load(adapter, vectors, rest)
     for _ in range(3):
         assert all(map(torch.equal, step(0), step(1)))
     fewer = inner_state(parts[1][0])
     with pytest.raises(
         ValueError, match="inner is AdamW here, and AdamW and SGD and 1 other objects where the state comes"
     ):
-        fewer.load(adapter.stepped(), adapter.names, vectors, rest)
+        fewer.load(adapter, vectors, rest)
