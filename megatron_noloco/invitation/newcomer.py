@@ -197,14 +197,14 @@ def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
         raw[block] = {**raw.get(block, {})}
     raw["training"] |= {"output_dir": str(folder / "run")}
     if local.pretrained is not None:
-        raw["training"]["pretrained"] = local.pretrained
+        raw["training"]["pretrained"] = _from_anywhere(local.pretrained)
     raw["federation"] |= {"rendezvous": welcome.rendezvous, "listen": local.listen}
     if local.notice_command is not None:
         raw["federation"]["notice_command"] = local.notice_command
     if local.data:
         raw["data"].pop("text", None)
     for name, path in local.data.items():
-        raw["data"][name or _field(about)] = path
+        raw["data"][name or _field(about)] = _from_anywhere(path)
     if welcome.tokenizer:
         for name, content in welcome.tokenizer.items():
             _write_file(folder / "tokenizer", name, base64.b64decode(content))
@@ -216,6 +216,11 @@ def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
     raw, ranks = proposed(raw, local.gpus)
     write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
     return local.folder / "config.json", ranks
+
+
+def _from_anywhere(path: str) -> str:
+    """Return the path of a file or folder that is there, for a job that starts in another folder."""
+    return str(Path(path).absolute()) if Path(path).exists() else path
 
 
 def _write_file(folder: Path, name: str, content: bytes) -> None:
