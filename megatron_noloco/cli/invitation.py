@@ -145,8 +145,8 @@ def _join(args: argparse.Namespace) -> int:
         welcome = visit.welcome()
     path, ranks = newcomer.write_job(welcome, about, local)
     say(
-        f"{path}: the config of replica {welcome.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside it, "
-        f"and what it writes goes to {path.with_name('run')}"
+        f"{path}: the config of replica {welcome.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside "
+        f"it, and what the job writes goes to {path.with_name('run')}"
     )
     command = [sys.executable, "-m", *newcomer.arguments_of(path.absolute(), ranks, welcome.slot)]
     script = path.with_name("start.sh")

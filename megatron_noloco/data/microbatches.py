@@ -80,7 +80,8 @@ class ValidationSource:
         if needed > len(dataset):
             raise ValueError(
                 f"corpus too small: microbatches x samples in each = {count} x {micro_batch_size} need "
-                f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}; lower evaluation.iters"
+                f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}; "
+                "lower evaluation.iters"
             )
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
