@@ -282,10 +282,10 @@ def _with_choices(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _left_out(values: dict[str, Any], file: File) -> tuple[str, ...]:
     """Return the settings that the file leaves to its recipe: none for DiLoCo, separate jobs, or sites."""
-    if file.noloco.method != "noloco" or file.federation.slots is not None:
+    if file.noloco.method != "noloco" or file.noloco.sites is not None or file.federation.slots is not None:
         return ()
     names = tuple(recommended(1))
-    return names if values.get("noloco", {}).keys().isdisjoint((*names, "sites")) else ()
+    return names if values.get("noloco", {}).keys().isdisjoint(names) else ()
 
 
 def _place(line: str, raw: dict[str, Any]) -> tuple[int, int]:
