@@ -10,7 +10,7 @@ from plotly import graph_objects, offline
 from megatron_noloco import __version__
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.plots import Plot, plots_of_one, plots_of_several
-from megatron_noloco.monitor.run_log import RunLog
+from megatron_noloco.monitor.run_log import SAID, RunLog
 from megatron_noloco.monitor.watch import notes
 from megatron_noloco.monitor.writers import Row
 
@@ -57,8 +57,9 @@ def _facts(run: RunLog) -> dict[str, str]:
     found = {"folder": str(run.folder.resolve())}
     if written := max(log.written for log in run.replicas):
         found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-    found |= {label: facts[label] for label in ("parallel", "method") if label in facts}
+    found |= {label: facts[label] for label in SAID if label in facts}
     if run.slots:  # whose jobs may differ
+        found.pop("batch in total", None)
         found["parallel"] = f"{len(run.replicas)} replicas as separate jobs, {run.slots} slots"
     if parameters := facts.get("parameters"):
         found["weights"] = f"{parameters:,}"

@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron_noloco.monitor.writers import METRICS, OTHERS, Row, is_row, parsed
 
+SAID = ("parallel", "batch in total", "method", "optimizer", "schedule")  # lines of the banner in `run.json`
 _FACTS = {  # of `run.json` that readers rely on, if they are there
     **dict.fromkeys(("steps", "replicas", "parameters", "synchronous_bytes_per_step"), (int, float)),
-    **dict.fromkeys(("parallel", "method"), (str,)),
+    **dict.fromkeys(SAID, (str,)),
     "config": (dict,),
 }
 

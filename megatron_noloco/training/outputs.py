@@ -22,6 +22,7 @@ from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
 from megatron_noloco.monitor.monitor import Monitor, Throughput
+from megatron_noloco.monitor.run_log import SAID
 from megatron_noloco.monitor.writers import METRICS, OTHERS, ReplicaFiles, Row, WandbRun, Writer, without_nan
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
@@ -129,8 +130,7 @@ def _write_facts(prepared: Prepared, start_step: int) -> None:
     said = dict(line.split(": ", 1) for line in describe(prepared.config, prepared.topology))
     facts = {
         "version": __version__,
-        "parallel": said["parallel"],
-        "method": said["method"],
+        **{name: said[name] for name in SAID},
         "steps": prepared.config.training.train_iters,
         "replicas": prepared.topology.ensemble,
         "parameters": table_of(prepared.architecture).parameter_count,
