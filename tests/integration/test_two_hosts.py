@@ -105,6 +105,7 @@ def test_mpirun_with_a_hostfile(hosts: Lab, on_one_host: list[list[list[object]]
     assert crossed(hosts, before, tmp_path)
 
 
+@pytest.mark.slow
 def test_hosts_are_sites_where_the_config_says_so(hosts: Lab, tmp_path: Path) -> None:
     """Two replicas on each: pairs are on one host in the first round of two, and across hosts in the second."""
     changes = {
