@@ -105,7 +105,8 @@ def cycle_spread_factor(
         pull_error: epsilon of `spread_factor`; the errors of a group's members have the sum 0 (`outer.payload`).
         nesterov: whether the outer step looks ahead.
         kept: whether errors are kept, which have no such sum, and added in the next round.
-        across, interval: see `Cycle`.
+        across: see `Cycle`.
+        interval: see `Cycle`.
 
     Expand x = phi - mean(phi), a function of the labels, in characters of the digits. The round of digit t
     removes the group means of the characters in which digit t takes part, and leaves the others: for these the u

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 
-# So many times the best rates of the whole run are those of a run of a tenth of its local steps: 1.4 to 4.1 times
+# So many times the best rates of the whole run are those of a run of a tenth of its local steps: 1.4 to 6.7 times
 # on four texts, with rounds and without (docs/evidence-details.md, "Rates of short runs").
 TOO_HIGH = 2.7
 _STEP = (
