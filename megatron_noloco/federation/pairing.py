@@ -16,9 +16,8 @@ others that are.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from itertools import combinations
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping, goes_across
@@ -61,7 +60,7 @@ def choose(
     there, sites = {replica, *others.present}, others.sites if several else {}
 
     def pairs_of_rows(members: Set[int], there: Set[int]) -> dict[int, int]:
-        return _pairs_of_rows(labels, members, _across_or_not(hidden, there, sites, crosses))
+        return _pairs_of_rows(labels, members, _Places(hidden, there, sites, crosses))
 
     if several:
         planned = pairs_of_rows(sites.keys(), sites.keys())
@@ -99,41 +98,62 @@ def _partners(pairs: Iterable[Set[int]]) -> dict[int, int]:
     return {one: two for pair in pairs for one in pair for two in pair - {one}}
 
 
-def _across_or_not(
-    hidden: Set[int], there: Set[int], sites: Mapping[int, str], crosses: bool
-) -> Callable[[int, int], tuple[bool, bool] | None]:
-    """Return what says whether two replicas are at one site, and both can be reached; None: they are never a pair.
+_KINDS = (
+    (False, False),
+    (False, True),
+    (True, False),
+    (True, True),
+)  # of pairs, in the order of their choice
+
+
+class _Places:
+    """Where replicas are, and which two may be a pair.
+
+    A pair's kind is whether both are at one site, and whether both can be reached.
 
     Args:
         there: those that count as being at their site.
         sites: of all replicas; empty where all are at one.
         crosses: whether the round goes across sites.
     """
-    at_site, open_at_site = (Counter(map(sites.get, some)) for some in (there, there - hidden))
 
-    def is_alone(one: int) -> bool:
-        site = sites.get(one)
-        return open_at_site[site] == 0 if one in hidden else at_site[site] == 1
+    def __init__(self, hidden: Set[int], there: Set[int], sites: Mapping[int, str], crosses: bool) -> None:
+        self._hidden, self._sites, self._crosses = hidden, sites, crosses
+        self._at_site, self._open_at_site = (
+            Counter(map(sites.get, some)) for some in (there, there - hidden)
+        )
 
-    def kind(one: int, two: int) -> tuple[bool, bool] | None:
-        same, hidden_members = sites.get(one) == sites.get(two), len({one, two} & hidden)
-        if hidden_members == 2 or not (same or crosses or is_alone(one) or is_alone(two)):
+    def kind(self, one: int, two: int) -> tuple[bool, bool] | None:
+        """Return the kind of a pair; None: the two are never a pair."""
+        same, hidden_members = self._sites.get(one) == self._sites.get(two), len({one, two} & self._hidden)
+        if hidden_members == 2 or not (same or self._goes_across(one) or self._goes_across(two)):
             return None
         return same, not hidden_members
 
-    return kind
+    def begins(self, one: int, kind: tuple[bool, bool]) -> bool:
+        """Whether to look for pairs of a kind from this member: each pair has a member of which that is so."""
+        same, both_open = kind
+        return (same or self._goes_across(one)) if both_open else one in self._hidden
+
+    def _goes_across(self, one: int) -> bool:
+        if self._crosses:
+            return True
+        site = self._sites.get(one)
+        return self._open_at_site[site] == 0 if one in self._hidden else self._at_site[site] == 1
 
 
-def _pairs_of_rows(
-    labels: list[int], members: Set[int], kind: Callable[[int, int], tuple[bool, bool] | None]
-) -> dict[int, int]:
+def _pairs_of_rows(labels: list[int], members: Set[int], places: _Places) -> dict[int, int]:
     """Return the partner of each replica that has one, taking the rows in order for one kind after the other."""
-    found = []
-    for one, two in combinations(sorted(members), 2):
-        if (which := kind(one, two)) is not None:
-            found.append((which, (labels[one] + labels[two]) % len(labels), one, two))
+    by_label = {labels[member]: member for member in members}
     pairs: dict[int, int] = {}
-    for *_, one, two in sorted(found):
-        if one not in pairs and two not in pairs:
-            pairs |= {one: two, two: one}
+    for kind in _KINDS:
+        left = [one for one in members if one not in pairs and places.begins(one, kind)]
+        for row in range(len(labels)):
+            for one in left:
+                two = by_label.get((row - labels[one]) % len(labels), one)
+                if two != one and not {one, two} & pairs.keys() and places.kind(one, two) == kind:
+                    pairs |= {one: two, two: one}
+            left = [one for one in left if one not in pairs]
+            if not left:
+                break
     return pairs
