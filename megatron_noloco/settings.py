@@ -244,7 +244,7 @@ class TrainerSettings(NolocoSettings):
     recipe: Literal["recommended", "paper"] = field(
         "recommended",
         'Values of fields that are left out. "recommended": the defaults here, but where none of group_size, '
-        "pairing and payload is given, groups of 8 in int4 from 9 replicas in one job on, and of 16 from 32 on. "
+        "pairing, payload, sites is given, groups of 8 in int4 from 9 replicas in one job on, of 16 from 32 on. "
         f'"paper": {_PAPER}. A run that is continued keeps its groups.',
     )
     most_waiting: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = field(
@@ -466,13 +466,10 @@ def _drift_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     if is_stable(factor):
         return ""
     n = "of all" if max(_sizes(noloco, replicas)) in (replicas, math.inf) else noloco.group_size
-    levels, pairing = (
-        "",
-        ', pairing "cycle"' if replicas and noloco.pairing_among(replicas) == "cycle" else "",
-    )
-    if replicas and (sites := noloco.sites_among(replicas)) is not None:
-        pairing += f", site_interval {sites.interval}"
-        cycle = Cycle.of(replicas, sites)
+    cycle = noloco.cycle_among(replicas) if replicas else None
+    pairing, levels = "" if cycle is None else ', pairing "cycle"', ""
+    if cycle is not None and cycle.across:
+        pairing += f", site_interval {cycle.interval}"
         of_plans = noloco.outer_momentum, noloco.gamma, cycle.inside, cycle.across, cycle.interval
         within, between = spread_factors_of_sites(*of_plans, noloco.outer_nesterov)
         levels = f" (exact messages: inside sites {within:.3f}, between them {between:.3f})"

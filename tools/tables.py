@@ -43,8 +43,9 @@ class TableError(ValueError):
 
 def main() -> None:
     command_line(__doc__).parse_args()
+    runs = read(EVIDENCE)
     for page in sorted((ROOT / "docs").glob("*.md")):
-        page.write_text(written(page.read_text(), read(EVIDENCE)))
+        page.write_text(written(page.read_text(), runs))
 
 
 def written(page: str, runs: Iterable[Run]) -> str:

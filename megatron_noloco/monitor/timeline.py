@@ -37,10 +37,10 @@ def timeline_of(run: RunLog) -> list[Any]:
                 present.append(_GAP)
                 marks[_CONTINUED].append((at, replica))
             if row["kind"] == "step":
-                if not began and "handover/giver" not in row:  # a run's first start has no row of its own
-                    present.append((at - row["speed/seconds_per_step"] * row["step"], replica))
                 if "handover/giver" in row:
                     marks[_TAKEN_OVER].append((at, replica))
+                elif not began:  # a run's first start has no row of its own
+                    present.append((at - row["speed/seconds_per_step"] * row["step"], replica))
                 lost, missed = missed, row.get("total/missed_rounds", missed)
                 if "round/partners" in row:
                     name = _PARTNER if row["round/partners"] else _MISSED if missed > lost else _ALONE

@@ -24,6 +24,16 @@ class Sites(NamedTuple):
     of: Group
     interval: int
 
+    @property
+    def number(self) -> int:
+        """The number of sites."""
+        return max(self.of) + 1
+
+    @property
+    def size(self) -> int:
+        """The number of replicas at a site."""
+        return len(self.of) // self.number
+
 
 class Cycle(NamedTuple):
     """The order in which rounds take the digits of replicas' labels.
@@ -43,8 +53,7 @@ class Cycle(NamedTuple):
         """Return the cycle of so many replicas: the digits have prime factors as bases."""
         if sites is None:
             return cls(prime_factors(replicas))
-        number = max(sites.of) + 1
-        return cls(prime_factors(replicas // number), prime_factors(number), sites.interval)
+        return cls(prime_factors(sites.size), prime_factors(sites.number), sites.interval)
 
     @property
     def bases(self) -> tuple[int, ...]:
@@ -134,21 +143,19 @@ class Grouping:
     def groups(self, round_index: int, fragment: int = 0) -> list[Group]:
         """Return the groups of a round of a fragment, each in ascending order of replica."""
         if self.pairing == "cycle" and self.replicas > 1:
-            draw, digit = self.cycle.at(round_index, fragment)
-            bases, labelled = (
-                self.cycle.bases,
-                draw_permutation(self.replicas, self.seed, Stream.GROUPING, draw),
-            )
+            cycle = self.cycle
+            draw, digit = cycle.at(round_index, fragment)
+            labelled = draw_permutation(self.replicas, self.seed, Stream.GROUPING, draw)
             if self.sites is not None:  # by site, in each of them at random
                 labelled = labelled[np.argsort(np.array(self.sites.of)[labelled], kind="stable")]
-            digits = labelled.reshape(-1, bases[digit], prod(bases[:digit]))
-            groups = digits.swapaxes(1, 2).reshape(-1, bases[digit]).tolist()
+            base = cycle.bases[digit]
+            digits = labelled.reshape(-1, base, prod(cycle.bases[:digit]))
+            groups = digits.swapaxes(1, 2).reshape(-1, base).tolist()
         else:  # fragment 0 has the groups of a run without fragments
             counters = (round_index, fragment) if fragment else (round_index,)
             order = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters).tolist()
-            groups = [
-                order[start : start + self.group_size] for start in range(0, self.replicas, self.group_size)
-            ]
+            size = self.group_size
+            groups = [order[start : start + size] for start in range(0, self.replicas, size)]
         return [tuple(sorted(group)) for group in groups]
 
     def group(self, replica: int, round_index: int, fragment: int = 0) -> Group:

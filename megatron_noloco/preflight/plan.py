@@ -289,10 +289,9 @@ def schemes(
             found = scheme_of(name, chosen, largest, topology, network, step_seconds)
         if sites is None:
             return found
-        of_site = replicas // (max(sites.of) + 1)
         # Drawn from all alike, a member of a group is at another site so often.
-        share = 1 / sites.interval if block.sites else (replicas - of_site) / (replicas - 1)
-        sent = share * found.bytes_per_exchange * of_site * topology.replica_size
+        share = 1 / sites.interval if block.sites else (replicas - sites.size) / (replicas - 1)
+        sent = share * found.bytes_per_exchange * sites.size * topology.replica_size
         return replace(found, bytes_across=round(sent))
 
     def variant(**fields: Any) -> TrainerSettings:
