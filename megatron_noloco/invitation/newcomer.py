@@ -219,8 +219,8 @@ def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
 
 
 def _from_anywhere(path: str) -> str:
-    """Return the path of a file or folder that is there, for a job that starts in another folder."""
-    return str(Path(path).absolute()) if Path(path).exists() else path
+    """Return the same path for a job that starts in another folder."""
+    return path if path == STANDARD_LIBRARY else str(Path(path).expanduser().absolute())
 
 
 def _write_file(folder: Path, name: str, content: bytes) -> None:
