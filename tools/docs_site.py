@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 from megatron_noloco.config.explain import as_markdown
 from tools.evidence import EVIDENCE, read
-from tools.tables import TableError, check, without_comments
+from tools.tables import TABLES, TableError, check, definitions, without_comments
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     Raises PluginError where a table is not that of docs/evidence.csv.
     """
     try:
-        check(markdown, read(EVIDENCE))
+        check(markdown, read(EVIDENCE), definitions(TABLES.read_text()))
     except TableError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from None
     sources = {made: ROOT / name for name, made in _PAGES.items()}

@@ -2,79 +2,74 @@
 
     python -m tools.tables
 
-Such a table stands between two comments. The first names studies, the measures to show (`MEASURES` of
-tools/evidence.py), and the methods, as the CSV names them:
-
-    <!-- table of front + replicas: rates loss perplexity
-    [8 replicas]
-    synchronous
-    **pairs, int4** = NoLoCo int4, every step
-    -->
-    <!-- end -->
-
-A line has a label and a method. A method that has other names in other studies stands with all of them, with " + "
-between. The runs of a method at several learning rates are one row: that of the lowest loss of the first seed,
-unless the line names rates. The others of a [group] are compared with its rows "synchronous" and "alone". A line
-that begins with "|" makes columns of methods, where {} stands for a row's method or label:
-
-    <!-- table of tokens: loss perplexity
-    | tokens per step | synchronous = synchronous @ {} | pairs = pairs in cycles, int8 @ {}
-    64 = 64 tokens
-    -->
-    <!-- end -->
-
-`<!-- table over texts -->` is that of `tools.rates`. `make docs` fails where a table is not that of the CSV.
+Such a table stands below a line `<!-- table NAME -->`; tools/tables.txt says what is in it. `make docs` fails
+where a table is not that of the CSV.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 
 from tools.evidence import EVIDENCE, MEASURES, ROOT, Found, Methods, Run, found, methods_of, read
 from tools.options import command_line
 from tools.rates import over_texts
 from tools.simulator.report import BASELINES, Key, as_rows
 
-_TABLE = re.compile(r"(<!-- table (of|over) ([^>]*?)-->\n)((?:\|.*\n)*)(<!-- end -->\n?)")
+TABLES = ROOT / "tools" / "tables.txt"
+_TABLE = re.compile(r"(<!-- table (.*) -->\n)((?:\|.*\n)*)")
 
 
 class TableError(ValueError):
-    """A table cannot be made as its comment says, or is not that of the CSV. The message says which."""
+    """A table cannot be made as it is defined, or is not that of the CSV. The message says which."""
 
 
 def main() -> None:
     command_line(__doc__).parse_args()
     runs = read(EVIDENCE)
     for page in sorted((ROOT / "docs").glob("*.md")):
-        page.write_text(written(page.read_text(), runs))
+        page.write_text(written(page.read_text(), runs, definitions(TABLES.read_text())))
 
 
-def written(page: str, runs: Iterable[Run]) -> str:
+def definitions(text: str) -> dict[str, str]:
+    """Return the paragraphs by the names with which they begin; lines that begin with # are remarks."""
+    paragraphs = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip().split("\n\n")
+    return {paragraph.split()[0]: paragraph for paragraph in paragraphs}
+
+
+def written(page: str, runs: Iterable[Run], defined: Mapping[str, str]) -> str:
     """Return the page with its tables as the runs have them. Raises TableError."""
     runs = list(runs)
 
     def table(match: re.Match[str]) -> str:
-        head, *lines = match[3].strip().splitlines()
+        if match[2] not in defined:
+            raise TableError(f'{TABLES.name} has no table "{match[2]}"')
         try:
-            made = _over_texts(head, runs) if match[2] == "over" else _table(head, lines, runs)
+            return match[1] + _made(defined[match[2]], runs)
         except TableError as error:
-            raise TableError(f"table {match[2]} {head}: {error}") from None
-        return match[1] + made + match[5]
+            raise TableError(f"table {match[2]}: {error}") from None
 
     new, count = _TABLE.subn(table, page)
     if count < page.count("<!-- table"):
-        raise TableError('a comment "<!-- table of ..." or its "<!-- end -->" is not in a line of its own')
+        raise TableError('a comment "<!-- table NAME -->" is not in a line of its own')
     return new
 
 
-def check(page: str, runs: Iterable[Run]) -> None:
+def check(page: str, runs: Iterable[Run], defined: Mapping[str, str]) -> None:
     """Raise TableError where a table of the page is not that of the runs."""
-    for there, made in zip(page.splitlines(), written(page, runs).splitlines(), strict=False):
+    new = written(page, runs, defined)
+    for there, made in zip_longest(page.splitlines(), new.splitlines(), fillvalue=""):
         if there != made:
             raise TableError(f'"{there}" is "{made}" by {EVIDENCE.name}; python -m tools.tables writes it')
 
 
 def without_comments(page: str) -> str:
-    return _TABLE.sub(lambda match: match[4], page)
+    return _TABLE.sub(lambda match: match[3], page)
+
+
+def _made(definition: str, runs: Iterable[Run]) -> str:
+    head, *lines = definition.splitlines()
+    _, kind, rest = head.split(" ", 2)
+    return _over_texts(rest, runs) if kind == "over" else _table(rest, lines, runs)
 
 
 def _over_texts(study: str, runs: Iterable[Run]) -> str:

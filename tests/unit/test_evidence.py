@@ -11,7 +11,7 @@ from tools import docs_site
 from tools.evidence import EVIDENCE, ROOT, Run, found, methods_of, read
 from tools.rates import over_texts
 from tools.simulator.report import Key
-from tools.tables import TableError, check, written
+from tools.tables import TABLES, TableError, check, definitions, written
 
 RUNS = [
     Run("a", "synchronous, 0.01 0.02", 0.004, 1, 1.0, 1.0, 0),
@@ -23,26 +23,22 @@ RUNS = [
     Run("b", "pairs, 0.08 0.02", 0.004, 1, 0.5, 0.5, 0),
 ]
 LIST = """\
-<!-- table of a: rates loss perplexity benefit MB others
+table of a: rates loss perplexity benefit MB others
 synchronous
 **pairs** = pairs
 alone = alone @ b
--->
-<!-- end -->
 """
 CROSS = """\
-<!-- table of a: loss
+table of a: loss
 | method | alone = {} @ c | on b = {} @ b | here = {}
 pairs
 no rounds = alone
--->
-<!-- end -->
 """
 
 
-def rows(page: str) -> list[str]:
+def rows(definition: str) -> list[str]:
     """Those of the table, without its head."""
-    return written(page, RUNS).split("-->\n")[1].splitlines()[2:-1]
+    return written("<!-- table table -->\n", RUNS, definitions(definition)).splitlines()[3:]
 
 
 def test_a_row_is_a_method_at_its_best_rates_beside_runs_of_the_same_seeds() -> None:
@@ -65,15 +61,20 @@ def test_columns_are_methods_and_a_column_without_runs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("= pairs", "= pears", 'table of a: .*: evidence.csv has no runs of "pears"'),
+        ("= pairs", "= pears", 'table table: evidence.csv has no runs of "pears"'),
         ("= pairs", "= pairs, 0.5 0.5", 'no runs of "pairs, 0.5 0.5"'),
         ("MB", "GB", "measures are rates .*, not GB"),
-        ("<!-- end -->\n", "", "is not in a line of its own"),
+        ("table", "tables", 'tables.txt has no table "table"'),
     ],
 )
-def test_a_mistake_in_a_comment_is_named(old: str, new: str, message: str) -> None:
+def test_a_mistake_in_a_definition_is_named(old: str, new: str, message: str) -> None:
     with pytest.raises(TableError, match=message):
-        written(LIST.replace(old, new), RUNS)
+        rows(LIST.replace(old, new))
+
+
+def test_a_comment_that_makes_no_table_is_refused() -> None:
+    with pytest.raises(TableError, match="is not in a line of its own"):
+        written("Text <!-- table table --> text.\n", RUNS, definitions(LIST))
 
 
 def test_rates_that_a_name_lacks_are_those_of_the_study() -> None:
@@ -83,9 +84,25 @@ def test_rates_that_a_name_lacks_are_those_of_the_study() -> None:
     assert synchronous.best[1].rates == pytest.approx((0.056, 0.064))  # twice those of the study
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DEFINED = definitions(TABLES.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_of_a_page_are_those_of_the_csv(page: Path) -> None:
-    check(page.read_text(), read(EVIDENCE))
+    check(page.read_text(), read(EVIDENCE), DEFINED)
+
+
+def test_every_table_that_is_defined_stands_on_a_page() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    assert [name for name in DEFINED if f"<!-- table {name} -->\n" not in pages] == []
+
+
+def test_a_table_without_its_last_row_differs() -> None:
+    page = written("<!-- table table -->\n", RUNS, definitions(LIST))
+    check(page, RUNS, definitions(LIST))
+    with pytest.raises(TableError, match=r'"" is "\| alone'):
+        check(page[: page.index("| alone")], RUNS, definitions(LIST))
 
 
 def build(page: str, markdown: str) -> str:
