@@ -38,7 +38,7 @@ class Run(NamedTuple):
         if self.method not in _study(self.study).get("runs", {}):
             return None
         params = configure(_study(self.study), self.method, self.learning_rate)["optimizer"]["params"]
-        return (params["muon_lr"], params["adam_lr"]) if "muon_lr" in params else None
+        return (params["muon_lr"], params.get("adam_lr", params["lr"])) if "muon_lr" in params else None
 
 
 class Found(NamedTuple):
@@ -97,13 +97,22 @@ def _study(name: str) -> dict[str, Any]:
 
 
 Baselines = Mapping[str, Found]
-"""The rows "synchronous" and "alone" of a table, where it has them."""
+"""The rows "first", "synchronous" and "alone" of a table; of the last two those that it has."""
 
 
 def _loss(method: Found, _: Baselines) -> str:
-    losses = [run.loss for run in method.best.values()]
+    return _over_seeds([run.loss for run in method.best.values()])
+
+
+def _above_first(method: Found, baselines: Baselines) -> str:
+    first = baselines["first"].best
+    same = [run.loss - first[seed].loss for seed, run in method.best.items() if seed in first]
+    return _over_seeds(same, sign="+") if same and method.best != first else ""
+
+
+def _over_seeds(losses: list[float], sign: str = "") -> str:
     several = f" +- {stdev(losses):.4f}" if len(losses) > 1 else ""
-    return f"{mean(losses):.4f}{several}" + (" (2 seeds)" if len(losses) == 2 else "")
+    return f"{mean(losses):{sign}.4f}{several}" + (" (2 seeds)" if len(losses) == 2 else "")
 
 
 def _rates(method: Found, _: Baselines) -> str:
@@ -173,6 +182,7 @@ MEASURES = {
     "loss": Measure("loss, nats per token", _loss),
     "seed1": Measure("loss of seed 1", lambda method, _: f"{method.best[1].loss:.4f}"),
     "worst": Measure("worst replica above it", _worst),
+    "first": Measure("above the first row", _above_first),
     "perplexity": Measure("perplexity above synchronous", _perplexity),
     "benefit": Measure("benefit retained", _benefit),
     "MB": Measure("MB sent per replica", _megabytes),

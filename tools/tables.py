@@ -133,8 +133,11 @@ def _crossed(lines: list[str], methods: Methods, measures: list[str]) -> Iterato
 
 
 def _baselines(rows: Iterable[tuple[str, Found]]) -> dict[str, Found]:
-    """Return the rows with which the others are compared, by their names."""
-    return {name: runs for label, runs in rows for name in BASELINES if label.startswith(name)}
+    """Return the rows with which the others are compared, by their names; the first is "first"."""
+    (_, first), *_ = rows = list(rows)
+    return {name: runs for label, runs in rows for name in BASELINES if label.startswith(name)} | {
+        "first": first
+    }
 
 
 if __name__ == "__main__":
