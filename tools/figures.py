@@ -1,4 +1,4 @@
-"""The figures of docs/evidence.md, from the rows of docs/evidence.csv: loss over bytes, perplexity over replicas.
+"""The figures of docs/evidence.md, from docs/evidence.csv: loss over bytes, perplexity over replicas and texts.
 
 python -m tools.figures docs
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tools.evidence import STEPS, WEIGHTS, Run, read
 from tools.options import command_line
+from tools.rates import by_text, on_texts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,6 +94,7 @@ REPLICAS = {  # of each method, the number of replicas, its row and that of sync
         (64, "random groups of 16, int4 @ 64 replicas", "synchronous @ 64 replicas"),
     ),
 }
+LENGTHS, EVERY = (200, 500, 2000), ("step", "3 steps", "10 steps")  # of the study "texts"
 STUDIES = (
     "weight decay",
     "DiLoCo",
@@ -111,36 +113,66 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs = methods(read(folder / "evidence.csv"))
-    for name, draw in {"bytes": draw_bytes, "replicas": draw_replicas}.items():
+    runs = read(folder / "evidence.csv")
+    for name, draw in {"bytes": draw_bytes, "replicas": draw_replicas, "texts": draw_texts}.items():
         figure, axes = pyplot.subplots(figsize=(6.5, 3.6), layout="constrained")
         draw(axes, runs)
         axes.legend(frameon=False, title="open circles: one seed", fontsize="small", title_fontsize="small")
         figure.savefig(folder / f"{name}.png", dpi=120)
 
 
-def draw_bytes(axes: "Axes", runs: Runs) -> None:
+def draw_bytes(axes: "Axes", rows: Iterable[Run]) -> None:
+    runs = methods(rows)
     axes.axhline(mean(run.loss for run in runs[SYNCHRONOUS]), color="black", linewidth=1, label="synchronous")
-    for name, rows in BYTES.items():
-        sent = [mean(run.sent for run in runs[row]) / WEIGHTS / STEPS for row in rows]
-        losses = [[run.loss for run in runs[row]] for row in rows]
+    for name, shown in BYTES.items():
+        sent = [mean(run.sent for run in runs[row]) / WEIGHTS / STEPS for row in shown]
+        losses = [[run.loss for run in runs[row]] for row in shown]
         _line(axes, name, sent, losses)
     axes.set_xscale("log")
     axes.set_xlabel("bytes sent per weight and local step")
     axes.set_ylabel("loss of the mean model")
 
 
-def draw_replicas(axes: "Axes", runs: Runs) -> None:
+def draw_replicas(axes: "Axes", rows: Iterable[Run]) -> None:
+    runs = methods(rows)
     axes.axhline(0, color="black", linewidth=1, label="synchronous")
-    for name, rows in REPLICAS.items():
+    for name, shown in REPLICAS.items():
         lost = []
-        for _, method, synchronous in rows:
+        for _, method, synchronous in shown:
             least = {run.seed: run.loss for run in runs[synchronous]}
             lost.append([100 * (exp(run.loss - least[run.seed]) - 1) for run in runs[method]])
-        _line(axes, name, [row[0] for row in rows], lost)
+        _line(axes, name, [row[0] for row in shown], lost)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks := [4, 8, 16, 32, 64], [str(tick) for tick in ticks])
     axes.set_xlabel("replicas of 512 tokens per step, a round every step")
+    axes.set_ylabel("% of perplexity lost")
+
+
+def draw_texts(axes: "Axes", runs: Iterable[Run]) -> None:
+    """Draw what each length of runs loses: a circle for each text, at its own best rates, and their range."""
+    runs = [run for run in runs if run.study == "texts"]
+    found = by_text((run.method, run.learning_rate, run.loss) for run in runs)
+    axes.axhline(0, color="black", linewidth=1, label="synchronous")
+    places = {}  # of the longest runs
+    for place, steps in enumerate(LENGTHS):
+        label: str | None = f"{steps:,} steps"
+        for every in EVERY:
+            name = f"a round every {every}"
+            sent = mean(
+                run.sent / WEIGHTS / steps
+                for run in runs
+                if run.method.startswith(f"{name} @ ") and run.method.endswith(f", {steps} steps")
+            )
+            lost = [text.above for text in on_texts(found, name, steps)]
+            if steps == LENGTHS[-1]:
+                places[sent] = every
+            across = [sent * 1.06 ** (place - 1)] * len(lost)
+            axes.plot(across, lost, marker="o", markerfacecolor="white", color=f"C{place}", label=label)
+            label = None
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xticks([*places], [f"{sent:.2g}\nevery {every}" for sent, every in places.items()])
+    axes.set_xlabel("bytes sent per weight and local step, in rounds")
     axes.set_ylabel("% of perplexity lost")
 
 

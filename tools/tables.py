@@ -12,8 +12,8 @@ from itertools import zip_longest
 
 from tools.evidence import EVIDENCE, MEASURES, ROOT, Found, Methods, Run, found, methods_of, read
 from tools.options import command_line
-from tools.rates import over_texts
-from tools.simulator.report import BASELINES, Key, as_rows
+from tools.rates import by_text, over_texts
+from tools.simulator.report import BASELINES, as_rows
 
 TABLES = ROOT / "tools" / "tables.txt"
 _TABLE = re.compile(r"(<!-- table (.*) -->\n)((?:\|.*\n)*)")
@@ -73,12 +73,9 @@ def _made(definition: str, runs: Iterable[Run]) -> str:
 
 
 def _over_texts(study: str, runs: Iterable[Run]) -> str:
-    results = {
-        Key(run.method, run.learning_rate, run.seed): {"mean_model_loss": run.loss}
-        for run in runs
-        if run.study == study
-    }
-    return over_texts(results)
+    return over_texts(
+        by_text((run.method, run.learning_rate, run.loss) for run in runs if run.study == study)
+    )
 
 
 def _table(head: str, lines: list[str], runs: Iterable[Run]) -> str:

@@ -9,8 +9,7 @@ from mkdocs.exceptions import PluginError
 
 from tools import docs_site
 from tools.evidence import EVIDENCE, ROOT, Run, found, methods_of, read
-from tools.rates import over_texts
-from tools.simulator.report import Key
+from tools.rates import by_text, over_texts
 from tools.tables import TABLES, TableError, check, definitions, written
 
 RUNS = [
@@ -133,10 +132,10 @@ def test_of_several_texts_the_worst_comes_first_and_unended_searches_are_left_ou
         "pairs @ b, 20 steps": [1.3, 1.2, 1.3],
         "pairs @ c, 20 steps": [1.3, 1.2, 1.3],
     }
-    results = {
-        Key(name, rate, 1): {"mean_model_loss": loss}
+    runs = (
+        (name, rate, loss)
         for name, tried in losses.items()
         for rate, loss in zip((0.01, 0.02, 0.04), tried, strict=True)
-    }
-    *_, row = over_texts(results).splitlines()
-    assert row.startswith("| 20 | pairs | 22.1 % b, 10.5 % a | 0.02 b, 0.018 a |")
+    )
+    *_, row = over_texts(by_text(runs)).splitlines()
+    assert row.startswith("| 20 | pairs | 22.1 % b, 10.5 % a | 0.02 b, 0.018 a | 0.3 % b |")
