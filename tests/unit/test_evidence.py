@@ -48,6 +48,24 @@ def test_a_row_is_a_method_at_its_best_rates_beside_runs_of_the_same_seeds() -> 
     ]
 
 
+def test_the_rows_of_a_group_are_compared_with_its_first_row_on_the_same_seeds() -> None:
+    groups = """\
+table of a: first
+[one]
+pairs
+synchronous
+[two]
+pairs, 0.01 0.02
+alone = alone @ b
+"""
+    assert rows(groups) == [
+        "| one | pairs |  |",
+        "|  | synchronous | -0.0500 +- 0.0707 (2 seeds) |",
+        "| two | pairs, 0.01 0.02 |  |",
+        "|  | alone | +0.8000 |",
+    ]
+
+
 def test_columns_are_methods_and_a_column_without_runs_is_refused() -> None:
     with pytest.raises(TableError, match="no runs of the column alone"):
         rows(CROSS)
