@@ -163,7 +163,7 @@ def draw_texts(axes: "Axes", runs: Iterable[Run]) -> None:
                 for run in runs
                 if run.method.startswith(f"{name} @ ") and run.method.endswith(f", {steps} steps")
             )
-            lost = [text.above for text in on_texts(found, name, steps)]
+            lost = sorted(text.above for text in on_texts(found, name, steps))
             if steps == LENGTHS[-1]:
                 places[sent] = every
             across = [sent * 1.06 ** (place - 1)] * len(lost)

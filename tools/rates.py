@@ -4,9 +4,8 @@
 
 Reads OUTPUT/results.jsonl of a study whose runs are named "METHOD @ TEXT, N steps" (tools/studies/texts.json),
 also while it is under way. The best rate is the lowest point of a parabola, as in `tune`. The rate that `tune`
-would find is computed from the runs of a tenth of the steps; another is the best one on Python. Their losses are
-interpolated between the long runs, and given in per cent of perplexity above the best of these. The second table
-is in docs/evidence-details.md.
+would find is computed from the runs of a tenth of the steps; another is the best one on the first text. Their
+losses are interpolated between the long runs. The second and third table are in docs/evidence-details.md.
 """
 
 import math
@@ -42,7 +41,7 @@ def main() -> None:
             )
             shown = f"{best_factor(losses):.3g}" if complete(losses) else f"{best:g}?"
             rows.append((text, method, steps, shown, f"{losses[best]:.4f}", others))
-    print(f"{as_rows(rows)}\n{over_texts(found)}")
+    print(as_rows(rows), over_texts(found), over_choices(found), sep="\n")
 
 
 def by_text(runs: Iterable[tuple[str, float, float]]) -> ByText:
@@ -60,71 +59,81 @@ def by_text(runs: Iterable[tuple[str, float, float]]) -> ByText:
 
 
 def over_texts(found: ByText) -> str:
-    """Return a table of what each method loses, the worst text first; of texts whose searches have ended."""
-    head = (
-        "local steps",
-        "method",
-        "perplexity above synchronous",
-        "best `muon_lr`",
-        "lost at Python's best rate",
-        "lost at the rate of `tune`",
-    )
-    rows: list[Sequence[object]] = [head]
+    """Return a table of what each method loses on each text, and at which rate; of searches that have ended."""
+    texts, methods = _sides(found)
+    rows: list[Sequence[object]] = [("local steps", "method", *texts)]
     for steps in sorted({steps for by_length in found.values() for steps in by_length}, reverse=True):
-        for method in dict.fromkeys(method for _, method in found):
-            if texts := on_texts(found, method, steps):
-                above = {text.name: text.above for text in texts if method != "synchronous"}
-                best = ", ".join(f"{text.rate:.2g} {text.name}" for text in texts)
-                lost = (
-                    {text.name: text.of_first for text in texts},
-                    {text.name: text.tuned for text in texts},
+        for method in methods:
+            if on := {text.name: text for text in on_texts(found, method, steps)}:
+                cells = (
+                    f"{on[text].above:.1f} % ({on[text].rate:.2g})" if text in on else "" for text in texts
                 )
-                rows.append([steps, method, _per_cent(above), best, *map(_per_cent, lost)])
+                rows.append([f"{steps:,}", method, *cells])
     return as_rows(rows)
 
 
-def _per_cent(by_text: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{value:.1f} % {text}" for text, value in by_text.items() if value is not None)
+def over_choices(found: ByText) -> str:
+    """Return a table of what each method loses at rates that were chosen in three ways; of the longest runs."""
+    texts, methods = _sides(found)
+    longest = max(steps for by_length in found.values() for steps in by_length)
+    rows: list[Sequence[object]] = [("method", "learning rates", *texts)]
+    for method in methods:
+        on = {text.name: text for text in on_texts(found, method, longest)}
+        for choice, label in CHOICES.items():
+            found_on = {
+                name: lost for name, text in on.items() if (lost := getattr(text, choice)) is not None
+            }
+            cells = (f"{found_on[text]:.1f} %" if text in found_on else "" for text in texts)
+            rows += [[method, label.format(texts[0]), *cells]] * bool(found_on)
+    return as_rows(rows)
+
+
+def _sides(found: ByText) -> tuple[list[str], list[str]]:
+    """Return the texts and the methods, in the order of the study."""
+    return [*dict.fromkeys(text for text, _ in found)], [*dict.fromkeys(method for _, method in found)]
 
 
 class OnText(NamedTuple):
-    """A method on a text, beside synchronous training; perplexity in per cent. None: runs are missing."""
+    """A method on a text, in per cent of perplexity above synchronous training at its best rate.
 
-    above: float
+    None: runs are missing.
+    """
+
+    above: float  # at the best rate
     name: str
     rate: float  # the best `muon_lr`
-    of_first: float | None  # above that at the best rate, at the best rate of the first text; None there
-    tuned: float | None  # above that at the best rate, at the rate that `tune` would take
+    tuned: float | None  # at the rate that `tune` would take
+    of_first: float | None  # at the best rate of the first text; None there
+
+
+CHOICES = {"of_first": "best on {}", "tuned": "of `tune`", "above": "searched"}
 
 
 def on_texts(found: ByText, method: str, steps: int) -> list[OnText]:
-    """Return the method on all texts whose searches have ended, the worst first."""
-    first, *others = dict.fromkeys(text for text, _ in found)
-    there = found.get((first, method), {}).get(steps, {})
+    """Return the method on all texts whose searches have ended."""
+    texts, _ = _sides(found)
+    there = found.get((texts[0], method), {}).get(steps, {})
     rate_of_first = best_factor(there) if complete(there) else None
-    texts = []
-    for text in (first, *others):
+    on = []
+    for text in texts:
         own, synchronous = found.get((text, method), {}), found.get((text, "synchronous"), {})
-        losses, least = own.get(steps, {}), synchronous.get(steps, {})
-        if complete(losses) and complete(least):
-            above = 100 * math.expm1(min(losses.values()) - min(least.values()))
-            of_first = lost_at(rate_of_first, losses) if rate_of_first and text != first else None
-            texts.append(OnText(above, text, best_factor(losses), of_first, lost_by_tune(own, steps)))
-    return sorted(texts, reverse=True)
+        losses, others = own.get(steps, {}), synchronous.get(steps, {})
+        if complete(losses) and complete(others):
+            short, best, least = own.get(steps // 10, {}), min(losses.values()), min(others.values())
+            rates = (
+                best_factor(short) / TOO_HIGH if complete(short) else None,
+                rate_of_first if text != texts[0] else None,
+            )
+            # Between two runs the parabola may be below both.
+            at = [None if rate is None else max(best, interpolate(losses, rate)) for rate in rates]
+            tuned, of_first = (None if loss is None else above(loss, least) for loss in at)
+            on.append(OnText(above(best, least), text, best_factor(losses), tuned, of_first))
+    return on
 
 
-def lost_by_tune(by_length: Mapping[int, Losses], steps: int) -> float | None:
-    """Return what the rate that `tune` would take loses, in per cent of perplexity; None: a search is missing."""
-    short, losses = by_length.get(steps // 10, {}), by_length[steps]
-    if not (complete(short) and complete(losses)):
-        return None
-    return lost_at(best_factor(short) / TOO_HIGH, losses)
-
-
-def lost_at(rate: float, losses: Losses) -> float:
-    """Return what a rate loses against the best of the runs, in per cent of perplexity."""
-    above = 100 * math.expm1(interpolate(losses, rate) - min(losses.values()))
-    return max(above, 0.0)  # between two runs the parabola may be below both
+def above(loss: float, least: float) -> float:
+    """Return by how much the perplexity is higher, in per cent."""
+    return 100 * math.expm1(loss - least)
 
 
 def complete(losses: Mapping[float, float]) -> bool:

@@ -12,10 +12,11 @@ from itertools import zip_longest
 
 from tools.evidence import EVIDENCE, MEASURES, ROOT, Found, Methods, Run, found, methods_of, read
 from tools.options import command_line
-from tools.rates import by_text, over_texts
+from tools.rates import by_text, over_choices, over_texts
 from tools.simulator.report import BASELINES, as_rows
 
 TABLES = ROOT / "tools" / "tables.txt"
+OVER = {"texts": over_texts, "choices": over_choices}
 _TABLE = re.compile(r"(<!-- table (.*) -->\n)((?:\|.*\n)*)")
 
 
@@ -69,13 +70,11 @@ def without_comments(page: str) -> str:
 def _made(definition: str, runs: Iterable[Run]) -> str:
     head, *lines = definition.splitlines()
     _, kind, rest = head.split(" ", 2)
-    return _over_texts(rest, runs) if kind == "over" else _table(rest, lines, runs)
-
-
-def _over_texts(study: str, runs: Iterable[Run]) -> str:
-    return over_texts(
-        by_text((run.method, run.learning_rate, run.loss) for run in runs if run.study == study)
-    )
+    if kind == "over":
+        made, _, study = rest.partition(" of ")
+        of_study = (run for run in runs if run.study == study)
+        return OVER[made](by_text((run.method, run.learning_rate, run.loss) for run in of_study))
+    return _table(rest, lines, runs)
 
 
 def _table(head: str, lines: list[str], runs: Iterable[Run]) -> str:
