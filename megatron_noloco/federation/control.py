@@ -5,7 +5,7 @@ A message is its length in four bytes, and the object:
 | kind | sender | meaning |
 |---|---|---|
 | hello | both, first | who the sender is, and which addresses it knows |
-| go | the higher slot | from here on the connection is the session of the two |
+| go | the higher slot | the connection is to be the session of the two; the lower slot takes it with a state |
 | stream | who has connected; the other side repeats it | this is a connection for bulk data of a session |
 | state | both, twice a second and at each change | which exchanges the sender has begun |
 | want | receiver of bulk data | a receive is posted under `tag` |
@@ -87,7 +87,7 @@ class Hello:
 
 @dataclass(frozen=True, config=_STRICT)
 class Go:
-    """The beginning of a session, with a name of its own."""
+    """The proposal of a session, with a name of its own."""
 
     session: Text
     kind: Literal["go"] = "go"

@@ -57,6 +57,7 @@ class Peer:
         offer: its last answer to an `Ask`; None: none yet.
         rows: its newest rows of metrics that nobody has read.
         dialled: the last connection that this process has opened to it; None: none.
+        proposed: the connection on which this process has said a `Go` that is not answered yet; None: none.
         attempts: how many it has opened in a row, without a session.
         again: when the next one may be opened, on the monotonic clock.
         apart_since: when its address became known or its connection was lost, likewise.
@@ -72,6 +73,7 @@ class Peer:
     offer: Offer | None = None
     rows: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
     dialled: Wire | None = None
+    proposed: Wire | None = None
     attempts: int = 0
     again: float = float("-inf")
     address: Address | None = None

@@ -2,8 +2,9 @@
 
 Of two replicas that both can be reached the one with the higher slot opens the connection; if it does not come in
 three seconds, the other one does. Whoever connects says who it is, and the other side answers; so each side knows
-why they do not exchange, where they do not. The higher slot then says which connection is their session, so two
-that connect to each other at once have one.
+why they do not exchange, where they do not. The higher slot then proposes the connection as their session (`Go`),
+and the lower slot takes it with its first `State`. Two replicas that connect to each other at once so have one
+session, and no connection that comes late replaces it: see `Peers._meet`.
 
 The first five bytes of a connection, both ways, are alike in all versions: `_MAGIC` and the version.
 """
@@ -328,22 +329,41 @@ class Peers:
         return slot != member.slot
 
     def _meet(self, wire: Wire, own: Hello, hello: Hello) -> Script:
-        """Make a connection the session with another replica, and run it."""
+        """Make a connection the session with another replica, and run it.
+
+        A session that stands on both sides is replaced by none. Three rules make sure of that:
+
+        1. A side that has connected gives its connection up where it has a session by the time of the `Go`.
+        2. A side that was connected to gives up no session that it has begun since its own Hello there.
+        3. The higher slot begins with the lower slot's `State`, and says no `Go` before the last one is answered.
+
+        By rule 3 both sides begin the same sessions in the same order. By rule 1, a `Go` on a connection of the
+        higher slot means that its sessions before are over, and by rule 2 the `Go` was said after they began; so
+        the lower slot may replace what it has. A `State` on a connection of the lower slot means likewise that the
+        lower slot's sessions are over, so the higher slot may.
+        """
         peer, session = self.others[hello.member.slot], None
+        replaced = None if wire.endpoint else peer.session
+        decides, name = self.member.slot > peer.slot, secrets.token_hex(16)
         try:
-            decides, name = self.member.slot > peer.slot, secrets.token_hex(16)
-            if decides and wire.endpoint and peer.session is not None:
-                return  # the other side has connected as well, and was first
             if not decides:
                 name = (yield from heard(Go)).session
-            if own.address.epoch != self.directory.own.epoch or hello.address.epoch < peer.seen.epoch:
-                return  # there is a later process
+            elif peer.proposed is not None and peer.proposed.error is None:
+                return
+            if peer.session not in (None, replaced) or self._is_late(peer, own, hello):
+                return
             if decides:
+                peer.proposed = wire
                 say(wire, Go(name))
+                said: Said = yield from heard(State)
+                peer.proposed = None
+                if self._is_late(peer, own, hello):
+                    return
             session = self._begin(
                 peer, hello, Session(peer.slot, name, wire, partial(self.exchanges.state, peer))
             )
-            said: Said = yield from heard(State)  # so the other side knows the session
+            if not decides:
+                said = yield from heard(State)  # so the other side has begun as well
             for _ in range(max(self.member.streams, hello.member.streams)):
                 if wire.to is not None:
                     self.wires.dial(wire.endpoint, wire.to, partial(self._carry_to, session))
@@ -353,6 +373,10 @@ class Peers:
         except OSError as error:
             if session is not None:
                 self._break(session, error)
+
+    def _is_late(self, peer: Peer, own: Hello, hello: Hello) -> bool:
+        """Whether there is a later process of either side than the two that have said Hello."""
+        return own.address.epoch != self.directory.own.epoch or hello.address.epoch < peer.seen.epoch
 
     def _carry_to(self, session: Session, wire: Wire) -> Script:
         """Open a connection for the bulk data of a session."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -163,6 +164,7 @@ class Faults(RuleBasedStateMachine):
         self.processes: list[Process] = []
         self.epochs: dict[tuple[Process, int], int] = {}
         self.lives: dict[tuple[int, int], int] = {}  # by rank and epoch
+        self.standing: list[tuple[Session, Session]] = []  # that both sides have begun
 
     def teardown(self) -> None:
         try:
@@ -223,6 +225,7 @@ class Faults(RuleBasedStateMachine):
         if not end.closed and end.process.alive:  # there is room again
             end.wire.touch()
             end.process.sockets.advance()
+        self._no_session_is_replaced_that_stands_on_both_sides()
 
     def _waiting(self) -> list[End]:
         """The ends from which bytes are under way; the other side learns where there will be no more."""
@@ -254,6 +257,28 @@ class Faults(RuleBasedStateMachine):
         for end in list(self.ends):
             if end.broken and (end.process.rank, end.other.process.rank) == pair:
                 self._notice(end)
+
+    @rule(pair=pairs, greeted=st.booleans())
+    def connect_both(self, pair: tuple[int, int], greeted: bool) -> None:
+        """Lose the connections of two, which then connect to each other; that of the second one is late.
+
+        Args:
+            greeted: whether the second one has said its Hello on its connection before that is late.
+        """
+        for end in self._ends_of(*pair):
+            self._break(end, loses=True)
+            self._notice(end)
+            self._notice(end.other)
+        self.clock.now += 4.0
+        for rank in pair:
+            self.turn(rank)
+        late = [side for end in self._ends_of(*pair[::-1]) if end.wire.endpoint for side in (end.other, end)]
+        if greeted:
+            for end in late[::2]:
+                self._deliver(end)
+        while waiting := [end for end in self._waiting() if end not in late]:
+            for end in waiting:
+                self._deliver(end)
 
     @rule(at=st.integers(0, 11), count=st.sampled_from([1, 7, 30, 100, ROOM]), times=st.integers(1, 6))
     def deliver(self, at: int, count: int, times: int) -> None:
@@ -409,6 +434,19 @@ class Faults(RuleBasedStateMachine):
             else:
                 assert torch.equal(partners.mean, outcome.mean)
 
+    def _no_session_is_replaced_that_stands_on_both_sides(self) -> None:
+        for near, far in self.standing:
+            ends = [cast(End, wire._socket) for one in (near, far) for wire in (one.control, *one.streams)]
+            lost = {near.why, far.why} - {""} == {peers.CONNECTION_LOST}
+            assert not lost or any(end.broken for end in ends)
+        self.standing = [
+            (near, far)
+            for one, other in combinations(self.processes, 2)
+            if (near := one.session(other.rank))
+            and (far := other.session(one.rank))
+            and near.name == far.name
+        ]
+
     @invariant()
     def no_replica_goes_back_to_an_earlier_process(self) -> None:
         for process in self.processes:
@@ -478,5 +516,18 @@ def test_a_partner_that_has_used_the_mean_has_not_withdrawn() -> None:
         at.finish(1)
         first, second = at.outcomes[0, 0, 1], at.outcomes[0, 1, 1]
         assert (first.mean is None, second.mean is None, second.in_doubt) == (False, True, True)
+    finally:
+        at.teardown()
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("greeted", [False, True])
+def test_a_connection_that_comes_late_replaces_no_session(pair: tuple[int, int], greeted: bool) -> None:
+    at = Faults()
+    try:
+        at.start()
+        at.connect_both(pair, greeted)
+        assert any({near.slot, far.slot} == {0, 1} for near, far in at.standing)
+        at._settle()
     finally:
         at.teardown()
