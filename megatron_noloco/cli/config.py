@@ -52,13 +52,15 @@ def _check(path: str, world_size: int | None) -> None:
     with importing():  # torch: only for a sound config
         from megatron_noloco.data.auto_tokenizer import check_folder
         from megatron_noloco.preflight.fit import shortage_of_all
-        from megatron_noloco.training.prepare import check_start
+        from megatron_noloco.training.prepare import check_sizes, check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None
     problem = None
     try:
         tokenizer, architecture = check_start(config)
         check_folder(tokenizer)
+        if topology is not None:
+            check_sizes(config, topology, tokenizer, architecture)
         say(f"{path}: ok")
     except ValueError as error:
         problem = error

@@ -26,7 +26,7 @@ from megatron_noloco.data.indexed import open_indexed
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.records import record_files
-from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
+from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
@@ -77,6 +77,26 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     topology = _topology(config, world, _slot(config, replica))
     config = config.among(topology.ensemble)
     tokenizer, architecture = check_start(config)
+    read = _read(config, topology, tokenizer, architecture)
+    alike = _alike(config, tokenizer, architecture)
+    return Prepared(config, tokenizer, world, topology, architecture, *read, alike)
+
+
+def check_sizes(
+    config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
+) -> None:
+    """Raise ValueError where there are too few samples, as far as their number is known: of indexed datasets.
+
+    Of text and records it is known when they are tokenized, at the start of a run.
+    """
+    if isinstance(config.data.source, IndexedSource):
+        _read(config, topology, tokenizer, architecture)
+
+
+def _read(
+    config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
+) -> tuple[Datasets, BatchPlan, list[ValidationSource]]:
+    """Read the data; raises ValueError where they are too few."""
     plan = BatchPlan(topology.ensemble, topology.dp, config.microbatches, config.micro_batch_size)
     evaluation = config.evaluation
     needs = Needs(
@@ -94,8 +114,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
         ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
         for part in datasets.validation
     ]
-    alike = _alike(config, tokenizer, architecture)
-    return Prepared(config, tokenizer, world, topology, architecture, datasets, plan, validation, alike)
+    return datasets, plan, validation
 
 
 def _topology(config: RunConfig, world: World, slot: int) -> Topology:

@@ -232,6 +232,19 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
 
 
+@pytest.mark.parametrize("iters", [2, 3])
+def test_a_check_counts_the_samples_of_an_evaluation(
+    iters: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of indexed datasets, whose sizes are known before anything is tokenized."""
+    config = run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, iters=iters)
+    config["training"]["output_dir"] = str(tmp_path / "run")
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    exit_code = main(["config", "--check", str(tmp_path / "run.json"), "--world-size", "1"])
+    assert (exit_code == 0) == (iters == 2)
+    assert ("lower evaluation.iters" in capsys.readouterr().err) == (iters == 3)
+
+
 @pytest.mark.parametrize("field", ["text", "sft_data_path"])
 @pytest.mark.parametrize("output", ["texts/runs/mine", "elsewhere/runs"])
 def test_a_run_does_not_read_what_it_writes(
