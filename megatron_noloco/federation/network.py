@@ -25,6 +25,7 @@ from megatron_noloco.federation.rendezvous import (
     PLACES,
     SELDOM,
     Rendezvous,
+    Seeds,
     can_listen,
     endpoint_of,
     host_of,
@@ -45,7 +46,6 @@ _LOOK_SECONDS = 1.0  # between two looks for addresses
 _WAIT_SECONDS = 0.02
 _PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _NO_ADDRESS = "; it must be an address of this host, or * for all"
-_REMEDIES: dict[int | None, str] = {errno.EADDRINUSE: "; port 0 takes any that is free"}
 _BACKLOG = 1024
 _LISTENERS = WeakSet[socket.socket]()  # of this process
 
@@ -130,7 +130,7 @@ class FederationTransport:
         self._network = network
         alike = network.run, dict(network.digests), network.kind
         member = Member(self.rank, self.world_size, *alike, network.streams)
-        listener = None if network.listen is None else _listening(network.listen, self.rank)
+        listener = None if network.listen is None else _listening(network, network.listen, self.rank)
         own = Address(_announced(network, listener), time.time_ns(), network.site)
         self.service = Service(member, own, listener, network.keys)
         self._peers = self.service.peers
@@ -303,7 +303,7 @@ def _announced(network: Network, listener: socket.socket | None) -> str:
     return network.advertise or reachable(endpoint_of(*listener.getsockname()[:2]), network.host)
 
 
-def _listening(endpoint: str, slot: int) -> socket.socket:
+def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
     """Listen at an endpoint; waits for a port that a job holds which was killed. Raises ValueError."""
     host, port = split(endpoint)
     deadline, told = time.monotonic() + _PORT_SECONDS, False
@@ -317,11 +317,21 @@ def _listening(endpoint: str, slot: int) -> socket.socket:
                 problem += ", by this process: close() what attach returned before"
                 raise ValueError(problem) from None
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise ValueError(problem + _REMEDIES.get(error.errno, _NO_ADDRESS)) from None
+                remedy = _free_port(network, port) if error.errno == errno.EADDRINUSE else _NO_ADDRESS
+                raise ValueError(problem + remedy) from None
             if not told:
                 sys.stderr.write(f"replica {slot}: {problem}; trying for {_PORT_SECONDS} s\n")
                 told = True
             time.sleep(0.2)
+
+
+def _free_port(network: Network, port: int) -> str:
+    """Return the remedy for a port that is in use: others may know this replica by it."""
+    if isinstance(network.rendezvous, Seeds) and port in network.rendezvous.ports:
+        return "; end the process that has it, or give federation.rendezvous of all jobs another port"
+    if network.advertise is not None:
+        return "; end the process that has it, or choose another port, which federation.advertise leads to"
+    return "; port 0 takes any that is free"
 
 
 def _bound(host: str, port: int) -> socket.socket:

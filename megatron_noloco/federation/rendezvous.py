@@ -259,9 +259,13 @@ class Seeds:
         return [host for host, _ in self._places]
 
     @property
+    def ports(self) -> list[int]:
+        return sorted({port for _, port in self._places})
+
+    @property
     def listen(self) -> str:
         """The port that all seeds have, on all interfaces. Raises ValueError if their ports differ."""
-        ports = sorted({port for _, port in self._places})
+        ports = self.ports
         if len(ports) > 1:
             raise ValueError(
                 f"federation.listen is missing: the addresses in federation.rendezvous have the ports {ports}, so "

@@ -307,11 +307,29 @@ def test_an_address_of_another_host_is_refused_in_one_line(tmp_path: Path, host:
         FederationTransport(Place(0, 2), network, PATIENCE)
 
 
-def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("known", "remedy"),
+    [
+        ("", "port 0 takes any that is free"),
+        ("rendezvous", "end the process that has it, or give federation.rendezvous of all jobs another port"),
+        (
+            "advertise",
+            "end the process that has it, or choose another port, which federation.advertise leads to",
+        ),
+    ],
+)
+def test_a_port_that_is_taken_is_refused_in_one_line(
+    known: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a remedy that is good where others know this replica by its port, too."""
     monkeypatch.setattr(module, "_PORT_SECONDS", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        network = Network(SharedFolder(tmp_path, RUN), RUN, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
-        with pytest.raises(ValueError, match=r"federation.listen: cannot listen at tcp://127.0.0.1:\d+: "):
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        rendezvous = Seeds.of(f"a:1,{place}") if known == "rendezvous" else SharedFolder(tmp_path, RUN)
+        advertise = "tcp://a:1" if known == "advertise" else None
+        network = Network(rendezvous, RUN, f"tcp://{place}", advertise=advertise)
+        line = f"federation.listen: cannot listen at tcp://{place}: Address already in use; {remedy}"
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
             FederationTransport(Place(0, 2), network, PATIENCE)
 
 
