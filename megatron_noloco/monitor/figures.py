@@ -62,7 +62,8 @@ def step_parts(row: Row) -> Iterator[str]:
     yield f"throughput per GPU (TFLOP/s/GPU): {row['speed/tflops_per_gpu']:.4g}"
     if "speed/mfu" in row:
         yield f"MFU: {percent(row['speed/mfu'])}"
-    own, every = row["speed/tokens_per_second"], row["speed/tokens_per_second_of_all"]
+    own = row["speed/tokens_per_second"]
+    every = row.get("speed/tokens_per_second_of_all", own)
     yield f"tokens per second: {whole(own)}" + (f" (all replicas: {whole(every)})" if every > own else "")
     yield f"peak memory (GB): {row['memory/peak_bytes'] / 1e9:.2f}"
     yield f"learning rate: {scientific(row['train/learning_rate'])}"

@@ -39,20 +39,23 @@ class Throughput:
         replicas: replicas of the run.
         flops_per_rank: floating-point operations for the batch of a replica (`training_flops`), per rank.
         peak_tflops: peak of a rank's device; None where it is not known.
+        federated: whether the replicas are separate jobs, of which this one does not know how fast they are.
     """
 
     tokens: int
     replicas: int
     flops_per_rank: float
     peak_tflops: float | None = None
+    federated: bool = False
 
     def record(self, seconds_per_step: float, record: Record) -> None:
-        """Record the speed of an interval. Assumes that all replicas run at this one's speed; no communication."""
+        """Record the speed of an interval. Assumes that all replicas of a job run at this one's speed."""
         tokens_per_second = self.tokens / seconds_per_step
         tflops = self.flops_per_rank / seconds_per_step / 1e12
         record("speed/seconds_per_step", seconds_per_step, MEAN)
         record("speed/tokens_per_second", tokens_per_second, MEAN)
-        record("speed/tokens_per_second_of_all", self.replicas * tokens_per_second, MEAN)
+        if not self.federated:
+            record("speed/tokens_per_second_of_all", self.replicas * tokens_per_second, MEAN)
         record("speed/tflops_per_gpu", tflops, MEAN)
         if self.peak_tflops is not None:
             record("speed/mfu", tflops / self.peak_tflops, MEAN)

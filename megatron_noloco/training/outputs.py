@@ -108,6 +108,7 @@ def _throughput(prepared: Prepared) -> Throughput:
         replicas=topology.ensemble,
         flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
         peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
+        federated=config.federation.slots is not None,
     )
 
 

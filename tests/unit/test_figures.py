@@ -58,6 +58,8 @@ def test_the_throughput_in_the_log_line() -> None:
         "| throughput per GPU (TFLOP/s/GPU): 412.3 | MFU: 41.7 % | tokens per second: 5186 (all replicas: 20746) |"
         in log_line(STEP | faster, 200)
     )
+    of_a_federation = {name: value for name, value in STEP.items() if not name.endswith("_of_all")}
+    assert "| tokens per second: 5186 |" in log_line(of_a_federation, 200)
 
 
 def test_sizes_and_durations() -> None:

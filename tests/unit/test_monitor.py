@@ -1,5 +1,6 @@
 """What the loop knows about a run becomes rows: time and speed."""
 
+from functools import partial
 from typing import Any
 
 from megatron_noloco.monitor import monitor
@@ -70,7 +71,10 @@ def test_one_replica_has_no_rounds_in_its_rows() -> None:
 
 
 def test_the_speed_of_a_step() -> None:
-    """4 replicas, of which each takes half a second for 1000 tokens and 100 TFLOP on each of its ranks."""
+    """4 replicas, of which each takes half a second for 1000 tokens and 100 TFLOP on each of its ranks.
+
+    A job of a federation does not know how many others are there.
+    """
     speeds = {
         "speed/seconds_per_step": 0.5,
         "speed/tokens_per_second": 2000.0,
@@ -87,3 +91,7 @@ def test_the_speed_of_a_step() -> None:
 
         Throughput(1000, 4, 1e14, peak_tflops).record(0.5, record)
         assert numbers == speeds | more
+        del numbers["speed/tokens_per_second_of_all"]
+        alone, numbers = numbers, {}
+        Throughput(1000, 4, 1e14, peak_tflops, federated=True).record(0.5, partial(record, numbers=numbers))
+        assert numbers == alone
