@@ -93,7 +93,11 @@ def check_network() -> Iterator[Finding]:
         address = ""
     if not any(address in own for own in outside.values()):
         what = f"this host's name, {host}, resolves to {address or 'no address'}: of no use to other hosts"
-        advice = f"set MASTER_ADDR for several hosts, such as {next(iter(outside.values()))[0]}"
+        address = next(iter(outside.values()))[0]
+        advice = (
+            f"set MASTER_ADDR for one job on several hosts, such as {address}; separate jobs, as after join, need "
+            "no name"
+        )
         yield Finding("network", "note", what, advice)
     if len(outside) > 1:
         what = (
