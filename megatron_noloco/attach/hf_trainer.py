@@ -158,8 +158,9 @@ class NolocoCallback(TrainerCallback):
             logs = control.should_log  # `log` resets it
             for report in reports:
                 others = [replica for replica in report.exchange.group if replica != self._slot]
+                spread = {"noloco_spread": report.spread} if others else {}
                 partner = others[0] if others else -1  # a skipped round
-                self._trainer.log({"noloco_spread": report.spread, "noloco_partner": partner})
+                self._trainer.log({**spread, "noloco_partner": partner})
             control.should_log = logs
         if control.should_save:
             self._write(args, state)

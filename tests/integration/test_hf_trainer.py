@@ -276,6 +276,7 @@ def test_a_checkpoint_saved_before_a_round_has_the_state_before_it(
     before = (loop.folder / "noloco_00000.pt").stat()
     callback.on_step_begin(loop.args, loop.state, loop.control)
     assert (loop.folder / "noloco_00000.pt").stat() == before
+    assert loop.logged == [{"noloco_partner": -1}], "of one replica there is no spread"
     callback.noloco.close()
 
 
