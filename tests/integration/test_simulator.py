@@ -113,6 +113,16 @@ def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:
         Simulation(RunConfig.from_dict(raw), texts=[*texts, texts[0]])
 
 
+def test_a_compiled_run_without_a_compiler_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        ValueError, match=r"^--compiled needs a C\+\+ compiler: there is no no-such-compiler; .*$"
+    ):
+        Simulation(RunConfig.from_dict(small(tmp_path, 2, 2, {"iters": 1})), compiled=True)
+
+
 def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new simulation continues from the file, to the same bits."""
     monkeypatch.setattr(simulation, "SAVE_SECONDS", 0)

@@ -1,5 +1,7 @@
 """One simulated run: the JSON of the trainer, all replicas in this process."""
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +116,8 @@ class Simulation:
         self.datasets = [build_datasets(source, tokenizer, needs) for source in sources]
         self.orders = [datasets.order(seed) for datasets in self.datasets]
         self.validation = [_validation_samples(config, datasets) for datasets in self.datasets]
+        if compiled:
+            _check_compiler()
         self._training_losses = torch.compile(self.model.losses) if compiled else self.model.losses
         self.weights = self.model.initial(seed).repeat(self.replicas, 1)
         self.inner = self._inner()
@@ -290,6 +294,16 @@ class Simulation:
         """Return each row's mean loss over the microbatches of a text, shape [rows]."""
         batches = samples.expand(len(weights), -1, -1, -1).unbind(1)
         return torch.stack([self.model.losses(weights, batch) for batch in batches]).mean(dim=0)
+
+
+def _check_compiler() -> None:
+    """Raise ValueError where `torch.compile` finds no compiler for this machine's CPU."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(
+            f"--compiled needs a C++ compiler: there is no {compiler}; install g++, or set CXX to another one, "
+            "or leave --compiled out"
+        )
 
 
 def _after_local_step(step: int, outer: Rounds) -> Sequence[RoundReport]:
