@@ -9,7 +9,17 @@ import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 import annotated_types
 import numpy as np
@@ -46,6 +56,12 @@ Size = Annotated[StrictFloat, Field(ge=0)]
 AboveZero = Annotated[StrictFloat, Field(gt=0)]
 Text = Annotated[StrictStr, Field(min_length=1)]
 FilePath = Annotated[Text, AfterValidator(_checked_path)]  # or a word that stands for one, such as "auto"
+
+
+class Also(NamedTuple):
+    """Annotates a field that takes a word besides, which is replaced before the field is checked."""
+
+    word: str
 
 
 def field(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -146,8 +162,10 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         str: "text",
         type(None): "null",
     }
-    bounds = " and ".join(filter(None, map(_bound, metadata)))
-    return f"{kinds[origin or annotation]} {bounds}".rstrip()
+    entries = list(metadata)
+    bounds = " and ".join(filter(None, map(_bound, entries)))
+    words = "".join(f' or "{entry.word}"' for entry in entries if isinstance(entry, Also))
+    return f"{kinds[origin or annotation]} {bounds}".rstrip() + words
 
 
 def _bound(entry: Any) -> str:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, 
 
 from megatron_noloco.fields import (
     AboveZero,
+    Also,
     FilePath,
     NonNegative,
     Positive,
@@ -45,6 +46,7 @@ PAPER: Mapping[str, Any] = {
 }
 """The method as its authors set it (arXiv 2506.10911): `NolocoSettings(**PAPER)`, in JSON `"recipe": "paper"`."""
 
+_K = "k: steps of the inner optimizer between two rounds."
 _PAPER = ", ".join(f"{name} {value}" for name, value in PAPER.items())
 _OWN = ("deadline_seconds", "slow_weights", "overlap_steps")  # may differ between the jobs of a federation
 _ROUNDED = (
@@ -77,11 +79,7 @@ class NolocoSettings:
         "noloco",
         'Replicas that average in a round; "noloco": a random group of replicas, "diloco": all.',
     )
-    local_steps: Positive = field(
-        10,
-        'k: steps of the inner optimizer between two rounds. "auto" (in `train`, with all replicas in one job): 1 '
-        "at first, until most_waiting, which is then 0.1, chooses k.",
-    )
+    local_steps: Positive = field(10, _K)
     outer_momentum: Annotated[StrictFloat, Field(ge=0, lt=1)] = field(
         0.0, "alpha: the share of the outer momentum buffer kept from round to round."
     )
@@ -246,6 +244,11 @@ class TrainerSettings(NolocoSettings):
         'Values of fields that are left out. "recommended": the defaults here, but where none of group_size, '
         "pairing, payload, sites is given, groups of 8 in int4 from 9 replicas in one job on, of 16 from 32 on. "
         f'"paper": {_PAPER}. A run that is continued keeps its groups.',
+    )
+    local_steps: Annotated[Positive, Also("auto")] = field(
+        10,
+        f'{_K} "auto" (with all replicas in one job): 1 at first, until most_waiting, which is then 0.1, chooses '
+        "k.",
     )
     most_waiting: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = field(
         None,

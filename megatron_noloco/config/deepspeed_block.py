@@ -14,7 +14,7 @@ from megatron_noloco.config import optimizer_block
 from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.wording import unknown_key, unknown_type
-from megatron_noloco.fields import problems_of
+from megatron_noloco.fields import Also, problems_of
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTO = "auto"
@@ -111,7 +111,9 @@ class DeepSpeedConfig(Block):
     )
     optimizer: OptimizerConfig = field(..., 'such as {"type": "AdamW", "params": {"lr": 3e-4}}')
     scheduler: SchedulerConfig | None = None
-    gradient_clipping: Size = field(0.0, 'Largest norm of a replica\'s gradient; 0: any, "auto": 1.')
+    gradient_clipping: Annotated[Size, Also(AUTO)] = field(
+        0.0, 'Largest norm of a replica\'s gradient; 0: any, "auto": 1.'
+    )
     bf16: Bf16Config = Bf16Config()
     fp16: Fp16Config = Fp16Config()
     data_types: DataTypesConfig = DataTypesConfig()

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from megatron_noloco.config import ConfigError, RunConfig, explain, load_config
+from megatron_noloco.config.explain import _sections
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.run_config import File
 from megatron_noloco.config.wording import ALIASES, HINTS, names_of_others
@@ -63,7 +64,7 @@ LINES: list[tuple[str, Any, str]] = [
     ("optimizer.params.betas", [0.9], ": must be a list of 2, each a number >= 0 and < 1, got [0.9]"),
     ("bf16.enabled", 1, ": must be true or false, got 1"),
     ("zero_optimization.allgather_bucket_size", 5, ": must be an integer >= 0 and divisible by 2, got 5"),
-    ("gradient_clipping", "x" * 80, f": must be a number >= 0, got '{'x' * 56}..."),
+    ("gradient_clipping", "x" * 80, f': must be a number >= 0 or "auto", got \'{"x" * 56}...'),
 ]
 
 
@@ -297,6 +298,13 @@ def test_explain_of_one_block() -> None:
         line.startswith("  ") and not line.startswith(("  noloco.", "   ")) for line in text.splitlines()
     )
     assert '"Muon"' in explain("optimizer")
+
+
+def test_a_field_with_a_meaning_of_auto_takes_it() -> None:
+    rows = [row for section in _sections() for row in section.fields]
+    named = [(name, takes) for name, takes, meaning in rows if '"auto":' in meaning or '"auto" (' in meaning]
+    assert {"local_steps", "overlap_steps"} <= {name for name, _ in named}
+    assert [name for name, takes in named if '"auto"' not in takes] == []
 
 
 def test_explain_of_one_field() -> None:

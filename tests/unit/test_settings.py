@@ -56,7 +56,7 @@ def test_no_setting_takes_a_value_of_another_type(settings: Any, name: str) -> N
 
 def test_the_line_of_a_wrong_setting_names_it_in_the_library_as_in_the_file() -> None:
     bounds = [
-        {"local_steps": 0},
+        {"fragments": 0},
         {"outer_momentum": 1.0},
         {"outer_lr": float("inf")},
         {"slow_weights": "disk"},
