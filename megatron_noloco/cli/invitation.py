@@ -66,7 +66,11 @@ def add_commands(commands: Commands) -> None:
     )
     pretrained = "for a run with training.pretrained: folder of the same weights on this machine"
     add("--pretrained", type=Path, help=pretrained)
-    add("--listen", default="tcp://*:0", help='see federation.listen; "off" behind a router')
+    listen = (
+        "see federation.listen: tcp://*:29600 where a firewall lets in connections to that port; "
+        '"off" behind a router (default: tcp://*:0, any free port)'
+    )
+    add("--listen", default="tcp://*:0", help=listen)
     add("--notice-command", metavar="COMMAND", help="see federation.notice_command")
     add("--start", action="store_true", help="start the job, instead of printing how to start it")
     join.set_defaults(run=_join)
