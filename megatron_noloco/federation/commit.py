@@ -249,8 +249,11 @@ class CommittedExchange:
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
         hidden = {replica for replica in range(place.replicas) if not partners.reachable(replica)}
-        partner = self._replica.choose(number, Others(present, free, waiting, hidden, partners.sites()))
-        planned = [f"replica {other} {seen[other][1]}" for other in group if other != place.replica]
+        others_now = Others(present, free, waiting, hidden, partners.elsewhere(), partners.sites())
+        partner = self._replica.choose(number, others_now)
+        # A planned one that is free has another partner: the group is of the plan without sites.
+        why = {other: seen[other][1] or "has another partner" for other in group if other != place.replica}
+        planned = [f"replica {other} {reason}" for other, reason in why.items()]
         return partner, "" if partner is not None else "".join(planned)
 
     def _prepare(self) -> None:

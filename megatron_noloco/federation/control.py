@@ -112,6 +112,7 @@ class State:
             that exchange is in doubt, as the sender did not skip it.
         step: local steps of the state that it can give; 0: it has none to give.
         takes_over: whether it waits for the state of another replica, and takes part in no exchange until then.
+        sees: the replicas that are there and that nobody can connect to; told to such replicas only.
     """
 
     begun: Number
@@ -119,6 +120,7 @@ class State:
     counted: Number
     step: Number = 0
     takes_over: bool = False
+    sees: list[Number] = Field(default_factory=list)
     kind: Literal["state"] = "state"
 
 

@@ -31,6 +31,7 @@ class Seen(NamedTuple):
         heard: the time of its last message, on the monotonic clock; -inf: never.
         connected: whether our messages can reach it.
         takes_over: whether it waits for the state of another replica, and exchanges with nobody until then.
+        sees: replicas that it sees, and this one cannot, since nobody can connect to either of them.
     """
 
     epoch: int = 0
@@ -40,6 +41,7 @@ class Seen(NamedTuple):
     heard: float = float("-inf")
     connected: bool = False
     takes_over: bool = False
+    sees: frozenset[int] = frozenset()
 
     @property
     def present(self) -> bool:
@@ -82,6 +84,11 @@ class Peer:
     counted: int = -1
     silent_ticks: int = 0
     longest_silence: int = 0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether its address says that nobody can connect to it."""
+        return self.address is not None and not self.address.endpoint
 
     def update(self, **changes: Any) -> None:
         """Replace some of `seen`."""
@@ -185,7 +192,9 @@ class Exchanges:
     def state(self, peer: Peer) -> State:
         """Return what another replica is to know of this one."""
         open_from = self._open_from(peer.slot)
-        return State(self._begun + 1, open_from, peer.counted + 1, self._step, self._takes_over)
+        hidden = [other.slot for other in self._others.values() if other.hidden and other.seen.present]
+        sees = hidden if peer.hidden else []
+        return State(self._begun + 1, open_from, peer.counted + 1, self._step, self._takes_over, sees)
 
     # What others say
 
@@ -207,7 +216,8 @@ class Exchanges:
 
     def _take_state(self, peer: Peer, session: Session, state: State) -> None:
         slot, begun = peer.slot, state.begun - 1
-        peer.update(begun=begun, open_from=state.open_from, step=state.step, takes_over=state.takes_over)
+        exchanges = {"begun": begun, "open_from": state.open_from, "takes_over": state.takes_over}
+        peer.update(**exchanges, step=state.step, sees=frozenset(state.sees))
         counts = RankLostError(slot, "has used the mean, and this replica missed its token")
         session.cancel(_before(min(state.counted, state.open_from)), counts)
         session.cancel(_before(state.open_from), WithdrawnError(slot, "has no part in this exchange"))

@@ -113,16 +113,24 @@ class Membership:
 
         Args:
             done: local steps of the checkpoint; 0: there is none.
+
+        Raises ValueError where the rendezvous has only led to jobs with which a new job can never exchange.
         """
-        came = True
+        came, refusal = True, ""
         self.handover.trains_from(done)
         if self.transport is not None:
             self.transport.wait_for(1, FIRST_SECONDS)
             seconds = self.noloco.deadline_seconds
             if done:
                 seconds = min(seconds, TOGETHER_SECONDS)
-            came = self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
-        return of_rank_0(came or done > 0)
+            refusal = "" if done else self.transport.refusal
+            if not refusal:
+                came = self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
+        came, refusal = of_rank_0((came or done > 0, refusal))
+        if refusal:
+            self.leave()
+            raise ValueError(refusal)
+        return came
 
     def announce(self, done: int) -> None:
         """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""

@@ -176,6 +176,11 @@ class FederationTransport:
         self.service.check()
         return [slot for slot, peer in self._peers.others.items() if peer.seen.present]
 
+    @property
+    def refusal(self) -> str:
+        """Why this job can exchange with none that the rendezvous led to; "" where it can, or none answered."""
+        return "" if self.present() else self._peers.refusal
+
     def seen(self) -> dict[int, Seen]:
         """Return what is known of the replicas that were ever heard of, by slot."""
         self.service.check()
@@ -278,6 +283,7 @@ class FederationTransport:
                     if line := rendezvous.other_runs():
                         self._peers.warn(f"federation.rendezvous: {line}")
                     self.service.do(self._peers.name_namesakes)
+                    self.service.do(self._peers.name_silent, found.endpoints)
             except OSError as error:  # known addresses stay in use
                 self._peers.warn(f"federation.rendezvous: {error}")
             except ServiceFailedError:  # the main thread learns of it, too

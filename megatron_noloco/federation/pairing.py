@@ -8,7 +8,8 @@ message, and at most one replica is left without a partner.
 
 Where jobs name their sites, planned pairs are drawn by the same rows from all replicas whose site is known: in
 most rounds inside sites, in every `interval`-th across them as far as that is possible. Left-over replicas are
-paired likewise. Only a replica that has nobody at its own site goes across in any round, before others do.
+paired likewise. Only a replica that is alone at its site goes across in any round, before all others, with each of
+them as often.
 
 Two replicas that no other can connect to ("hidden") are never a pair. Where the plan pairs them, they change
 partners with a planned pair of which both can be reached. A hidden replica that is left over comes before the
@@ -18,6 +19,7 @@ others that are.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping, goes_across
@@ -28,10 +30,11 @@ class Others:
     """The other replicas, as a replica knows them when it begins a round.
 
     Attributes:
-        present: those that take part in the round, or will.
+        present: those that take part in the round, or will, as far as this one sees them.
         free: those of them that have no other partner in it.
         waiting: those of the free ones that have begun the round with this replica.
         hidden: those of all replicas, this one included, that no other can connect to.
+        elsewhere: the hidden ones that others see. A hidden replica sees no other itself.
         sites: where replicas are, as far as that is known, this one included.
     """
 
@@ -39,6 +42,7 @@ class Others:
     free: Set[int]
     waiting: Set[int]
     hidden: Set[int] = frozenset()
+    elsewhere: Set[int] = frozenset()
     sites: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -57,7 +61,7 @@ def choose(
     labels = draw_permutation(grouping.replicas, grouping.seed, Stream.CHOICES, *at).tolist()
     hidden, several = others.hidden, len(set(others.sites.values())) > 1
     crosses = several and goes_across(sum(at), interval)
-    there, sites = {replica, *others.present}, others.sites if several else {}
+    there, sites = {replica, *others.present, *others.elsewhere}, others.sites if several else {}
 
     def pairs_of_rows(members: Set[int], there: Set[int]) -> dict[int, int]:
         return _pairs_of_rows(labels, members, _Places(hidden, there, sites, crosses))
@@ -72,8 +76,7 @@ def choose(
         return planned[replica]
     if others.waiting:
         return min(others.waiting, key=lambda other: (labels[replica] + labels[other]) % len(labels))
-    unseen = hidden if replica in hidden else set()  # they may be there
-    left_over = {other for other in others.free if planned.get(other) not in {*others.present, *unseen}}
+    left_over = {other for other in others.free if planned.get(other) not in there - {replica}}
     return pairs_of_rows({replica, *left_over}, there).get(replica)
 
 
@@ -85,7 +88,7 @@ def _without_hidden_pairs(
     def by_label(pair: Set[int]) -> list[int]:
         return sorted(pair, key=labels.__getitem__)
 
-    both = [pair for pair in pairs if pair <= hidden]  # present or not: they do not see each other
+    both = [pair for pair in pairs if pair <= hidden & present]
     none = [pair for pair in pairs if not pair & hidden and pair <= present]
     found = [pair for pair in pairs if pair not in both]
     for two, others in zip(*(sorted(some, key=by_label) for some in (both, none)), strict=False):
@@ -98,18 +101,19 @@ def _partners(pairs: Iterable[Set[int]]) -> dict[int, int]:
     return {one: two for pair in pairs for one in pair for two in pair - {one}}
 
 
-_KINDS = (
-    (False, False),
-    (False, True),
-    (True, False),
-    (True, True),
-)  # of pairs, in the order of their choice
+class _Kind(IntEnum):
+    """What a pair is, in the order in which pairs are chosen."""
+
+    HIDDEN_ALONE = 0  # at two sites; a hidden member has nobody to exchange with at its own
+    ALONE = 1  # at two sites; a member that can be reached has nobody at its own
+    ACROSS_HIDDEN = 2  # at two sites, in a round that goes across; a member is hidden
+    ACROSS = 3
+    HIDDEN = 4  # at one site; a member is hidden
+    OPEN = 5
 
 
 class _Places:
     """Where replicas are, and which two may be a pair.
-
-    A pair's kind is whether both are at one site, and whether both can be reached.
 
     Args:
         there: those that count as being at their site.
@@ -123,21 +127,29 @@ class _Places:
             Counter(map(sites.get, some)) for some in (there, there - hidden)
         )
 
-    def kind(self, one: int, two: int) -> tuple[bool, bool] | None:
+    def kind(self, one: int, two: int) -> _Kind | None:
         """Return the kind of a pair; None: the two are never a pair."""
-        same, hidden_members = self._sites.get(one) == self._sites.get(two), len({one, two} & self._hidden)
-        if hidden_members == 2 or not (same or self._goes_across(one) or self._goes_across(two)):
+        hidden = {one, two} & self._hidden
+        if len(hidden) == 2:
             return None
-        return same, not hidden_members
-
-    def begins(self, one: int, kind: tuple[bool, bool]) -> bool:
-        """Whether to look for pairs of a kind from this member: each pair has a member of which that is so."""
-        same, both_open = kind
-        return (same or self._goes_across(one)) if both_open else one in self._hidden
-
-    def _goes_across(self, one: int) -> bool:
+        if self._sites.get(one) == self._sites.get(two):
+            return _Kind.HIDDEN if hidden else _Kind.OPEN
+        if alone := {member for member in (one, two) if self._is_alone(member)}:
+            return _Kind.HIDDEN_ALONE if alone & hidden else _Kind.ALONE
         if self._crosses:
-            return True
+            return _Kind.ACROSS_HIDDEN if hidden else _Kind.ACROSS
+        return None
+
+    def begins(self, one: int, kind: _Kind) -> bool:
+        """Whether to look for pairs of a kind from this member: each pair has a member of which that is so."""
+        if kind in (_Kind.HIDDEN_ALONE, _Kind.ALONE):
+            return self._is_alone(one) and (one in self._hidden) == (kind is _Kind.HIDDEN_ALONE)
+        if kind in (_Kind.ACROSS_HIDDEN, _Kind.ACROSS) and not self._crosses:
+            return False
+        return kind in (_Kind.ACROSS, _Kind.OPEN) or one in self._hidden
+
+    def _is_alone(self, one: int) -> bool:
+        """Whether a replica has nobody to exchange with at its own site."""
         site = self._sites.get(one)
         return self._open_at_site[site] == 0 if one in self._hidden else self._at_site[site] == 1
 
@@ -146,7 +158,7 @@ def _pairs_of_rows(labels: list[int], members: Set[int], places: _Places) -> dic
     """Return the partner of each replica that has one, taking the rows in order for one kind after the other."""
     by_label = {labels[member]: member for member in members}
     pairs: dict[int, int] = {}
-    for kind in _KINDS:
+    for kind in _Kind:
         left = [one for one in members if one not in pairs and places.begins(one, kind)]
         for row in range(len(labels)):
             for one in left:

@@ -118,6 +118,11 @@ class FederationPartners:
         address = self._peers.directory.addresses.get(slot)
         return address is None or bool(address.endpoint)
 
+    def elsewhere(self) -> set[int]:
+        """Return the replicas that others see, and this one cannot, since nobody can connect to either."""
+        there = [peer.seen for peer in self._peers.others.values() if peer.seen.present]
+        return {slot for seen in there for slot in seen.sees} - {self._peers.member.slot}
+
     def sites(self) -> dict[int, str]:
         """Return the names of the sites of all replicas whose address is known, with this one's, by slot."""
         return {slot: address.site for slot, address in self._peers.directory.addresses.copy().items()}

@@ -13,7 +13,7 @@ import secrets
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_noloco.federation.control import (
@@ -76,6 +76,7 @@ class Peers:
         names: endpoints with the name of a host, of replicas that are not connected.
         found: addresses of such hosts, by endpoint.
         stopped: whether this job was asked to stop.
+        refusal: why a process that was asked for addresses cannot be an other replica; "": none has answered so.
         leaves_at: until when, on the monotonic clock, what is under way is waited for all the same.
     """
 
@@ -90,12 +91,14 @@ class Peers:
         self.names = set[str]()
         self.found: dict[str, list[SocketAddress]] = {}
         self.stopped: Callable[[], bool] = lambda: False
+        self.refusal = ""
         self.leaves_at = float("-inf")
         self._keys = keys
         self._stopped_ticks = 0
         self._rival_again = float("-inf")
         self._questions = list[Wire]()
         self._warnings = set[str]()
+        self._answered = set[str]()  # endpoints that were asked for addresses
 
     def warn(self, line: str) -> None:
         """Write a line to stderr, once; no more after many."""
@@ -168,6 +171,14 @@ class Peers:
             if (wire := self._connect(endpoint, to, partial(self._visit, None))) is not None:
                 self._questions.append(wire)
 
+    def name_silent(self, endpoints: Sequence[str]) -> None:
+        """Say that nobody has ever answered at the endpoints that are asked for addresses, if that is so."""
+        if endpoints and self._answered.isdisjoint(endpoints):
+            self.warn(
+                f"nobody answers at {', '.join(endpoints)} (federation.rendezvous): does a job listen there, and "
+                "is the port open?"
+            )
+
     def _connect(self, endpoint: str, to: SocketAddress, script: Callable[[Wire], Script]) -> Wire | None:
         try:
             return self.wires.dial(endpoint, to, script)
@@ -196,11 +207,17 @@ class Peers:
             self._ask_rival(rival)
 
     def _ask_rival(self, rival: Address) -> None:
-        """Ask whether the later process of this slot is still there; if it is not, this one may claim the slot."""
+        """Ask whether the later process of this slot is still there; if it is not, this one may claim the slot.
+
+        A process to which nobody can connect cannot be asked: this one claims the slot after a pause, and the
+        other, where it is still there, claims it again.
+        """
         now = time.monotonic()
         if now < self._rival_again:
             return
-        self._rival_again = now + _RIVAL_SECONDS
+        first, self._rival_again = self._rival_again == float("-inf"), now + _RIVAL_SECONDS
+        if not rival.endpoint and not first:
+            self.directory.may_claim()
         for to in numeric(rival.endpoint)[:1]:
             if self._connect(rival.endpoint, to, self._visit_rival) is None:
                 self.directory.may_claim()
@@ -262,11 +279,12 @@ class Peers:
             say(wire, own)
             hello = yield from heard(Hello)
         except OSError as error:
-            self._say_why(wire, error)
+            self._say_why(wire, error, asked=slot is None)
             return
+        self._answered.add(wire.endpoint)
         if slot is not None and self._is_own(hello):
             self._name_namesake(self.others[slot], "this replica itself answers there")
-        elif self._fits(hello) and hello.member.slot == slot:
+        elif self._fits(hello, asked=slot is None) and hello.member.slot == slot:
             yield from self._meet(wire, own, hello)
 
     def _greet(self, wire: Wire) -> Script:
@@ -288,8 +306,12 @@ class Peers:
         if self._keys is not None:
             wire.encrypt(self._keys.dials if wire.endpoint else self._keys.listens)
 
-    def _say_why(self, wire: Wire, error: OSError) -> None:
-        """Say why a connection has not begun; not where nobody answers."""
+    def _say_why(self, wire: Wire, error: OSError, asked: bool = False) -> None:
+        """Say why a connection has not begun; not where nobody answers.
+
+        Args:
+            asked: whether this process has connected to ask for addresses.
+        """
         if isinstance(error, ssl.SSLError):
             why = _SAME_KEY
         elif isinstance(error, RefusedError):
@@ -298,8 +320,14 @@ class Peers:
             why = "the other side closed the connection at once: it has ended, or is no replica"
         else:
             return
+        self._answered.add(wire.endpoint)
         at = f"{wire.endpoint} cannot be joined" if wire.endpoint else "a connection to this replica failed"
-        self.warn(f"{at}: {why}")
+        self._refuse(f"{at}: {why}", asked)
+
+    def _refuse(self, line: str, asked: bool) -> None:
+        self.warn(line)
+        if asked:
+            self.refusal = line
 
     def _hello(self, question: bool = False) -> Hello:
         known = self.directory
@@ -311,12 +339,17 @@ class Peers:
         own = self.member.slot, self.directory.own.epoch
         return (hello.member.slot, hello.address.epoch) == own
 
-    def _fits(self, hello: Hello) -> bool:
-        """Whether a process can exchange with this one; says why not, as the other side does."""
+    def _fits(self, hello: Hello, asked: bool = False) -> bool:
+        """Whether a process can exchange with this one; says why not, as the other side does.
+
+        Args:
+            asked: whether this process has connected to ask for addresses.
+        """
         member, theirs, slot = self.member, hello.member, hello.member.slot
         if not fit(member, theirs):
             names = differences(member.digests, theirs.digests)
-            self.warn(f"replica {slot} is refused: its job differs from this one in {names or 'its run'}")
+            line = f"replica {slot} is refused: its job differs from this one in {names or 'its run'}"
+            self._refuse(line, asked)
             return False
         if self._is_own(hello):
             return False  # all addresses in the config are asked, this one's among them

@@ -102,6 +102,9 @@ class Partners:
     def sites(self) -> dict[int, str]:
         return {}
 
+    def elsewhere(self) -> set[int]:
+        return set()
+
     def record(self, seconds: float, rank: int) -> None:
         self.succeeded += 1
 

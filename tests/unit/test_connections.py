@@ -154,6 +154,19 @@ def test_a_job_that_continues_or_finds_trained_ones_does_not_wait_for_all(
         assert all(rank.wait_for(2, SECONDS) for rank in ranks)
 
 
+def test_a_new_job_that_is_refused_ends_and_one_that_continues_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "TOGETHER_SECONDS", 0.1)
+    with transport(tmp_path, 0) as one:
+        joining = Membership(one, one.place, NolocoSettings(), FederationSettings(slots=2))
+        one.service.peers.refusal = "replica 1 is refused: its job differs from this one in tokenizer"
+        assert joining.wait_for_start(done=1)
+        with pytest.raises(ValueError, match=r"^replica 1 is refused: "):
+            joining.wait_for_start(done=0)
+
+
 @pytest.mark.parametrize("streams", [1, 4])
 def test_bulk_data_go_over_all_streams(tmp_path: Path, streams: int) -> None:
     """As many as either side wants."""

@@ -15,9 +15,10 @@ def known(
     waiting: Set[int] = frozenset(),
     busy: Set[int] = frozenset(),
     hidden: Set[int] = frozenset(),
+    elsewhere: Set[int] = frozenset(),
     sites: Mapping[int, str] | None = None,
 ) -> Others:
-    return Others(free | busy, free, waiting, hidden, sites or {})
+    return Others(free | busy, free, waiting, hidden, elsewhere, sites or {})
 
 
 @settings(max_examples=60)
@@ -43,22 +44,22 @@ def test_at_most_one_replica_is_left_without_a_partner(
 @settings(max_examples=300)
 @given(st.integers(2, 9), st.integers(0, 5), st.data())
 def test_hidden_replicas_are_never_a_pair(replicas: int, round_index: int, data: st.DataObject) -> None:
-    """They do not see each other. While none has gone there are as many pairs as can be."""
+    """They do not see each other, but learn from the others who is there: there are as many pairs as can be."""
     grouping = Grouping(replicas, 2, seed=3)
     gone, hidden = (data.draw(st.sets(st.integers(0, replicas - 1), max_size=most)) for most in (2, replicas))
     present = set(range(replicas)) - gone
     partners = {}
     for replica in present:
         apart = hidden if replica in hidden else set()
-        others = known(present - {replica} - apart, hidden=hidden)
+        elsewhere = (present & apart) - {replica}
+        others = known(present - {replica} - apart, hidden=hidden, elsewhere=elsewhere)
         partners[replica] = choose(grouping, replica, (round_index, 0), others)
     pairs = {
         frozenset((one, two)) for one, two in partners.items() if two is not None and partners[two] == one
     }
     public, behind = len(present - hidden), len(present & hidden)
     directly = min(public, behind) + (max(0, public - behind) // 2)
-    if not gone & hidden:
-        assert len(pairs) >= directly - bool(gone)
+    assert len(pairs) >= directly - bool(gone)
     assert not any(pair <= hidden for pair in pairs)
 
 
@@ -145,6 +146,23 @@ def test_replicas_that_know_no_sites_are_all_at_one() -> None:
             for sites in ({}, dict.fromkeys(range(8), ""), dict.fromkeys(range(8), "a"))
         )
         assert plain == unnamed == named
+
+
+def test_a_replica_alone_at_its_site_exchanges_with_all_others_as_often_hidden_or_not() -> None:
+    grouping, sites = Grouping(4, 2, seed=1), {0: "a", 1: "b", 2: "b"}
+    partners = Counter(
+        choose(grouping, 0, (number, 0), known({1, 2}, hidden={1}, sites=sites), interval=8)
+        for number in range(200)
+    )
+    assert partners.keys() == {1, 2}
+    assert min(partners.values()) > 70
+
+
+def test_two_replicas_of_many_slots_miss_no_round_where_hidden_ones_have_left() -> None:
+    grouping, hidden = Grouping(4, 2, seed=1), {1, 2, 3}  # slots 2 and 3 were there, and are not any more
+    for number in range(30):
+        assert choose(grouping, 0, (number, 0), known({1}, hidden=hidden)) == 1
+        assert choose(grouping, 1, (number, 0), known({0}, hidden=hidden)) == 0
 
 
 def test_a_hidden_site_exchanges_with_others_in_every_round() -> None:

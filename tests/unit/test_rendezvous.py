@@ -131,15 +131,29 @@ def test_a_seed_that_has_no_address_does_not_stop_the_others(name: str) -> None:
 
 def test_jobs_of_two_runs_at_one_seed_both_say_in_what_they_differ() -> None:
     seed = f"127.0.0.1:{free_port()}"
+    lines = [f"replica {slot} is refused: its job differs from this one in tokenizer" for slot in (1, 0)]
     with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
-        for slot, run, listen in ((0, RUN, f"tcp://{seed}"), (1, RUN + 1, LOCAL)):
-            network = Network(Seeds.of(seed), run, listen, digests={"tokenizer": str(run), "model": "1"})
+        first, second = (
             stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-        for rank in range(2):
-            line = (
-                f"replica {rank}: replica {1 - rank} is refused: its job differs from this one in tokenizer\n"
-            )
-            until(lambda line=line: line in output.getvalue())  # type: ignore[misc]
+            for slot, run, listen in ((0, RUN, f"tcp://{seed}"), (1, RUN + 1, LOCAL))
+            for digests in [{"tokenizer": str(run), "model": "1"}]
+            for network in [Network(Seeds.of(seed), run, listen, digests=digests)]
+        )
+        for rank, line in enumerate(lines):
+            until(lambda line=f"replica {rank}: {line}\n": line in output.getvalue())  # type: ignore[misc]
+        assert (first.refusal, second.refusal) == ("", lines[1])  # the first one has asked itself
+
+
+def test_a_seed_at_which_nobody_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not by the first job, which answers itself."""
+    monkeypatch.setattr("megatron_noloco.federation.network._LOOK_SECONDS", 0.01)
+    seed, other = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
+        member(stack, Place(0, 2), seed, f"tcp://{seed}")
+        member(stack, Place(1, 2), other)
+        line = f"replica 1: nobody answers at tcp://{other} (federation.rendezvous): does a job listen there"
+        until(lambda: line in output.getvalue())
+    assert "replica 0:" not in output.getvalue()
 
 
 def test_jobs_of_two_runs_in_one_folder_both_say_in_what_they_differ(
@@ -530,6 +544,21 @@ def test_the_same_replica_twice_is_reported_by_both(tmp_path: Path, monkeypatch:
             until(lambda line=line: line in output.getvalue())  # type: ignore[misc]
         assert again.present() == [1]
         assert first.present() == []
+
+
+def test_a_replica_that_nobody_can_ask_takes_its_slot_back_when_another_process_of_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_BACK_SECONDS", 0.3)
+    monkeypatch.setattr(peers, "_RIVAL_SECONDS", 0.5)
+    hidden = Network(SharedFolder(tmp_path, RUN), RUN, None)
+    with redirect_stderr(io.StringIO()), transport(tmp_path, 1) as other, ExitStack() as stack:
+        first = stack.enter_context(closing(FederationTransport(Place(0, 2), hidden, PATIENCE)))
+        until(lambda: first.present() == [1])
+        with closing(FederationTransport(Place(0, 2), hidden, PATIENCE)) as again:
+            until(lambda: again.present() == [1])
+        until(lambda: (first.present(), other.present()) == ([1], [0]))
+        swap(first, other, tag=1)
 
 
 @pytest.mark.parametrize("folder", [True, False])
