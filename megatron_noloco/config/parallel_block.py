@@ -64,8 +64,14 @@ class ParallelConfig(Block):
         return None if self.replicas == "auto" else self.replicas * self.replica_size
 
 
-def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
-    """Return the topology of `world_size` ranks; raises ValueError with the equation when they do not fit."""
+def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) -> Topology:
+    """Return the topology of `world_size` ranks; raises ValueError with the equation when they do not fit.
+
+    Args:
+        federated: whether the job is one replica of a federation.
+    """
+    if federated:
+        parallel = parallel.model_copy(update={"replicas": 1})
     one = Topology(
         1,
         parallel.pipeline_model_parallel_size,
@@ -89,6 +95,8 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
     needed = parallel.replicas * size
     if needed != world_size:
         other = "" if rest else f", or set parallel.replicas to {fitting}"
+        if federated:
+            other = ", or change the sizes in this job's block parallel"
         raise ValueError(
             f"{ranks} {'is' if world_size == 1 else 'are'} not {count(parallel.replicas, 'replica')} x "
             f"{inside} = {needed}; start {count(needed, 'rank')}{other}"

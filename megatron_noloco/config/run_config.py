@@ -195,11 +195,9 @@ class RunConfig:
         """
         slots = self.federation.slots
         try:
-            if slots is None:
-                topology = parallel_block.lay_out(self.parallel, world_size)
-            else:
-                one = parallel_block.lay_out(self.parallel.model_copy(update={"replicas": 1}), world_size)
-                topology = replace(one, slot=slot, slots=slots)
+            topology = parallel_block.lay_out(self.parallel, world_size, federated=slots is not None)
+            if slots is not None:
+                topology = replace(topology, slot=slot, slots=slots)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
         if problems := list(self._problems_among(topology.ensemble)):

@@ -65,11 +65,11 @@ def _facts(run: RunLog) -> dict[str, str]:
         found["weights"] = f"{parameters:,}"
     if not steps:
         return found
-    found["local steps"] = f"{min(row['step'] for row in steps)} of {facts.get('steps', '?')}"
+    found["local steps"] = f"{_range_of_steps(steps)} of {facts.get('steps', '?')}"
     seconds = (max(log.seconds_so_far().values(), default=0.0) for log in run.replicas)
     found["training time"] = figures.duration(max(seconds))
     if checkpoints := _newest(run, "checkpoint"):
-        found["last checkpoint"] = f"local step {min(row['step'] for row in checkpoints)}"
+        found["last checkpoint"] = f"local step {_range_of_steps(checkpoints)}"
     first = run.replicas[0]
     if row := first.newest("evaluation"):
         own = figures.cell(row, "validation/loss", figures.loss)
@@ -84,6 +84,12 @@ def _facts(run: RunLog) -> dict[str, str]:
 
 def _newest(run: RunLog, kind: str) -> list[Row]:
     return [row for log in run.replicas if (row := log.newest(kind))]
+
+
+def _range_of_steps(rows: Sequence[Row]) -> str:
+    """Return the local steps of rows, of the replica furthest behind first where they differ."""
+    steps = sorted({row["step"] for row in rows})
+    return " to ".join(map(str, steps[:1] + steps[1:][-1:]))
 
 
 def _drawn(plot: Plot, number: int) -> str:

@@ -267,7 +267,8 @@ def schemes(
     """Return the costs of the config's own scheme, of NoLoCo, of DiLoCo, and of synchronous training.
 
     NoLoCo is in pairs, and with more than 8 replicas also in the groups that docs/evidence.md recommends for them;
-    separate jobs exchange in pairs only. With `most_waiting` each has the local steps that its run would choose.
+    separate jobs exchange in pairs only, and have no DiLoCo. With `most_waiting` each has the local steps that its
+    run would choose.
 
     The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
     averages gradients in each local step, in the working precision, by a reduce-scatter and an all-gather of
@@ -304,14 +305,15 @@ def schemes(
         scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
         scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap_steps="auto")),
     ]
-    if replicas > 8 and not topology.slots:
-        advised = recommended(replicas)
-        name = f"NoLoCo in groups of {advised['group_size']}, {advised['payload']}"
-        found.append(scheme(name, variant(method="noloco", **advised)))
-    found += [
-        scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
-        scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),
-    ]
+    if not topology.slots:
+        if replicas > 8:
+            advised = recommended(replicas)
+            name = f"NoLoCo in groups of {advised['group_size']}, {advised['payload']}"
+            found.append(scheme(name, variant(method="noloco", **advised)))
+        found += [
+            scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
+            scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),
+        ]
     gradients = round(WORKING[config.precision] * largest.parameters * 2 * (replicas - 1) / replicas)
     seconds = network.seconds(gradients, 2 * math.log2(replicas))
     return [*found, Scheme("synchronous", gradients, seconds, 1)]

@@ -400,7 +400,10 @@ def test_a_job_of_a_federation_is_one_replica() -> None:
     assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
     assert topology.place(1) == Place(replica=3, replicas=4, rank=7, ranks_per_replica=2)
     assert topology.ensemble == 4
-    with pytest.raises(ConfigError, match="4 ranks are not 1 replica x pipeline 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"4 ranks are not 1 replica x pipeline 2 .*change the sizes in this job's block parallel$",
+    ):
         run.topology(4)
 
 

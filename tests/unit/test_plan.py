@@ -170,6 +170,7 @@ def test_in_a_federation_one_rank_sends_all_weights_of_its_replica() -> None:
     assert alone.schemes[0].bytes_per_exchange == staged.schemes[0].bytes_per_exchange
     assert alone.schemes[0].seconds_per_exchange > 1.9 * staged.schemes[0].seconds_per_exchange
     assert (alone.gathered_bytes > 0, staged.gathered_bytes > 0) == (False, True)
+    assert not any("DiLoCo" in way.name for way in alone.schemes)
 
 
 @pytest.mark.parametrize(("replicas", "members"), [(8, 0), (16, 8), (32, 16)])

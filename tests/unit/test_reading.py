@@ -203,6 +203,10 @@ def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
     assert ": step 6 of 10" in text
     assert "last checkpoint: step 6" in text
     assert "waits for a partner at most: replica 00 5 s" in text
+    assert main(["report", str(tmp_path)]) == 0
+    said = " ".join(read(tmp_path / "report.html")[1].split())
+    assert "local steps 2 to 8 of 10" in said
+    assert "last checkpoint local step 2 to 8" in said
 
 
 def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
