@@ -30,6 +30,7 @@ from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import Pipeline
+from megatron_noloco.pipeline.stream_clock import StreamClock
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from tools.options import command_line
@@ -46,7 +47,7 @@ class CoreCommunicator(P2PCommunicator):
     def __init__(self, groups: Groups, stage: Stage) -> None:
         super().__init__(groups.pp, stage.config)
         self.device, self.vpp = torch.device("cpu"), 1
-        self.wait_seconds, self.bytes_to_others = 0.0, 0
+        self.waits, self.bytes_to_others = StreamClock(self.device), 0
 
     def begin(self, *_: Any) -> None:
         """Ignore the routes: the two neighbours are always the same."""
