@@ -18,7 +18,7 @@ from tests.simulated_gpu import Gpu, Order, Wait
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess
 
-STEPS, LAYERS = 3, 2
+STEPS, MICROBATCHES, LAYERS = 2, 2, 2
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -49,8 +49,8 @@ def of_all(rank: int, world_size: int, cases: list[str], order: Order | None) ->
 def trained(changes: dict[str, Any], order: Order | None) -> dict[str, Any]:
     """Return the numbers of local steps on a device, without `order` on a CPU, and the waits of the last one."""
     with nullcontext() if order is None else Gpu(order) as gpu:
-        small = {"model": {"num_layers": LAYERS}, **TORCH_ADAM, "scheduler": None}
-        config, groups, stage = build(tiny_with(small, changes), 1)
+        size = {"model": {"num_layers": LAYERS}, "gradient_accumulation_steps": MICROBATCHES}
+        config, groups, stage = build(tiny_with(size, TORCH_ADAM, {"scheduler": None}, changes), 1)
         noted: list[tuple[str, Any]] = []
         engine = ReplicaEngine(
             stage, groups, config.deepspeed, lambda name, value, *_: noted.append((name, value))
@@ -132,7 +132,7 @@ MARK = {
     "deepspeed/runtime/utils.py": 2
 }  # DeepSpeed's mark for a norm that is not finite: to the device, and back
 NORM = {**MARK, "megatron_noloco/engine/gradients.py": 1}
-PASSES = LAYERS * 4  # layers times microbatches
+PASSES = LAYERS * MICROBATCHES
 WAITS = {
     "bf16": {"deepspeed/runtime/utils.py": 4},  # whether it is finite, and whether it is to be clipped
     "ZeRO 2, bf16": NORM,
