@@ -249,6 +249,13 @@ class Table:
 
     def __iter__(self) -> Iterator[Parameter]:
         """Yield every parameter of the unsplit model, from the embedding to the output layer, copies included."""
+        return iter(self._all)
+
+    @cached_property
+    def _all(self) -> tuple[Parameter, ...]:
+        return tuple(self._made())
+
+    def _made(self) -> Iterator[Parameter]:
         for in_layer, rows in groupby(self.rows, key=lambda row: _LAYER in row.name):
             if not in_layer:
                 yield from rows
@@ -262,6 +269,12 @@ class Table:
 
         Raises ValueError when the table has no such row.
         """
+        key = name, first_layer, first_expert
+        if key not in self._found:
+            self._found[key] = self._looked_up(*key)
+        return self._found[key]
+
+    def _looked_up(self, name: str, first_layer: int, first_expert: int) -> Parameter:
         number = _LAYER_NUMBER.match(name)
         general = _LAYER_NUMBER.sub(rf"\g<1>{_LAYER}", name)
         general = _EXPERT_NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", general)
@@ -293,6 +306,10 @@ class Table:
         """
         shapes = (row.hf_shapes or {row.name: row.shape} for row in self if row.same_as is None)
         return {name: shape for of_row in shapes for name, shape in of_row.items()}
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, int, int], Parameter]:
+        return {}
 
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:
