@@ -127,8 +127,9 @@ class KeepingUp:
     """Decides which local step comes next, so that a replica exchanges with the others when they do.
 
     A replica that was away would find no partner, since the others are at later rounds, and a replica that is
-    slower than the others would make its partners wait. So it compares itself with the others at regular steps. If
-    at least half of them have begun an exchange that is far ahead, it goes on there:
+    slower than the others would make its partners wait. So it compares itself with the others: before each local
+    step, or once in a round where it leaves out none. If at least half of them have begun an exchange that is far
+    ahead, it goes on there:
 
     - More than `rounds_behind` rounds behind (`is_far_behind`), it takes over a state, as at its start: its own
       weights would pull the others back. Until it has one it takes part in no round.
@@ -161,7 +162,7 @@ class KeepingUp:
         self._behind = federation.rounds_behind * noloco.fragments
         self._few = noloco.local_steps // (4 * noloco.fragments)
         self._takes_all = not federation.skip_local_steps
-        self._look_interval = noloco.local_steps if self._takes_all else max(1, self._few)
+        self._look_interval = noloco.local_steps if self._takes_all else 1
         self._untrained = False
 
     def start(self, done: int) -> None:

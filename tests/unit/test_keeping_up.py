@@ -75,7 +75,7 @@ def test_a_replica_that_is_rounds_behind_half_of_the_others_takes_over_a_state(
         ([1, 1], 22, 22),
         ([2, 2], 20, 29),  # the last step before the exchange is taken
         ([2, 2], 26, 29),
-        ([2, 2], 25, 25),  # it looks at every other step
+        ([2, 2], 25, 29),  # it looks at every step
         ([2, 2], 28, 28),  # less than a quarter of the 10 steps would be left out
         ([2, 1, 1], 22, 22),
         ([2, 2, 1], 22, 29),
