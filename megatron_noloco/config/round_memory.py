@@ -17,7 +17,7 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
     """
-    in_pairs = noloco.in_pairs_among(replicas)
+    in_pairs = replicas > 1 and noloco.in_pairs_among(replicas)  # a replica alone receives nothing
     of_round = {"combined vector": 4.0}
     if in_pairs and noloco.payload_bits is None:
         of_round["received vector"] = 4

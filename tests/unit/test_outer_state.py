@@ -212,3 +212,5 @@ def test_the_banner_has_the_bytes_of_the_outer_state(
     assert f"at most {2 * 4 * STRETCH // 2**20} MiB to receive in" in in_groups
     assert (f"for each of {at_a_time} rounds" in in_groups) == (at_a_time > 1)
     assert ("rounding errors 4, " in in_groups) == (fleet.settings.payload == "int4")
+    alone = outer_state(fleet.settings, replicas=1)
+    assert not any(vector in alone for vector in ("received vector", "sketches and steps"))
