@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation import membership
 from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.job import notice
@@ -509,8 +510,11 @@ def poisons_itself(step: int) -> None:
     ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
-def test_a_replica_whose_weights_are_not_finite_ends_and_continues(tmp_path: Path, text: str) -> None:
-    """In the midst of a local phase, where a save is due."""
+def test_a_replica_whose_weights_are_not_finite_ends_and_continues(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of a local phase, where a save is due. No other replica comes."""
+    monkeypatch.setattr(membership, "FIRST_SECONDS", 0.0)
     more = {
         "noloco": {"local_steps": 4},
         "training": {"train_iters": 12},
