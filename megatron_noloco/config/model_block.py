@@ -37,7 +37,7 @@ class ModelConfig(Block):
     family: FamilyName = field("llama", "Which kind of model; also Hugging Face's model_type.")
     num_layers: Positive = field(..., "Transformer layers.", le=10_000)
     hidden_size: Positive = field(..., "Width of the residual stream.")
-    ffn_hidden_size: Positive = field(..., "Width inside the gated MLP.")
+    ffn_hidden_size: Positive = field(..., "Width inside the MLP.")
     num_attention_heads: Positive = field(..., "Query heads.")
     num_query_groups: Positive | None = field(None, "Key/value heads; null means one per query head.")
     kv_channels: Positive | None = field(
@@ -49,7 +49,7 @@ class ModelConfig(Block):
         128, "The vocabulary is padded to a multiple of this, whatever the tensor-parallel size."
     )
     rotary_base: Annotated[float, Field(gt=1)] = field(10000.0, "Base of the rotary embedding.")
-    norm_epsilon: float = field(1e-5, "Epsilon of RMSNorm.", gt=0)
+    norm_epsilon: float = field(1e-5, "Epsilon of the norms.", gt=0)
     untie_embeddings_and_output_weights: bool = field(
         True, "Whether the output layer has weights of its own."
     )

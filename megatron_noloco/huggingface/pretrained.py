@@ -23,14 +23,15 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     """
     check_finished(folder)
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
-    dropout = _config_of(folder).get("attention_dropout")
+    theirs, dropouts = _config_of(folder), family_of(architecture).hf_dropouts
     template_model = {
         name: value
         for name, value in template["model"].items()
         if not families_with(name) or architecture.family in families_with(name)
     }
     model = {
-        **({"attention_dropout": dropout} if dropout else {}),  # the template may override it
+        # The template may override them.
+        **{ours: theirs[key] for key, ours in dropouts.items() if theirs.get(key)},
         **template_model,
         **model_fields(architecture),
         "seq_length": before.model.seq_length,

@@ -1,4 +1,4 @@
-"""Replacements for layers of Megatron-core, on any device: attention, RMSNorm, expert router, z-loss."""
+"""Replacements for layers of Megatron-core, on any device: attention, norms, expert router, z-loss."""
 
 from contextlib import nullcontext
 from functools import lru_cache
@@ -132,6 +132,25 @@ class RMSNorm(nn.Module):
         if fused_rms_norm_affine is not None and hidden.is_cuda:
             return fused_rms_norm_affine(hidden, self.weight, self.weight.shape, self.eps)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with a bias in the model's precision, statistics in fp32, by torch's kernels.
+
+    Core's version without fused kernels refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+NORMS: dict[str, type[nn.Module]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}  # core's names
 
 
 class CrossEntropyWithZLoss(torch.autograd.Function):

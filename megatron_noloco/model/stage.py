@@ -21,13 +21,7 @@ from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.model.families.hf_keys import YARN_DEFAULTS
 from megatron_noloco.model.language_model import LanguageModel
-from megatron_noloco.model.layers import (
-    CausalAttention,
-    CrossEntropyWithZLoss,
-    RMSNorm,
-    Router,
-    document_mask,
-)
+from megatron_noloco.model.layers import NORMS, CausalAttention, CrossEntropyWithZLoss, Router, document_mask
 from megatron_noloco.pipeline.core_versions import NO_CUDA_GRAPHS, submodules_of
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
@@ -167,9 +161,10 @@ def _empty_chunk(
     vpp = groups.topology.vpp
     vp_stage = index if vpp > 1 else None
     block: ModuleSpec | TransformerBlockSubmodules = layer
-    if layer.submodules.input_layernorm is RMSNorm:  # core's own block would end with core's norm
+    if not transformer_engine:  # core's own block would end with core's norm
         count = get_num_layers_to_build(config, vp_stage, groups.position.stage)
-        block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+        norm = NORMS[config.normalization]
+        block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
     return Chunk(
         architecture,
         groups.topology.experts(groups.position.dp, architecture.num_moe_experts or 0),
@@ -189,23 +184,27 @@ def _empty_chunk(
 
 def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
     """Return core's layer with our router, and Transformer Engine's modules or our attention and norm."""
-    build = get_gpt_layer_with_transformer_engine_spec if transformer_engine else _local_spec
-    spec = build(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+    options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
+    if transformer_engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(**options)
+    else:
+        spec = _local_spec(normalization=config.normalization, **options)
     if config.num_moe_experts is not None:
         submodules_of(spec.submodules.mlp).router = Router
     return spec
 
 
-def _local_spec(num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
+def _local_spec(normalization: str, num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm"
+        num_experts=num_experts, qk_layernorm=qk_layernorm, normalization=normalization
     )
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
+    norm = NORMS[normalization]
+    spec.submodules.input_layernorm = norm
+    spec.submodules.pre_mlp_layernorm = norm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
     if qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     return spec
 
 
@@ -251,7 +250,8 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
         # These three fusions compile with torch.compile: worth it on a GPU, half a minute of start-up on a CPU.
-        bias_activation_fusion=cuda,
+        # Without a gate core fuses F.gelu only, which is then another function than unfused.
+        bias_activation_fusion=cuda and family_of(architecture).gated,
         bias_dropout_fusion=cuda,
         cross_entropy_loss_fusion=cuda and compute.precision == "bf16",  # core's rounds the gradient to bf16
         apply_rope_fusion=compute.uses_transformer_engine(),  # a kernel of Transformer Engine

@@ -11,7 +11,7 @@ from megatron_noloco.config.parallel_block import layers_of_chunks
 from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state, on_accelerator
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.architecture import Architecture, Precision
-from megatron_noloco.model.families import Parameter, table_of
+from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.plans.topology import Topology
 
 WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, of a gradient that is sent, of an activation
@@ -218,8 +218,8 @@ def activation_bytes(
     Norms keep their input and their normalised input in fp32, and their output in the working precision. Attention
     keeps queries, keys and values as the projection gives them, queries and keys after rotation, its result and
     its copy in the order of tokens, and a number per head for its softmax. The MLP keeps gate and up projection as
-    one, the gate's activation, a copy of the up projection, and their product. With experts, each token has
-    `moe_router_topk` MLPs.
+    one, the gate's activation, a copy of the up projection, and their product; without a gate projection and
+    activation. With experts, each token has `moe_router_topk` MLPs.
 
     Fused kernels (apex, Transformer Engine) keep less. Compare Korthikanti et al., arXiv 2205.05198, section 4.
     """
@@ -231,7 +231,10 @@ def activation_bytes(
 
 
 def _mlp_bytes(architecture: Architecture, precision: Precision, tp: int) -> int:
-    return WORKING[precision] * 5 * architecture.ffn_hidden_size * (architecture.moe_router_topk or 1) // tp
+    kept = 5 if family_of(architecture).gated else 2
+    return (
+        WORKING[precision] * kept * architecture.ffn_hidden_size * (architecture.moe_router_topk or 1) // tp
+    )
 
 
 def _activations(config: RunConfig, architecture: Architecture, topology: Topology, stage: int) -> int:

@@ -127,8 +127,9 @@ def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None
         pytest.param(2, {"bf16": {"enabled": True}}, marks=pytest.mark.slow),
         pytest.param(1, MUON, marks=pytest.mark.slow),
         pytest.param(2, {"noloco": {"payload": "int8"}}, marks=pytest.mark.slow),
+        pytest.param(1, {"model": {"family": "starcoder2"}}, marks=pytest.mark.slow),
     ],
-    ids=["bf16", "Muon", "int8"],
+    ids=["bf16", "Muon", "int8", "StarCoder2"],
 )
 def test_the_memory_of_a_rank(replicas: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """What a larger model needs more than a small one, within 10 % of resident memory.

@@ -96,6 +96,7 @@ FAMILY_MODELS: dict[str, dict[str, Any]] = {
         "moe_router_topk": 3,
         "moe_aux_loss_coeff": 0.1,
     },
+    "starcoder2": {"family": "starcoder2", "sliding_window": 5},
 }
 MIXTURES = families_with("num_moe_experts")
 # Of models that transformers makes, in its words; the vocabulary is each test's own.

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 BY_HAND: dict[str, dict[str, Any]] = {
     "window": {"model": FAMILY_MODELS["mistral"]},
+    "layer norms, biases, no gate": {"model": FAMILY_MODELS["starcoder2"]},
     "YaRN": {"model": FAMILY_MODELS["qwen3 with YaRN"]},
     "z-loss": {"model": {"z_loss_coeff": 1e-3}},
     "ZeRO 2, bf16": {**BF16, "zero_optimization": {"stage": 2}},

@@ -189,15 +189,17 @@ def test_a_slice_of_the_gated_mlp_has_its_part_of_both_halves() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_muon_gets_the_same_maps_in_every_family(family: str) -> None:
-    """Of a layer q, k and v of four queries' heads in two groups of 6 channels, the projection, and gate, up and
-    down of each MLP: neither biases, nor norms, nor a router."""
+    """Of a layer q, k and v of four queries' heads in two groups of 6 channels, the projection, and gate (if there
+    is one), up and down of each MLP: neither biases, nor norms, nor a router."""
     linear = [row for row in table_of(of_family(family)) if row.linear]
     shapes = [tuple(part.shape) for row in linear for part in row.split(torch.empty(row.shape))]
     experts = 3 if family in families_with("num_moe_experts") else 1
     attention = [(24, 16), (12, 16), (12, 16), (16, 24)]
-    assert shapes == [*attention, *[(24, 16), (24, 16), (16, 24)] * experts] * SMALL.num_layers
-    others = {row.name.split(".")[-2] for row in table_of(of_family(family)) if not row.linear}
-    assert others - {"linear_qkv", "q_layernorm", "k_layernorm", "router"} == {
+    mlp = [*[(24, 16)] * (1 + FAMILIES[family].gated), (16, 24)]
+    assert shapes == [*attention, *mlp * experts] * SMALL.num_layers
+    rows = table_of(of_family(family))
+    others = {row.name.split(".")[-2] for row in rows if not row.linear and not row.name.endswith(".bias")}
+    assert others - {"q_layernorm", "k_layernorm", "router"} == {
         "word_embeddings", "output_layer", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"
     }  # fmt: skip
 

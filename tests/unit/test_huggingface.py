@@ -56,6 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral with a window": {"family": "mistral", "sliding_window": 9},
     "mixtral": {"family": "mixtral", "num_moe_experts": 3, "moe_router_topk": 2, "sliding_window": 9},
     "qwen3_moe": {"family": "qwen3_moe", "num_moe_experts": 5, "moe_router_topk": 3},
+    "starcoder2": {"family": "starcoder2"},
+    "starcoder2 with a window": {"family": "starcoder2", "sliding_window": 9},
 }
 
 
@@ -236,6 +238,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         30_532_122_624,
     ),
+    "StarCoder2-3B": (
+        {
+            "model_type": "starcoder2", "attention_dropout": 0.1, "embedding_dropout": 0.1,
+            "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "initializer_range": 0.018042,
+            "intermediate_size": 12288, "max_position_embeddings": 16384, "mlp_type": "default",
+            "norm_epsilon": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 30,
+            "num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.4420358813,
+            "sliding_window": 4096, "use_bias": True, "vocab_size": 49152,
+        },
+        3_030_371_328,
+    ),
 }  # fmt: skip
 
 
@@ -263,7 +276,7 @@ def test_published_models_are_read_with_all_their_weights(name: str) -> None:
     assert found.family == keys["model_type"]
     assert found.rotary_base == keys["rope_theta"]
     assert found.rope_scaling_factor == (32.0 if "Llama" in name else None)
-    assert found.sliding_window is None
+    assert found.sliding_window == keys.get("sliding_window")
 
 
 @pytest.mark.parametrize(("config", "name"), [("llama_3.2_1b", "Llama-3.2-1B"), ("qwen3_0.6b", "Qwen3-0.6B")])
@@ -296,6 +309,10 @@ READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3_moe", {"moe_intermediate_size": MISSING}, {"ffn_hidden_size": 768}),
     ("llama", {"rms_norm_eps": MISSING, "tie_word_embeddings": MISSING}, {"norm_epsilon": 1e-6}),
     ("llama", {"max_position_embeddings": MISSING}, {"seq_length": 2048}),
+    ("starcoder2", {"tie_word_embeddings": MISSING, "norm_epsilon": MISSING}, {"tied_embeddings": True}),
+    ("starcoder2", {"num_key_value_heads": MISSING, "sliding_window": MISSING}, {"num_query_groups": 2}),
+    ("starcoder2", {"use_bias": MISSING, "hidden_act": MISSING}, {}),
+    ("starcoder2", {"max_position_embeddings": MISSING}, {"seq_length": 4096}),
 ]
 
 
@@ -308,11 +325,12 @@ def test_keys_that_are_missing_or_make_no_difference(
     found = read_architecture(tmp_path)
     assert {name: getattr(found, name) for name in expected} == expected
     theirs = pytest.importorskip("transformers").AutoConfig.from_pretrained(tmp_path)
-    assert (theirs.num_key_value_heads, theirs.rms_norm_eps) == (found.num_query_groups, found.norm_epsilon)
+    epsilon = getattr(theirs, FAMILIES[family].hf_norm_epsilon)
+    assert (theirs.num_key_value_heads, epsilon) == (found.num_query_groups, found.norm_epsilon)
     assert theirs.max_position_embeddings == found.seq_length
     assert theirs.tie_word_embeddings == found.tied_embeddings
     assert theirs.rope_parameters["rope_theta"] == found.rotary_base
-    if family in ("mistral", "mixtral"):
+    if "sliding_window" in FAMILIES[family].own_fields:
         assert theirs.sliding_window == found.sliding_window
     elif family == "qwen3_moe":
         assert (theirs.num_local_experts, theirs.num_experts_per_tok) == (
@@ -320,7 +338,7 @@ def test_keys_that_are_missing_or_make_no_difference(
             found.moe_router_topk,
         )
         assert theirs.moe_intermediate_size == found.ffn_hidden_size
-    elif family != "llama":
+    elif family.startswith("qwen"):
         assert set(theirs.layer_types) == {"full_attention"}
 
 
@@ -406,6 +424,8 @@ NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts": 7}, "num_local_experts is 5 and num_experts is 7; they must be the same"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]; every layer must have experts"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; every layer must have experts"),
+    ("starcoder2", {"use_bias": False}, "use_bias is false; a StarCoder2 without biases is not supported"),
+    ("starcoder2", {"hidden_act": "silu"}, "hidden_act is 'silu'; only \"gelu_pytorch_tanh\" is supported"),
     ("qwen3_moe", WINDOWS | {"max_window_layers": 2}, "use_sliding_window is True"),
 ]
 
@@ -419,7 +439,7 @@ def test_a_config_that_no_family_has(family: str, keys: dict[str, Any], line: st
 
 # Keys that transformers reads, and that change no logit in evaluation
 HARMLESS = {"attention_dropout", "initializer_range", "output_router_logits", "pad_token_id"}
-HARMLESS |= {"router_aux_loss_coef"}
+HARMLESS |= {"router_aux_loss_coef", "residual_dropout", "embedding_dropout"}
 # Where `use_sliding_window` is false, and every layer has experts
 UNUSED = {
     "qwen2": {"sliding_window"},
@@ -547,10 +567,11 @@ TAKEN_OVER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("mixtral", {}, MIXTURE, {"num_moe_experts": 3, "moe_aux_loss_coeff": 0.5}),
     ("llama", DROPOUT, {}, DROPOUT),
     ("llama", DROPOUT, {"attention_dropout": 0.0}, {"attention_dropout": 0.0}),
+    ("starcoder2", DROPOUT | {"residual_dropout": 0.2}, {}, DROPOUT | {"hidden_dropout": 0.2}),
 ]
 
 
-@pytest.mark.parametrize(("family", "change", "given", "expected"), TAKEN_OVER, ids=range(4))
+@pytest.mark.parametrize(("family", "change", "given", "expected"), TAKEN_OVER, ids=range(len(TAKEN_OVER)))
 def test_import_keeps_what_the_folder_does_not_decide(
     family: str, change: dict[str, Any], given: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:

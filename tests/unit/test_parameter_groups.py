@@ -36,12 +36,13 @@ def names_in_groups(rows: list[Parameter], muon: bool) -> list[tuple[bool, float
 
 
 NOT_DECAYING = {"input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight"}
+LINEAR = {"linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"}
 OF_FAMILY = {
     "qwen2": {"linear_qkv.bias"},
     "qwen3": {"q_layernorm.weight", "k_layernorm.weight"},
     "qwen3_moe": {"q_layernorm.weight", "k_layernorm.weight"},
+    "starcoder2": {name.replace("weight", "bias") for name in NOT_DECAYING | LINEAR},
 }
-LINEAR = {"linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"}
 OTHERS = {"word_embeddings.weight", "output_layer.weight"}
 
 

@@ -12,10 +12,12 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families.llama import EMBEDDING, HEAD, Family, Llama
 from megatron_noloco.model.families.mistral import Mistral, Mixtral
 from megatron_noloco.model.families.qwen import Qwen2, Qwen3, Qwen3Moe
+from megatron_noloco.model.families.starcoder import Starcoder2
 from megatron_noloco.model.families.table import Index, Parameter, Rows, Stored, Table
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (Llama(), Qwen2(), Qwen3(), Qwen3Moe(), Mistral(), Mixtral())
+    family.name: family
+    for family in (Llama(), Qwen2(), Qwen3(), Qwen3Moe(), Mistral(), Mixtral(), Starcoder2())
 }
 
 __all__ = [

@@ -1,14 +1,15 @@
 """The base class of model families, and Llama.
 
-All families here are like Llama: RMSNorm before attention and before a SwiGLU MLP, rotary embeddings, grouped
-queries. `Family` defines what they share, a subclass what is different.
+All families here are like Llama: a norm before attention and before an MLP, rotary embeddings, grouped queries.
+All but StarCoder2 have RMSNorm and SwiGLU. `Family` defines what they share, a subclass what is different.
 
 Megatron-core and Hugging Face rotate the same pairs of channels (i and i + head / 2), so rotary embeddings need no
 permutation of the rows of queries and keys.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
@@ -24,8 +25,14 @@ class Family:
     name: ClassVar[str]  # also Hugging Face's `model_type`
     # Fields of `Architecture` and `Compute` that not all families have, with their defaults in this one.
     own_fields: ClassVar[Mapping[str, Any]] = {}
+    normalization: ClassVar[Literal["RMSNorm", "LayerNorm"]] = "RMSNorm"
+    gated: ClassVar[bool] = True  # whether the MLP has a gate
     hf_class: ClassVar[str]  # the class in transformers
     hf_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers, for keys that a config.json lacks
+    hf_activation: ClassVar[str] = "silu"  # the only `hidden_act` of this family
+    hf_norm_epsilon: ClassVar[str] = "rms_norm_eps"  # Hugging Face's key
+    # Hugging Face's keys of dropout probabilities, and the fields that they become
+    hf_dropouts: ClassVar[Mapping[str, str]] = {"attention_dropout": "attention_dropout"}
     rope_types: ClassVar[Sequence[str]] = ("yarn",)  # Hugging Face's types of scaled rotary embeddings
     hf_sizes: ClassVar[Mapping[str, str]] = {  # sizes of an `Architecture`, and Hugging Face's keys for them
         "hidden_size": "hidden_size",
@@ -122,8 +129,8 @@ class Family:
         import torch.nn.functional as F
 
         return {
-            "normalization": "RMSNorm",
-            "gated_linear_unit": True,
+            "normalization": self.normalization,
+            "gated_linear_unit": self.gated,
             "activation_func": F.silu,
             "add_bias_linear": False,
         }
@@ -145,8 +152,8 @@ class Family:
             "architectures": [self.hf_class],
             "model_type": self.name,
             **{theirs: getattr(a, ours) for ours, theirs in self.hf_sizes.items()},
-            "hidden_act": "silu",
-            "rms_norm_eps": a.norm_epsilon,
+            "hidden_act": self.hf_activation,
+            self.hf_norm_epsilon: a.norm_epsilon,
             # The first two keys before transformers 5; since then the third.
             "rope_theta": a.rotary_base,
             **({"rope_scaling": scaling} if scaling else {}),
@@ -183,8 +190,10 @@ class Family:
         The inverse of `hf_config`. Raises ValueError, in one line, for a model that is not supported.
         """
         theirs = {**self.hf_defaults, **hf_config}
-        if theirs.get("hidden_act", "silu") != "silu":
-            raise ValueError(f'hidden_act is {theirs["hidden_act"]!r}; only "silu" is supported')
+        if theirs.get("hidden_act", self.hf_activation) != self.hf_activation:
+            raise ValueError(
+                f'hidden_act is {theirs["hidden_act"]!r}; only "{self.hf_activation}" is supported'
+            )
         hf_keys.refuse_other_models(theirs, self.hf_class)
         hf_keys.refuse_two_rotations(hf_config)
         own = self.own_values(theirs)
@@ -196,7 +205,7 @@ class Family:
             **sizes,
             padded_vocab_size=sizes["vocab_size"],
             rotary_base=hf_keys.rotary(theirs)["rope_theta"],
-            norm_epsilon=hf_keys.number(theirs, "rms_norm_eps", 1e-6),
+            norm_epsilon=hf_keys.number(theirs, self.hf_norm_epsilon, 1e-6),
             tied_embeddings=hf_keys.flag(theirs, "tie_word_embeddings"),
             init_method_std=hf_keys.number(theirs, "initializer_range", 0.02),
             **hf_keys.scaling(theirs, self.rope_types),
@@ -209,6 +218,27 @@ class Family:
         The inverse of `own_keys`. Raises ValueError, in one line, for keys of a model that cannot be built here.
         """
         return {}
+
+
+def bias_of(weight: Parameter) -> Parameter:
+    """Return the row of the bias beside a weight of a linear map or of a norm; at first it is zero.
+
+    It is cut with the rows of the weight: where the columns are cut instead, every rank has all of it.
+    """
+
+    def renamed(name: str) -> str:
+        return name.removesuffix("weight") + "bias"
+
+    return replace(
+        weight,
+        name=renamed(weight.name),
+        shape=weight.shape[:1],
+        init="zeros",
+        tp_dim=0 if weight.tp_dim == 0 else None,
+        hf=tuple(map(renamed, weight.hf)),
+        fused_name=weight.fused_name and renamed(weight.fused_name),
+        linear=False,
+    )
 
 
 def gated_mlp(architecture: Architecture, ours: str, theirs: Sequence[str]) -> Sequence[Parameter]:

@@ -1,12 +1,11 @@
 """Qwen2, Qwen2.5 and Qwen3: Llamas with biases, or with norms on the heads; Qwen3-MoE has experts as well."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.llama import OURS, THEIRS, Family
+from megatron_noloco.model.families.llama import OURS, THEIRS, Family, bias_of
 from megatron_noloco.model.families.mixture import Mixture
 from megatron_noloco.model.families.table import Parameter
 
@@ -20,15 +19,7 @@ class Qwen2(Family):
 
     def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
         norm, weight, projection = super().attention_rows(architecture)
-        bias = replace(
-            weight,
-            name=weight.name.replace("weight", "bias"),
-            shape=weight.shape[:1],
-            init="zeros",
-            hf=tuple(name.replace("weight", "bias") for name in weight.hf),
-            linear=False,
-        )
-        return (norm, weight, bias, projection)
+        return (norm, weight, bias_of(weight), projection)
 
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         return super().core_config(architecture) | {"add_qkv_bias": True}

@@ -1,0 +1,78 @@
+"""StarCoder2: a Mistral with LayerNorms, an MLP without a gate, and biases on all but embedding and head."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.model.families import hf_keys
+from megatron_noloco.model.families.llama import OURS, THEIRS, bias_of
+from megatron_noloco.model.families.mistral import Mistral
+from megatron_noloco.model.families.table import Parameter
+
+
+class Starcoder2(Mistral):
+    """StarCoder2 (Lozhkov et al. 2024, arXiv 2402.19173).
+
+    The activation is GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415) as approximated with tanh.
+    """
+
+    name = "starcoder2"
+    normalization = "LayerNorm"
+    gated = False
+    hf_class = "Starcoder2ForCausalLM"
+    hf_defaults: ClassVar = {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.018042,
+    }
+    hf_activation = "gelu_pytorch_tanh"
+    hf_norm_epsilon = "norm_epsilon"
+    # Core drops out at the embedding with the same probability, as the released models have it.
+    hf_dropouts: ClassVar = {**Mistral.hf_dropouts, "residual_dropout": "hidden_dropout"}
+
+    def rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        rows: list[Parameter] = []
+        for row in super().rows(architecture):
+            rows += [row] if row.is_embedding_or_output else [row, bias_of(row)]
+        return rows
+
+    def mlp_rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size
+        norm, *_ = super().mlp_rows(architecture)
+        return (
+            norm,
+            Parameter(
+                OURS + "mlp.linear_fc1.weight",
+                (ffn, hidden),
+                tp_dim=0,
+                hf=(THEIRS + "mlp.c_fc.weight",),
+                linear=True,
+            ),
+            Parameter(
+                OURS + "mlp.linear_fc2.weight",
+                (hidden, ffn),
+                init="residual",
+                tp_dim=1,
+                hf=(THEIRS + "mlp.c_proj.weight",),
+                linear=True,
+            ),
+        )
+
+    def core_config(self, architecture: Architecture) -> dict[str, Any]:
+        import torch.nn.functional as F
+
+        return super().core_config(architecture) | {
+            "activation_func": partial(F.gelu, approximate="tanh"),
+            "add_bias_linear": True,
+        }
+
+    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
+        return super().own_keys(architecture) | {"use_bias": True}
+
+    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
+        if not hf_keys.flag(theirs, "use_bias", default=True):
+            raise ValueError("use_bias is false; a StarCoder2 without biases is not supported")
+        return super().own_values(theirs)
