@@ -22,9 +22,7 @@ class GroupKey(NamedTuple):
 
     muon: bool
     decays: bool
-    everywhere: (
-        bool  # whether all data-parallel ranks have it; with expert parallelism not if it is in an expert
-    )
+    everywhere: bool  # whether all data-parallel ranks have it: False for weights of experts if ep > 1
 
     @classmethod
     def of(cls, row: Parameter, muon: bool, ep: int = 1) -> "GroupKey":

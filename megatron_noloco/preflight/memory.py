@@ -215,26 +215,26 @@ def activation_bytes(
 ) -> int:
     """Return the bytes per token that a layer keeps for its backward pass, for our local layers.
 
-    Norms keep their input and their normalised input in fp32, and their output in the working precision. Attention
-    keeps queries, keys and values as the projection gives them, queries and keys after rotation, its result and
-    its copy in the order of tokens, and a number per head for its softmax. The MLP keeps gate and up projection as
-    one, the gate's activation, a copy of the up projection, and their product; without a gate projection and
-    activation. With experts, each token has `moe_router_topk` MLPs.
+    An RMSNorm keeps its input and its normalised input in fp32, a LayerNorm its input in the working precision.
+    Both keep their output in the working precision. Attention keeps queries, keys and values as the projection
+    gives them, queries and keys after rotation, its result and its copy in the order of tokens, and a number per
+    head for its softmax. An MLP with a gate keeps gate and up projection as one, the gate's activation, a copy of
+    the up projection, and their product; without a gate it keeps input and result of the activation. With experts,
+    each token has `moe_router_topk` MLPs.
 
     Fused kernels (apex, Transformer Engine) keep less. Compare Korthikanti et al., arXiv 2205.05198, section 4.
     """
     a, working = architecture, WORKING[precision]
     queries, keys = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    norms = 2 * (2 * _FP32 + working) * a.hidden_size
+    inputs = 2 * _FP32 if family_of(a).normalization == "RMSNorm" else working
+    norms = 2 * (inputs + working) * a.hidden_size
     attention = working * (queries + 2 * keys + keys + 2 * queries) + _FP32 * a.num_attention_heads
     return norms // (tp if sequence_parallel else 1) + attention // tp + _mlp_bytes(a, precision, tp)
 
 
 def _mlp_bytes(architecture: Architecture, precision: Precision, tp: int) -> int:
-    kept = 5 if family_of(architecture).gated else 2
-    return (
-        WORKING[precision] * kept * architecture.ffn_hidden_size * (architecture.moe_router_topk or 1) // tp
-    )
+    kept = (5 if family_of(architecture).gated else 2) * (architecture.moe_router_topk or 1)
+    return WORKING[precision] * kept * architecture.ffn_hidden_size // tp
 
 
 def _activations(config: RunConfig, architecture: Architecture, topology: Topology, stage: int) -> int:

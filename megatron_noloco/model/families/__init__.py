@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families.llama import EMBEDDING, HEAD, Family, Llama
+from megatron_noloco.model.families.family import EMBEDDING, HEAD, Family
+from megatron_noloco.model.families.llama import Llama
 from megatron_noloco.model.families.mistral import Mistral, Mixtral
 from megatron_noloco.model.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from megatron_noloco.model.families.starcoder import Starcoder2

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.llama import THEIRS, Family
+from megatron_noloco.model.families.family import THEIRS, Family
 from megatron_noloco.model.families.mixture import Mixture
 
 

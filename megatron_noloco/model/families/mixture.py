@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.llama import OURS, Family, gated_mlp
+from megatron_noloco.model.families.family import OURS, Family, mlp_matrices
 from megatron_noloco.model.families.table import Index, Parameter, Stored
 
 
@@ -36,7 +36,7 @@ class Mixture(Family):
         rows = [norm, router]
         for expert in range(experts):
             names = self._hf_names(expert)
-            rows += gated_mlp(architecture, f"{OURS}mlp.experts.local_experts.{expert}.", names)
+            rows += mlp_matrices(architecture, f"{OURS}mlp.experts.local_experts.{expert}.", names)
         return rows
 
     def _hf_names(self, expert: int) -> list[str]:

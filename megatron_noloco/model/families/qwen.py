@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.llama import OURS, THEIRS, Family, bias_of
+from megatron_noloco.model.families.family import OURS, THEIRS, Family
 from megatron_noloco.model.families.mixture import Mixture
 from megatron_noloco.model.families.table import Parameter
 
@@ -19,7 +19,7 @@ class Qwen2(Family):
 
     def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
         norm, weight, projection = super().attention_rows(architecture)
-        return (norm, weight, bias_of(weight), projection)
+        return (norm, weight, weight.bias, projection)
 
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         return super().core_config(architecture) | {"add_qkv_bias": True}

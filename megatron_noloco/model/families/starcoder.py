@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.llama import OURS, THEIRS, bias_of
 from megatron_noloco.model.families.mistral import Mistral
 from megatron_noloco.model.families.table import Parameter
 
@@ -19,7 +18,6 @@ class Starcoder2(Mistral):
 
     name = "starcoder2"
     normalization = "LayerNorm"
-    gated = False
     hf_class = "Starcoder2ForCausalLM"
     hf_defaults: ClassVar = {
         "num_key_value_heads": 2,
@@ -28,6 +26,7 @@ class Starcoder2(Mistral):
         "tie_word_embeddings": True,
         "initializer_range": 0.018042,
     }
+    hf_mlp = ("c_fc", "c_proj")
     hf_activation = "gelu_pytorch_tanh"
     hf_norm_epsilon = "norm_epsilon"
     # Core drops out at the embedding with the same probability, as the released models have it.
@@ -36,30 +35,8 @@ class Starcoder2(Mistral):
     def rows(self, architecture: Architecture) -> Sequence[Parameter]:
         rows: list[Parameter] = []
         for row in super().rows(architecture):
-            rows += [row] if row.is_embedding_or_output else [row, bias_of(row)]
+            rows += [row] if row.is_embedding_or_output else [row, row.bias]
         return rows
-
-    def mlp_rows(self, architecture: Architecture) -> Sequence[Parameter]:
-        hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size
-        norm, *_ = super().mlp_rows(architecture)
-        return (
-            norm,
-            Parameter(
-                OURS + "mlp.linear_fc1.weight",
-                (ffn, hidden),
-                tp_dim=0,
-                hf=(THEIRS + "mlp.c_fc.weight",),
-                linear=True,
-            ),
-            Parameter(
-                OURS + "mlp.linear_fc2.weight",
-                (hidden, ffn),
-                init="residual",
-                tp_dim=1,
-                hf=(THEIRS + "mlp.c_proj.weight",),
-                linear=True,
-            ),
-        )
 
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         import torch.nn.functional as F

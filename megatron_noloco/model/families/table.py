@@ -36,7 +36,7 @@ class Rows:
         sizes: rows of each part in a repeat. Parts for which the parameter has no Hugging Face name are padding:
             zeros here, absent there.
         repeats: number of repeats.
-        cut_each: whether tensor parallelism cuts each part; otherwise it cuts the first dimension as a whole.
+        cut_each: whether a tensor-parallel rank has a slice of each part (gate and up), or one slice of all rows.
     """
 
     sizes: tuple[int, ...]
@@ -59,11 +59,12 @@ class Parameter:
         hf: names of the Hugging Face tensors that are combined to it.
         rows: how they are combined; None: there is one tensor, the same in both.
         fused_name: its name where Transformer Engine fuses a norm with the matrix after it.
-        same_as: the parameter of which it is a copy (tied embeddings). A stage with both keeps the original only.
+        same_as: name of the parameter of which it is a copy: a tied output layer is a copy of the embedding. A
+            stage that has both holds the embedding only.
         layer: the number of its layer; None outside layers, and in a row for all layers.
         linear: whether its parts (see `split`) are linear maps inside a layer, which Muon can optimize.
-        per_head: whether every tensor-parallel rank has all of it and applies it to its own heads, so that the
-            gradients of the ranks must be summed.
+        per_head: whether it is the norm of each head. All tensor-parallel ranks have the same weights, but each
+            uses them for its own heads only, so the gradients of the ranks must be summed.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Parameter:
         return self.same_as or self.name
 
     def is_copy(self, tp: int) -> bool:
-        """Return whether a tensor-parallel rank has a copy only: of another parameter, or of what rank 0 has."""
+        """Return whether a tensor-parallel rank has only a copy: of the embedding, or of the weights of rank 0."""
         return self.same_as is not None or (self.tp_dim is None and tp > 0)
 
     @property
@@ -106,6 +107,27 @@ class Parameter:
     def is_embedding_or_output(self) -> bool:
         """Whether it is the matrix of the embedding or the output layer: the only ones outside the layers."""
         return self.layer is None and _LAYER not in self.name and len(self.shape) > 1
+
+    @property
+    def bias(self) -> "Parameter":
+        """The row of the bias beside this weight of a linear map or of a norm; at first it is zero.
+
+        Tensor parallelism cuts it with the rows of the weight. Where it cuts the columns, all ranks have the bias.
+        """
+
+        def renamed(name: str) -> str:
+            return name.removesuffix("weight") + "bias"
+
+        return replace(
+            self,
+            name=renamed(self.name),
+            shape=self.shape[:1],
+            init="zeros",
+            tp_dim=0 if self.tp_dim == 0 else None,
+            hf=tuple(map(renamed, self.hf)),
+            fused_name=self.fused_name and renamed(self.fused_name),
+            linear=False,
+        )
 
     def at(self, layer: int) -> "Parameter":
         """Return the parameter of one layer, from a row for all layers."""
