@@ -34,6 +34,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
         **{ours: theirs[key] for key, ours in dropouts.items() if theirs.get(key)},
         **template_model,
         **model_fields(architecture),
+        "init_method_std": architecture.init_method_std,
         "seq_length": before.model.seq_length,
         "make_vocab_size_divisible_by": before.parallel.tensor_model_parallel_size,
     }

@@ -67,13 +67,8 @@ THEIRS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
-    # An import does not take over `initializer_range`, whose default is another one in this family.
-    "StarCoder2": {"model_type": "starcoder2", "norm_epsilon": 1e-4, "initializer_range": 0.02},
-    "StarCoder2 with a window": {
-        "model_type": "starcoder2",
-        "sliding_window": 5,
-        "initializer_range": 0.02,
-    },
+    "StarCoder2": {"model_type": "starcoder2", "norm_epsilon": 1e-4},
+    "StarCoder2 with a window": {"model_type": "starcoder2", "sliding_window": 5},
 }
 PARALLEL = {
     f"{'tied' if tied else 'untied'}, pp {pp}, tp {tp}": (

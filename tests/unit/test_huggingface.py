@@ -565,6 +565,7 @@ TAKEN_OVER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"recompute_granularity": "selective", "num_layers": 2},
     ),
     ("mixtral", {}, MIXTURE, {"num_moe_experts": 3, "moe_aux_loss_coeff": 0.5}),
+    ("llama", {"initializer_range": 0.018042}, {"init_method_std": 0.02}, {"init_method_std": 0.018042}),
     ("llama", DROPOUT, {}, DROPOUT),
     ("llama", DROPOUT, {"attention_dropout": 0.0}, {"attention_dropout": 0.0}),
     ("starcoder2", DROPOUT | {"residual_dropout": 0.2}, {}, DROPOUT | {"hidden_dropout": 0.2}),
