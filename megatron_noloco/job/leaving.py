@@ -28,6 +28,9 @@ FAILURE = 1
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 GRACE_SECONDS = 2.0  # other ranks leave later than the failed one, because launchers name the first to leave
 POLL_SECONDS = 1.0  # between two reads of the store
+# Set once this process knows that a rank of its job has failed. Nothing must ask the store from then on: it ends
+# with rank 0, and torch writes a stack trace for each question without an answer.
+job_has_failed = threading.Event()
 _ANSWER_SECONDS = 10.0  # time limit for an answer of the store, whose host may have failed
 _LATE_RANK_0_SECONDS = 10.0  # in which rank 0 reports the same usage error
 _KEY = "failure"
@@ -128,6 +131,8 @@ def announce_failure(exit_code: int) -> Failure:
         return own
     from megatron_noloco.job.agreement import claim
 
+    job_has_failed.set()
+
     def ask() -> None:
         with suppress(RuntimeError):  # rank 0, which serves the store, has ended
             answer.put(_parse(claim(_KEY, f"{own.rank} {exit_code}")))
@@ -145,7 +150,10 @@ def announced_failure() -> Failure | None:
     from megatron_noloco.job.agreement import claimed
 
     text = claimed(_KEY)
-    return _parse(text) if text else None
+    if not text:
+        return None
+    job_has_failed.set()
+    return _parse(text)
 
 
 def wait_for_failure(seconds: float) -> Failure | None:

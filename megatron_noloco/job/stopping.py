@@ -129,7 +129,7 @@ class Stopping:
         try:
             while not self._look():
                 self._poll_now.wait(_POLL_SECONDS)
-                if self._closing:
+                if self._closing or leaving.job_has_failed.is_set():
                     return
             if dist.get_rank() == 0:
                 sys.stdout.write(f"stopping after the local step under way ({self.reason})\n")

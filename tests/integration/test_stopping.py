@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.job import agreement, stopping
+from megatron_noloco.job import agreement, leaving, stopping
 from megatron_noloco.job.run_folder import ask_to_stop, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.job.watchdog import Watchdog
@@ -187,6 +187,21 @@ def test_a_file_written_before_a_job_watches_it_asks_as_well(tmp_path: Path) -> 
     ((steps, reason),) = run_ranks(1, asked_before_it_watches, tmp_path)
     assert reason == "the command stop"
     assert steps < 1000
+
+
+def beside_a_rank_that_fails(rank: int, world_size: int) -> bool:
+    stop = Stopping(None, NOWHERE, "")
+    if rank == 1:
+        leaving.announce_failure(2)
+    else:
+        leaving.wait_for_failure(60)
+    stop._watcher.join(10)
+    return stop._watcher.is_alive()
+
+
+def test_after_a_failure_no_rank_asks_the_store_whether_to_stop() -> None:
+    """Rank 0 takes the store with it, and torch would write a stack trace for each rank that asks."""
+    assert run_ranks(2, beside_a_rank_that_fails) == [False, False]
 
 
 def interrupted_twice(rank: int, world_size: int) -> bool:
