@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
 from megatron_noloco.config.run_config import BLOCKS
-from megatron_noloco.config.wording import names_of_others
+from megatron_noloco.config.wording import names_of_others, quoted
 from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
 
 WIDTH = 100
@@ -76,7 +76,7 @@ def _sections() -> Iterator[Section]:
     yield _section(params, "optimizer.params of every type", OptimizerParams)
     shared = set(OptimizerParams.model_fields)
     for block in dict.fromkeys(OPTIMIZERS.values()):
-        types = " and ".join(f'"{kind}"' for kind, params in OPTIMIZERS.items() if params is block)
+        types = quoted([kind for kind, params in OPTIMIZERS.items() if params is block])
         yield _section(params, f"optimizer.params of {types}", block, shared)
     for kind, block in SCHEDULES.items():
         yield _section(("scheduler", "params"), f'scheduler.params of "{kind}"', block)

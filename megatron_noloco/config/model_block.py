@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, Positive, Size, field
-from megatron_noloco.config.wording import count
+from megatron_noloco.config.wording import count, quoted
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
 
@@ -20,9 +20,8 @@ else:
 
 
 def _only(field: str) -> str:
-    """Return the beginning of the description of a field that not all families have."""
-    names = " and ".join(f'"{name}"' for name in families_with(field))
-    return f"Family {names} only: "
+    """Return the beginning of the description of a field that only some families have."""
+    return f"Family {quoted(families_with(field))} only: "
 
 
 def _null(field: str) -> str:
@@ -131,7 +130,7 @@ class ModelConfig(Block):
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def own(self, field: str) -> Any:
-        """Return the value of a field that not all families have: the file's or the family's; None elsewhere."""
+        """Return the value of a field that only some families have: the file's, else the family's, else None."""
         value = getattr(self, field)
         return FAMILIES[self.family].own_fields.get(field) if value is None else value
 
@@ -180,8 +179,10 @@ def _check_family(model: ModelConfig) -> Iterator[str]:
     for name in type(model).model_fields:
         families = families_with(name)
         if families and model.family not in families and getattr(model, name) is not None:
-            owners = " and ".join(f'"{family}"' for family in families)
-            yield f'model.{name} is not a field of the family "{model.family}", only of {owners}; leave it out'
+            yield (
+                f'model.{name} is not a field of the family "{model.family}", only of {quoted(families)}; '
+                "leave it out"
+            )
 
 
 def _check_heads(model: ModelConfig) -> Iterator[str]:

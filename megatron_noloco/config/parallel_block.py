@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_noloco.config.blocks import Block, Positive, field
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.config.wording import count
+from megatron_noloco.config.wording import count, quoted
 from megatron_noloco.model.architecture import Architecture, PipelineSplit
 from megatron_noloco.model.families import families_with
 from megatron_noloco.plans.topology import Topology
@@ -235,7 +235,7 @@ def _check_expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iter
         return
     name = f"parallel.expert_model_parallel_size {ep_size}"
     if experts is None:
-        families = " and ".join(f'"{family}"' for family in families_with("num_moe_experts"))
+        families = quoted(families_with("num_moe_experts"))
         yield f'{name}: the family "{model.family}" has no experts, only {families}; leave it out'
     elif experts % ep_size:
         quotient = f"{experts} / {ep_size} = {experts / ep_size:.2f}"

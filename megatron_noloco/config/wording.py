@@ -1,6 +1,6 @@
 """Names of other programs, and what to write here instead; the exception for a wrong configuration."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron_noloco.fields import Path, dotted, nearest, shown, unknown_field
 from megatron_noloco.model.families import FAMILIES
@@ -43,6 +43,11 @@ ALIASES = {
 }
 for _family in FAMILIES.values():
     ALIASES |= {theirs: f"model.{ours}" for ours, theirs in _family.hf_sizes.items() if theirs != ours}
+_OF_FAMILY = (
+    *("hidden_act", "activation_func", "gated_linear_unit", "swiglu", "normalization", "qk_layernorm"),
+    *("use_bias", "attention_bias", "mlp_bias", "add_bias_linear", "disable_bias_linear", "add_qkv_bias"),
+    "position_embedding_type",
+)
 # Where no field is the same, what to know instead.
 HINTS = {
     "noloco.overlap": 'write noloco.overlap_steps in its place: 0, a number of local steps, or "auto"',
@@ -51,6 +56,7 @@ HINTS = {
     "learning_rate": "the learning rate is optimizer.params.lr",
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",
+    **dict.fromkeys(_OF_FAMILY, "model.family decides it; leave it out"),
     "tie_word_embeddings": "model.untie_embeddings_and_output_weights says the opposite",
     "csv_monitor": "each replica has all its numbers in metrics.jsonl",
     "comet": "use wandb or tensorboard",
@@ -92,6 +98,12 @@ def count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`, `4 microbatches`."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Return names as a list in words: `"a", "b" and "c"`."""
+    *others, last = (f'"{name}"' for name in names)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:

@@ -156,7 +156,14 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
     # the model
     ({"model.family": "qwen3", "model.rope_scaling_factor": 8.0}, "model.rope_scaling_factor is not a"),
-    ({"model.sliding_window": 5}, 'model.sliding_window is not a field of the family "llama", only of'),
+    (
+        {"model.hidden_act": "gelu"},
+        "model.hidden_act is not a known key; model.family decides it; leave it out",
+    ),
+    (
+        {"model.sliding_window": 5},
+        'model.sliding_window is not a field of the family "llama", only of "mistral", "mixtral" and "starcoder2"',
+    ),
     ({"model.family": "mixtral", "parallel.tensor_model_parallel_size": 2}, 'family "mixtral" needs'),
     ({"model.family": "mixtral", "model.moe_router_topk": 9}, "model.moe_router_topk 9 is more than"),
     ({"model.yarn_rotary_scaling_factor": 4.0}, "model.yarn_rotary_scaling_factor and"),
