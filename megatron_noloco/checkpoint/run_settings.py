@@ -57,7 +57,8 @@ class CheckpointSettings:
     Attributes:
         folder: the folder of the step folders.
         run: the JSON of the run, which each manifest contains.
-        with_defaults: adds to the JSON of a saved run the defaults of fields that did not exist then.
+        compared: returns the JSON of a saved run and of this one in a form in which equal settings are equal: with
+            the defaults of fields that did not exist then, and with the values that null stands for.
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
@@ -67,7 +68,7 @@ class CheckpointSettings:
 
     folder: Path
     run: dict[str, Any]
-    with_defaults: Callable[[dict[str, Any]], dict[str, Any]]
+    compared: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]
     keep_last: int
     async_save: bool
     load: str
@@ -105,7 +106,7 @@ class CheckpointSettings:
         elif told and tokenizer[TEMPLATE] != self.tokenizer[TEMPLATE]:
             allowed.append(f"{_TOKENIZER}: another chat template than the checkpoint's")
         same = same_data(self.training_data, counters or {})
-        differences = list(_differences(self.with_defaults(saved), self.run))
+        differences = list(_differences(*self.compared(saved, self.run)))
         # Another split makes other contents of the same files.
         comparable = all(name != _SPLIT for name, *_ in differences)
         for name, before, after in differences:

@@ -115,11 +115,26 @@ class ModelConfig(Block):
         "auto", 'Megatron layer specs; "auto" is Transformer Engine where it is installed.'
     )
 
+    def meant(self, tokenizer_vocab: int = 0) -> dict[str, Any]:
+        """Return all fields, with what null stands for where it stands for a value.
+
+        Args:
+            tokenizer_vocab: tokens of the tokenizer; 0: not known.
+        """
+        fields = self.model_dump()
+        own = {name: self.own(name) for name in fields if families_with(name)}
+        settled = {
+            "num_query_groups": self.query_groups,
+            "kv_channels": self.head_size,
+            "vocab_size": self.vocab_size or tokenizer_vocab or None,
+        }
+        return fields | own | settled
+
     @property
     def of_training(self) -> dict[str, Any]:
         """Return all fields but those that say how a machine computes, in which jobs may differ."""
-        how = {name for name in type(self).model_fields if name.startswith("recompute_")}
-        return self.model_dump(exclude=how | {"transformer_impl", "make_vocab_size_divisible_by"})
+        how = ("recompute_", "transformer_impl", "make_vocab_size_divisible_by")
+        return {name: value for name, value in self.meant().items() if not name.startswith(how)}
 
     @property
     def query_groups(self) -> int:
@@ -149,24 +164,22 @@ class ModelConfig(Block):
                 f"set it to {tokenizer_vocab} or leave it out"
             )
         multiple = self.make_vocab_size_divisible_by
-        as_written = self.model_dump(include={field.name for field in fields(Architecture)})
-        settled = {
-            "num_query_groups": self.query_groups,
-            "kv_channels": self.head_size,
-            "vocab_size": vocab,
-            "padded_vocab_size": -(-vocab // multiple) * multiple,
-            "tied_embeddings": not self.untie_embeddings_and_output_weights,
-        }
-        own = {name: self.own(name) for name in as_written if families_with(name)}
-        return Architecture(**{**as_written, **own, **settled})
+        names = {field.name for field in fields(Architecture)}
+        return Architecture(
+            **{name: value for name, value in self.meant(vocab).items() if name in names},
+            padded_vocab_size=-(-vocab // multiple) * multiple,
+            tied_embeddings=not self.untie_embeddings_and_output_weights,
+        )
 
     def compute(self, precision: Precision, separate_documents: bool, split: PipelineSplit) -> Compute:
         """Return how this model is computed with numbers of `precision`."""
-        names = {field.name for field in fields(Compute)} & ModelConfig.model_fields.keys()
-        as_written = self.model_dump(include=names)
-        own = {name: self.own(name) for name in as_written if families_with(name)}
-        settled = {"precision": precision, "separate_documents": separate_documents, "split": split}
-        return Compute(**{**as_written, **own, **settled})
+        names = {field.name for field in fields(Compute)}
+        return Compute(
+            **{name: value for name, value in self.meant().items() if name in names},
+            precision=precision,
+            separate_documents=separate_documents,
+            split=split,
+        )
 
 
 def check_model(model: ModelConfig) -> Iterator[str]:

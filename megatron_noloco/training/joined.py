@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,7 +206,7 @@ def checkpoint_settings(
     return CheckpointSettings(
         folder=of_job / "checkpoints",
         run=config.to_dict(),
-        with_defaults=_with_defaults,
+        compared=partial(_compared, tokenizer.vocab_size if tokenizer else 0),
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
@@ -214,10 +215,22 @@ def checkpoint_settings(
     )
 
 
-def _with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved config with today's defaults; as it is where another version wrote other fields."""
+def _compared(
+    tokenizer_vocab: int, saved: dict[str, Any], now: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both configs as `CheckpointSettings.compared`; as they are where another version wrote other fields.
+
+    Their tokenizers have the same tokens, or the resume is refused for that.
+    """
     saved = of_saved_run(saved)
     try:
-        return RunConfig.from_dict(saved).to_dict()
+        configs = [RunConfig.from_dict(run) for run in (saved, now)]
     except ConfigError:
-        return saved
+        return saved, now
+    then, today = (config.to_dict() for config in configs)
+    meant_then, meant_today = (config.model.meant(tokenizer_vocab) for config in configs)
+    # Null in both is no difference, though it may stand for another value because another field has changed.
+    for name in meant_then:
+        if then["model"][name] != today["model"][name]:
+            then["model"][name], today["model"][name] = meant_then[name], meant_today[name]
+    return then, today

@@ -23,9 +23,10 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.resume import describe_replicas, source_replica
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_tensors, write_whole
-from megatron_noloco.model.families import table_of
+from megatron_noloco.model.families import FAMILIES, table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from tests.harness import full_disk
@@ -494,6 +495,19 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_other_settings_may_change(what: str) -> None:
     edits, lines = CHANGES[what]
     assert changes(edits) == lines
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_and_what_it_stands_for_are_the_same(family: str) -> None:
+    """Of sizes, the vocabulary, and what only this family has."""
+    as_written = RunConfig.from_dict({**CONFIG, "model": {**CONFIG["model"], "family": family}})
+    tokenizer = ByteTokenizer()
+    model = as_written.model.meant(tokenizer.vocab_size)
+    spelt_out = RunConfig.from_dict({**CONFIG, "model": model})
+    assert spelt_out.model != as_written.model
+    for now, saved in ((as_written, spelt_out), (spelt_out, as_written)):
+        settings = checkpoint_settings(now, Topology(), tokenizer=tokenizer)
+        assert settings.changes(saved.to_dict()) == []
 
 
 def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
