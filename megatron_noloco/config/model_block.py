@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from megatron_noloco.config.blocks import Block, Positive, Size, field
 from megatron_noloco.config.wording import count, quoted
+from megatron_noloco.fields import problems_of
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
 
@@ -180,6 +181,14 @@ class ModelConfig(Block):
             separate_documents=separate_documents,
             split=split,
         )
+
+
+def model_problems(values: dict[str, Any]) -> list[str]:
+    """Return a line for each problem of a block `model` with these values."""
+    try:
+        return list(check_model(ModelConfig(**values)))
+    except ValidationError as error:
+        return problems_of(error, ModelConfig, ("model",))
 
 
 def check_model(model: ModelConfig) -> Iterator[str]:

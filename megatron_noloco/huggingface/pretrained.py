@@ -1,10 +1,12 @@
 """Start a run from a Hugging Face folder: read its architecture and tokenizer, and write a config."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config.model_block import model_problems
 from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
@@ -149,12 +151,24 @@ def check_finished(folder: Path) -> None:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Return the model that config.json describes; raises ValueError, in one line, where it is not supported."""
+    """Return the model that config.json describes; raises ValueError, a line per problem."""
     theirs = _config_of(folder)
     try:
-        return architecture_of(theirs)
+        architecture = architecture_of(theirs)
+        if problems := _problems(architecture):
+            raise ConfigError(problems)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+        lines = (f"{folder / 'config.json'}: {line}" for line in str(error).splitlines())
+        raise ValueError("\n".join(lines)) from None
+    return architecture
+
+
+def _problems(architecture: Architecture) -> list[str]:
+    """Return what a run's block `model` refuses of a folder's model, with Hugging Face's keys for its fields."""
+    family = family_of(architecture)
+    keys = {**family.hf_sizes, "rotary_base": "rope_theta", "norm_epsilon": family.hf_norm_epsilon}
+    lines = model_problems(model_fields(architecture))
+    return [re.sub(r"\bmodel\.(\w+)", lambda field: keys.get(field[1], field[0]), line) for line in lines]
 
 
 def config_for_any_version(folder: Path) -> dict[str, Any]:

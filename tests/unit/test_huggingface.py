@@ -292,7 +292,8 @@ def test_the_configs_that_continue_published_models(config: str, name: str, tmp_
 
 # What transformers takes for keys that a config.json lacks, and what makes no difference there
 READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("mistral", {"sliding_window": MISSING, "num_key_value_heads": MISSING}, {"sliding_window": 4096}),
+    ("mistral", {"sliding_window": MISSING}, {"sliding_window": 4096}),
+    ("mistral", {"num_key_value_heads": MISSING, "num_attention_heads": 16}, {"num_query_groups": 8}),
     ("mistral", {"layer_types": ["full_attention"] * 2}, {"sliding_window": None}),
     ("mixtral", {"sliding_window": MISSING}, {"sliding_window": None}),
     ("mixtral", {"num_local_experts": MISSING, "num_experts_per_tok": MISSING}, {"num_moe_experts": 8}),
@@ -301,9 +302,9 @@ READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, {}),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, {}),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, {}),
-    ("qwen2", {"head_dim": MISSING}, {"kv_channels": 5}),
+    ("qwen2", {"head_dim": MISSING, "hidden_size": 24}, {"kv_channels": 6}),
     ("qwen3", {"head_dim": MISSING}, {"kv_channels": 128}),
-    ("qwen3_moe", {"head_dim": MISSING}, {"kv_channels": 5}),
+    ("qwen3_moe", {"head_dim": MISSING, "hidden_size": 24}, {"kv_channels": 6}),
     ("qwen3_moe", {"num_local_experts": MISSING, "num_experts": 7}, {"num_moe_experts": 7}),  # as published
     ("qwen3_moe", {"num_local_experts": MISSING, "num_experts": MISSING}, {"num_moe_experts": 128}),
     ("qwen3_moe", {"moe_intermediate_size": MISSING}, {"ffn_hidden_size": 768}),
@@ -464,6 +465,11 @@ def test_each_key_that_transformers_computes_with_is_read(family: str) -> None:
 # What is changed in the folder of a Llama, what the one line says; a row for each rule
 REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
     (change_config(mlp_bias=True), ("config.json: mlp_bias",)),
+    (
+        change_config(num_key_value_heads=3),
+        ("config.json: num_attention_heads 4 does not divide into num_key_value_heads 3",),
+    ),
+    (change_config(num_hidden_layers=10**6), ("config.json: num_hidden_layers: ", "<= 10000")),
     (shutil.rmtree, ("theirs", "No such file")),
     (write("config.json", "{"), ("config.json", "not a JSON object")),
     (write("model.safetensors.index.json", "{}"), ("index.json", "weight_map")),
@@ -581,6 +587,18 @@ def test_import_keeps_what_the_folder_does_not_decide(
     code, output = import_folder(folder, {"model": SMALLEST["model"] | given | {"num_layers": 99}})
     found = json.loads(output.read_text())["model"]
     assert (code, {name: found[name] for name in expected}) == (0, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "starcoder2", "mixtral"])
+def test_import_names_the_family_of_tensors_that_model_type_does_not_fit(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model(model=family))
+    (folder / "config.json").write_text(json.dumps(hf_config(make_model())))
+    code, _ = import_folder(folder)
+    assert_one_line(
+        code, capsys, ('theirs: model_type is "llama" in config.json', f"another family ({family}")
+    )
 
 
 @pytest.mark.parametrize("family", MODELS)
