@@ -25,15 +25,13 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     """
     check_finished(folder)
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
-    theirs, dropouts = _config_of(folder), family_of(architecture).hf_dropouts
     template_model = {
         name: value
         for name, value in template["model"].items()
         if not families_with(name) or architecture.family in families_with(name)
     }
     model = {
-        # The template may override them.
-        **{ours: theirs[key] for key, ours in dropouts.items() if theirs.get(key)},
+        **_dropouts(architecture, _config_of(folder)),  # the template may override them
         **template_model,
         **model_fields(architecture),
         "init_method_std": architecture.init_method_std,
@@ -155,7 +153,7 @@ def read_architecture(folder: Path) -> Architecture:
     theirs = _config_of(folder)
     try:
         architecture = architecture_of(theirs)
-        if problems := _problems(architecture):
+        if problems := _problems(architecture, theirs):
             raise ConfigError(problems)
     except ValueError as error:
         lines = (f"{folder / 'config.json'}: {line}" for line in str(error).splitlines())
@@ -163,12 +161,19 @@ def read_architecture(folder: Path) -> Architecture:
     return architecture
 
 
-def _problems(architecture: Architecture) -> list[str]:
+def _problems(architecture: Architecture, theirs: dict[str, Any]) -> list[str]:
     """Return what a run's block `model` refuses of a folder's model, with Hugging Face's keys for its fields."""
     family = family_of(architecture)
     keys = {**family.hf_sizes, "rotary_base": "rope_theta", "norm_epsilon": family.hf_norm_epsilon}
-    lines = model_problems(model_fields(architecture))
+    keys |= {ours: key for key, ours in family.hf_dropouts.items()}
+    lines = model_problems(model_fields(architecture) | _dropouts(architecture, theirs))
     return [re.sub(r"\bmodel\.(\w+)", lambda field: keys.get(field[1], field[0]), line) for line in lines]
+
+
+def _dropouts(architecture: Architecture, theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return the dropout probabilities of config.json above 0, as fields of a run's block `model`."""
+    dropouts = family_of(architecture).hf_dropouts
+    return {ours: theirs[key] for key, ours in dropouts.items() if theirs.get(key)}
 
 
 def config_for_any_version(folder: Path) -> dict[str, Any]:

@@ -469,6 +469,7 @@ REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
         change_config(num_key_value_heads=3),
         ("config.json: num_attention_heads 4 does not divide into num_key_value_heads 3",),
     ),
+    (change_config(attention_dropout=1.5), ("config.json: attention_dropout: ", "< 1, got 1.5")),
     (change_config(num_hidden_layers=10**6), ("config.json: num_hidden_layers: ", "<= 10000")),
     (shutil.rmtree, ("theirs", "No such file")),
     (write("config.json", "{"), ("config.json", "not a JSON object")),
