@@ -250,7 +250,7 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
         # These three fusions compile with torch.compile: worth it on a GPU, half a minute of start-up on a CPU.
-        # Without a gate core fuses F.gelu only, which is then another function than unfused.
+        # Without a gate core fuses nothing but F.gelu, and computes it with tanh only where it is fused.
         bias_activation_fusion=cuda and family_of(architecture).gated,
         bias_dropout_fusion=cuda,
         cross_entropy_loss_fusion=cuda and compute.precision == "bf16",  # core's rounds the gradient to bf16
