@@ -140,6 +140,8 @@ def late(slot: int, rank: int, folder: Path) -> tuple[int, dict[str, Any], float
 
     The step at which a job began, and then the state of its inner optimizer and its learning rate.
     """
+    if slot == 0:
+        membership.FIRST_SECONDS = 0.0  # nobody is there to be waited for
     loop = Loop(folder, slot)
     loop.optimizer.param_groups[0]["momentum"] = 0.9
     there = federation(folder, slot, 2, start_with=1 + slot, rounds_behind=2)

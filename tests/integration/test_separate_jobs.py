@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
+from megatron_noloco.federation import membership
 from megatron_noloco.federation.likeness import differences
 from megatron_noloco.federation.network import Network
 from megatron_noloco.job import leaving
@@ -272,7 +273,7 @@ def test_a_slow_job_leaves_out_local_steps_and_takes_part_in_every_round(tmp_pat
 
 def stands_still(slot: int, rank: int, folder: Path) -> tuple[str, list[str]]:
     """After its first step, until the watchdog has spoken. What it said; the threads that are left of it."""
-    leaving.POLL_SECONDS = 0.02
+    leaving.POLL_SECONDS, membership.FIRST_SECONDS = 0.02, 0.0
     loop = of_job(slot, rank)
     noloco = attach(loop.model, SETTINGS, **federation(folder, slot, 2, start_with=1), seed=SEED)
     with redirect_stderr(io.StringIO()) as output:

@@ -3,7 +3,6 @@
 import math
 import re
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from megatron_noloco.attach import attach
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.federation import membership
 from megatron_noloco.federation.likeness import differences
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
@@ -129,11 +129,17 @@ def endless(folder: Path) -> dict[str, Any]:
     )
 
 
+def begin_alone() -> None:
+    """In a job: do not wait for others at the start, and pause in each step."""
+    membership.FIRST_SECONDS = 0.0
+    pause(0.05)
+
+
 def test_an_attached_job_takes_over_the_state_of_the_trainer_and_leaves(tmp_path: Path) -> None:
     with Federation(tmp_path, endless(tmp_path)) as federation:
         config = RunConfig.from_dict(federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
-        federation.start(0, disturb=partial(pause, 0.05))
+        federation.start(0, disturb=begin_alone)
         federation.until(0, 12)
         loop = Loop(config, tmp_path / "first")
         done, slow = loop.noloco.done, loop.noloco.outer.slow_weights.clone()
