@@ -21,13 +21,22 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main
+from megatron_noloco.federation import membership
 from megatron_noloco.job import leaving
 from tests.harness import free_port
 from tests.integration.tiny import TINY, tiny, write_config
+from tools.disturbed_replica import pause
 
 LONGEST_SECONDS = 120.0
 _LOOK_SECONDS = 0.02
 _WHERE = signal.SIGRTMIN  # has a job write where its threads are
+
+
+def begin_alone(pause_seconds: float = 0.0) -> None:
+    """Let a job, as its `disturb`, wait for no other one at its start, and pause in each local step."""
+    membership.FIRST_SECONDS = 0.0
+    if pause_seconds:
+        pause(pause_seconds)
 
 
 class Federation:

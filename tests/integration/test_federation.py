@@ -25,7 +25,7 @@ from megatron_noloco.training.replica_state import ReplicaState
 from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.faulty_run import plant
-from tests.integration.federation import Federation, assert_same, state_of
+from tests.integration.federation import Federation, assert_same, begin_alone, state_of
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
 from tools.disturbed_replica import pause, send_times
 
@@ -165,7 +165,7 @@ def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, tex
     """So does the one that was alone before. The rounds that each leaves out measure nothing."""
     overlap = {"local_steps": 4, "overlap_steps": "auto"}
     with Federation(tmp_path, changes(text, 2, **ENDLESS, noloco=overlap), apart=True) as federation:
-        federation.start(0)
+        federation.start(0, disturb=begin_alone)
         federation.until(0, 10)
         assert "overlap from" not in federation.log(0)
         federation.start(1)
@@ -307,7 +307,7 @@ def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_pat
     """Where it is told not to take theirs over. Else it does, though none has saved anything."""
     more = ENDLESS | {"federation": {"rounds_behind": 2}, "checkpoint": {"save_interval": 0}}
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
-        federation.start(0, disturb=WITH_PAUSES)
+        federation.start(0, disturb=partial(begin_alone, 0.03))
         federation.until(0, 40)
         federation.start(1, changes={"checkpoint": {"load": "none"}})
         assert federation.exit_codes(1) == [1]

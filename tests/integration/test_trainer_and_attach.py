@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from megatron_noloco.attach import attach
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.federation import membership
 from megatron_noloco.federation.likeness import differences
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
@@ -24,10 +24,9 @@ from megatron_noloco.model.families import family_of
 from megatron_noloco.training.prepare import _alike, first_weights
 from tests.harness import run_ranks
 from tests.integration.chaos import command
-from tests.integration.federation import Federation
+from tests.integration.federation import Federation, begin_alone
 from tests.integration.jobs import SECONDS, network_of_attach
 from tests.integration.tiny import FAMILY_MODELS, MIXTURES, TINY, VOCABULARY, tiny, write_text
-from tools.disturbed_replica import pause
 
 STEPS = 9  # the last one is after the last round
 
@@ -129,17 +128,11 @@ def endless(folder: Path) -> dict[str, Any]:
     )
 
 
-def begin_alone() -> None:
-    """In a job: do not wait for others at the start, and pause in each step."""
-    membership.FIRST_SECONDS = 0.0
-    pause(0.05)
-
-
 def test_an_attached_job_takes_over_the_state_of_the_trainer_and_leaves(tmp_path: Path) -> None:
     with Federation(tmp_path, endless(tmp_path)) as federation:
         config = RunConfig.from_dict(federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
-        federation.start(0, disturb=begin_alone)
+        federation.start(0, disturb=partial(begin_alone, 0.05))
         federation.until(0, 12)
         loop = Loop(config, tmp_path / "first")
         done, slow = loop.noloco.done, loop.noloco.outer.slow_weights.clone()
