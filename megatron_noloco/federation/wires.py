@@ -101,9 +101,10 @@ class Wire:
         self.blocked = False
         try:
             self._flush()
-            self._fill()
-        except (BlockingIOError, ssl.SSLWantReadError):
-            pass
+            with suppress(BlockingIOError, ssl.SSLWantReadError):
+                self._fill()
+            if self._out and not self.blocked:  # it waited for the handshake, which may have ended in reading
+                self._flush()
         except ssl.SSLWantWriteError:
             self.blocked = True
         except ssl.SSLEOFError:

@@ -1,6 +1,7 @@
 """What one replica does with all that another may say; the other one is made by hand."""
 
 import io
+import ssl
 import time
 from contextlib import redirect_stderr
 from typing import Any
@@ -36,6 +37,7 @@ from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.likeness import Alike, digests_of, run_number
 from megatron_noloco.federation.peers import Peers
 from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send, checksum_of
+from megatron_noloco.federation.wires import Wire
 from megatron_noloco.transport.chunks import ReportedTransfers, cut
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, Message, RankLostError
 from tests.unit.pipes import End, Sockets, visit
@@ -401,6 +403,30 @@ def test_a_job_that_leaves_waits_for_its_last_partner_a_while() -> None:
     replica.peers.leaves_at = time.monotonic()
     replica.tick(2)
     assert why(transfers) == "rank 1 is not waited for: this job was asked to stop"
+
+
+class Handshake(End):
+    """A connection that is encrypted once this side has read the last message of the handshake."""
+
+    done = False
+
+    def send(self, data: memoryview) -> int:
+        if not self.done:
+            raise ssl.SSLWantReadError
+        return super().send(data)
+
+    def recv_into(self, place: memoryview) -> int:
+        self.done = True
+        raise ssl.SSLWantReadError
+
+
+def test_what_waited_for_the_handshake_is_sent_when_reading_has_ended_it() -> None:
+    """The other side may say nothing before."""
+    end = Handshake(None)
+    wire = Wire(Sockets(None, lambda _: None, []), end)  # type: ignore[arg-type]
+    wire.write(b"hello")
+    wire.advance()
+    assert end.under_way == b"hello"
 
 
 def test_the_end_of_either_connection_voids_everything() -> None:
