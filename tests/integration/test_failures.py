@@ -22,10 +22,10 @@ MPIRUN = Path(sys.executable).parent / "mpirun"
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 
 
-def config_of_stages(folder: Path, stages: int, **training: object) -> str:
+def config_of_two_stages(folder: Path, replicas: int, **training: object) -> str:
     changes = {
-        "parallel": {"replicas": 1, "pipeline_model_parallel_size": stages},
-        "model": {"num_layers": stages},
+        "parallel": {"replicas": replicas, "pipeline_model_parallel_size": 2},
+        "model": {"num_layers": 2},
         "data": {"text": write_text(folder)},
         "training": {"train_iters": 8, "output_dir": str(folder / "run"), **training},
     }
@@ -51,8 +51,8 @@ exec {sys.executable} "$@"
 def launch_with(fault: str, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [
         str(REPOSITORY / "launch" / script),
-        "3",
-        config_of_stages(folder, 3),
+        "4",
+        config_of_two_stages(folder, 2),
         "--progress",
         "lines",
     ]
@@ -65,19 +65,19 @@ def of_our_ranks(told: str) -> list[str]:
 
 @pytest.mark.parametrize("script", by_hand(LAUNCHERS, ["torchrun.sh", "deepspeed.sh"]))
 def test_the_rank_that_fails_says_why_and_nobody_else(script: str, tmp_path: Path) -> None:
-    finished = launch_with("raise 1 5", script, tmp_path)
+    finished = launch_with("raise 2 5", script, tmp_path)
     assert finished.returncode == 1, finished.stderr
     assert finished.stderr.count("Traceback (most recent call last)") == 1, finished.stderr
     assert "ZeroDivisionError: a mistake in the model" in finished.stderr
     (line,) = of_our_ranks(finished.stderr)
-    assert line.startswith("rank 1 on ")
-    assert "(replica 0, stage 1, dp 0, tp 0) was computing local step 5: microbatch 0, forward" in line
+    assert line.startswith("rank 2 on ")
+    assert "(replica 1, stage 0, dp 0, tp 0) was computing local step 5: microbatch 0, forward" in line
 
 
 @pytest.mark.parametrize("script", by_hand(LAUNCHERS, ["mpirun.sh", "deepspeed.sh"]))
 def test_a_rank_that_is_killed_is_missed_by_one_other(script: str, tmp_path: Path) -> None:
-    """Or by none, where the launcher ends them before they can say so. Both its neighbours wait for it."""
-    finished = launch_with("SIGKILL 1 5", script, tmp_path)
+    """Or by none, where the launcher ends them before they can say so."""
+    finished = launch_with("SIGKILL 2 5", script, tmp_path)
     assert finished.returncode == 128 + signal.SIGKILL, finished.stderr
     assert "Traceback" not in finished.stderr
     said = of_our_ranks(finished.stderr)
@@ -111,7 +111,7 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
 
     It is rank 0, which has the key-value store of the job: nobody else may wait for an answer of that.
     """
-    config = config_of_stages(tmp_path, 2, watchdog_seconds=watchdog_seconds)
+    config = config_of_two_stages(tmp_path, 1, watchdog_seconds=watchdog_seconds)
     environ = environ_with("SIGSTOP 0 3", tmp_path)
     with launched("mpirun.sh", 2, config, environ, log=tmp_path / "log", module=FAULTY) as run:
         if not watchdog_seconds:
