@@ -112,7 +112,7 @@ class PretrainedWeights:
             )
         if unknown:
             family, layers = self._architecture.family, self._architecture.num_layers
-            if others := families_of(self._held, self._architecture):
+            if (others := families_of(self._held, self._architecture)) and family not in others:
                 raise ValueError(
                     f'{self.folder}: model_type is "{family}" in config.json, but the tensors are those of '
                     f"another family ({', '.join(others)}): {_some(unknown)}"

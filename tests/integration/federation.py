@@ -142,6 +142,10 @@ class Federation:
         """Wait until a replica has written the row of a checkpoint of this step."""
         self._wait_until(lambda: any(row["step"] == step for row in self.rows(replica, "checkpoint")))
 
+    def until_evaluated(self, replica: int) -> None:
+        """Wait until a replica has a row of an evaluation: one that continues drops those after its checkpoint."""
+        self._wait_until(lambda: bool(self.rows(replica, "evaluation")))
+
     def until_it_has_a_partner(self, replica: int, after: int) -> None:
         """Wait until a replica has had a round with a partner, later than a step."""
         self._wait_until(

@@ -129,7 +129,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         federation.start(3)
         federation.until_it_has_a_partner(3, after=killed_at)
         for replica in range(3):
-            federation.until_log(replica, " validation at iteration")
+            federation.until_evaluated(replica)
         federation.stop()
         assert "continuing from" in federation.log(2)
         assert "taken over from replica" in federation.log(2)
