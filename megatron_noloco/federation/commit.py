@@ -252,9 +252,9 @@ class CommittedExchange:
         others_now = Others(present, free, waiting, hidden, partners.elsewhere(), partners.sites())
         partner = self._replica.choose(number, others_now)
         # A planned one that is free has another partner: the group is of the plan without sites.
-        why = {other: seen[other][1] or "has another partner" for other in group if other != place.replica}
-        planned = [f"replica {other} {reason}" for other, reason in why.items()]
-        return partner, "" if partner is not None else "".join(planned)
+        planned = (other for other in group if other != place.replica)
+        missed = "".join(f"replica {other} {seen[other][1] or 'has another partner'}" for other in planned)
+        return partner, missed if partner is None else ""
 
     def _prepare(self) -> None:
         """End the exchange. The speaker sends the token if the mean is accepted."""

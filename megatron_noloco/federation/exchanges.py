@@ -192,8 +192,8 @@ class Exchanges:
     def state(self, peer: Peer) -> State:
         """Return what another replica is to know of this one."""
         open_from = self._open_from(peer.slot)
-        hidden = [other.slot for other in self._others.values() if other.hidden and other.seen.present]
-        sees = hidden if peer.hidden else []
+        others = self._others.values() if peer.hidden else ()
+        sees = [other.slot for other in others if other.hidden and other.seen.present]
         return State(self._begun + 1, open_from, peer.counted + 1, self._step, self._takes_over, sees)
 
     # What others say
@@ -216,8 +216,13 @@ class Exchanges:
 
     def _take_state(self, peer: Peer, session: Session, state: State) -> None:
         slot, begun = peer.slot, state.begun - 1
-        exchanges = {"begun": begun, "open_from": state.open_from, "takes_over": state.takes_over}
-        peer.update(**exchanges, step=state.step, sees=frozenset(state.sees))
+        peer.update(
+            begun=begun,
+            open_from=state.open_from,
+            step=state.step,
+            takes_over=state.takes_over,
+            sees=frozenset(state.sees),
+        )
         counts = RankLostError(slot, "has used the mean, and this replica missed its token")
         session.cancel(_before(min(state.counted, state.open_from)), counts)
         session.cancel(_before(state.open_from), WithdrawnError(slot, "has no part in this exchange"))

@@ -88,8 +88,8 @@ def _newest(run: RunLog, kind: str) -> list[Row]:
 
 def _range_of_steps(rows: Sequence[Row]) -> str:
     """Return the local steps of rows, of the replica furthest behind first where they differ."""
-    steps = sorted({row["step"] for row in rows})
-    return " to ".join(map(str, steps[:1] + steps[1:][-1:]))
+    steps = [row["step"] for row in rows]
+    return f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
 
 
 def _drawn(plot: Plot, number: int) -> str:
