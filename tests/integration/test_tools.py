@@ -19,7 +19,6 @@ ALONE = {
     "bench_host": ("--weights 4096 --repeats 1", "core_seconds"),
     "bench_payload": ("--elements 2048 --repeats 1", "ways"),
     "bench_throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
-    "bench_tflops": ("--matrix 8 --repeats 1", "step_over_matmul"),
     "gpu_check.coding": ("--elements 8192 --repeats 1 --device cpu", "figure"),
     "gpu_check.replicas": (
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
@@ -42,7 +41,6 @@ SECONDS_LONG = (
     "bench_overlap",
     "bench_pairing",
     "bench_routing",
-    "bench_tflops",
     "gpu_check.replicas",
 )
 
