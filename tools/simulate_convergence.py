@@ -2,8 +2,9 @@
 
     python -m tools.simulate_convergence CONFIG --set parallel.replicas=8 --set noloco.local_steps=10
 
-Takes the trainer's JSON; `--set BLOCK.FIELD=VALUE` (JSON values) changes it. Uses the trainer's plans, data,
-initial weights and `megatron_noloco.outer`, and gives the trainer's losses to rounding. Prints one JSON object.
+Takes the trainer's JSON with the block "simulator" (tools/simulator/own.py); `--set BLOCK.FIELD=VALUE` changes
+it, with JSON values. Uses the trainer's plans, data, initial weights and `megatron_noloco.outer`, and gives the
+trainer's losses to rounding. Prints one JSON object.
 """
 
 import json
@@ -20,20 +21,14 @@ before_engines()  # before Megatron-core and DeepSpeed are imported
 
 from megatron_noloco.config import RunConfig
 from tools.options import add_changes, apply, command_line
+from tools.simulator.own import take_own
 from tools.simulator.simulation import Simulation
-from tools.simulator.slow import Slow
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("config", type=Path, help="the JSON of a run")
     add_changes(parser, "the JSON")
-    parser.add_argument(
-        "--slow",
-        type=int,
-        metavar="STEPS",
-        help="replica 0 takes only so many of noloco.local_steps in a round",
-    )
     parser.add_argument("--threads", type=int, help="of torch; default: all cores")
     options = parser.parse_args()
     if options.threads:
@@ -42,9 +37,8 @@ def main() -> None:
     for change in options.set:
         apply(raw, change)
     try:
-        config = RunConfig.from_dict(raw)
-        slow = None if options.slow is None else Slow(config, options.slow)
-        simulation = Simulation(config, slow=slow)
+        own = take_own(raw)
+        simulation = Simulation(RunConfig.from_dict(raw), **own)
     except ValueError as error:
         sys.exit(str(error))
     started, evaluations = time.perf_counter(), []
@@ -52,8 +46,7 @@ def main() -> None:
         evaluations.append(asdict(evaluation))
         print(f"step {evaluation.step}: mean model {evaluation.mean_model_loss:.4f}", file=sys.stderr)
     seconds = time.perf_counter() - started
-    changes = {"changes": options.set, "slow": options.slow}
-    print(json.dumps({**changes, "seconds": round(seconds, 1), "evaluations": evaluations}))
+    print(json.dumps({"changes": options.set, "seconds": round(seconds, 1), "evaluations": evaluations}))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from megatron_noloco.training.rounds import build_final_average, build_outer
 from tools.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
-from tools.simulator.slow import REPLICA, Slow
+from tools.simulator.slow import Slow
 from tools.simulator.sparse import SparseLoco, Sparsity
 
 SAVE_SECONDS = 300  # between saves of a run that can be continued
@@ -53,7 +53,7 @@ class Simulation:
     Args:
         config: a run of replicas of one rank each, without routes (one stage has none).
         compiled: local steps by `torch.compile`: a third less time, after half a minute; needs a C++ compiler.
-        slow: a replica that takes fewer local steps; None: all take the same number.
+        slow: replicas that take fewer local steps, or smaller batches; None: all train alike.
         sparse: rounds by SparseLoCo instead of those of the config, of which `local_steps`, `outer_lr` and
             `outer_momentum` count; None: the config's.
         texts: text of their own for replicas, in place of `data.text`: the first replicas (of one replica, the
@@ -97,6 +97,8 @@ class Simulation:
             raise ValueError(
                 "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
             )
+        if slow is not None:
+            slow.check(config)
         self.config, self.slow = config, slow
         self.replicas = config.parallel.replicas
         tokenizer = build_tokenizer(config.data.tokenizer)
@@ -241,13 +243,12 @@ class Simulation:
     def _local_step(self, step: int) -> None:
         gradients = self._gradients(self.weights, step)
         clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
-        rests = self.slow is not None and self.slow.rests(step)
-        kept = [tensor[REPLICA].clone() for tensor in self.inner.tensors()] if rests else []
+        resting = self.slow.resting(step, self.config.noloco.local_steps) if self.slow else 0
+        kept = [tensor[:resting].clone() for tensor in self.inner.tensors()]
         weight_decay = self.config.deepspeed["optimizer"]["params"]["weight_decay"]
         self.inner.step(gradients, self.learning_rate.next(), weight_decay)
-        if rests:
-            for tensor, row in zip(self.inner.tensors(), kept, strict=True):
-                tensor[REPLICA] = row
+        for tensor, rows in zip(self.inner.tensors(), kept, strict=True):
+            tensor[:resting] = rows
 
     def _gradients(self, weights: Tensor, step: int) -> Tensor:
         """Return the gradients of the rows of `weights` on the samples of a step, counted from 0."""
@@ -256,6 +257,8 @@ class Simulation:
             for datasets, order in zip(self.datasets, self.orders, strict=True)
         ]
         samples = torch.cat(parts).view(self.replicas, self.plan.replica_batch, -1)
+        if self.slow:
+            samples = self.slow.read(samples)
         weights.requires_grad_()
         (gradients,) = torch.autograd.grad(self._training_losses(weights, samples).sum(), weights)
         weights.requires_grad_(False)
