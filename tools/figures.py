@@ -151,7 +151,7 @@ def draw_replicas(axes: "Axes", rows: Iterable[Run]) -> None:
 def draw_texts(axes: "Axes", runs: Iterable[Run]) -> None:
     """Draw what each length of runs loses: a circle for each text, at its own best rates, and their range."""
     runs = [run for run in runs if run.study == "texts"]
-    found = by_text((run.method, run.learning_rate, run.loss) for run in runs)
+    found = by_text((run.method, run.learning_rate, run.seed, run.loss) for run in runs)
     axes.axhline(0, color="black", linewidth=1, label="synchronous")
     places = {}  # of the longest runs
     for place, steps in enumerate(LENGTHS):

@@ -31,7 +31,8 @@ def main() -> None:
         ("text", "method", "steps", "best `muon_lr`", "loss there", "others: `muon_lr`, loss")
     ]
     found = by_text(
-        (key.name, key.learning_rate, finite(result["mean_model_loss"])) for key, result in results.items()
+        (key.name, key.learning_rate, key.seed, finite(result["mean_model_loss"]))
+        for key, result in results.items()
     )
     for (text, method), by_length in found.items():
         for steps, losses in sorted(by_length.items()):
@@ -44,14 +45,18 @@ def main() -> None:
     print(as_rows(rows), over_texts(found), over_choices(found), sep="\n")
 
 
-def by_text(runs: Iterable[tuple[str, float, float]]) -> ByText:
-    """Return the losses of a study, by text and method, then by the number of local steps.
+def by_text(runs: Iterable[tuple[str, float, int, float]]) -> ByText:
+    """Return the losses of a study's first seed, by text and method, then by the number of local steps.
 
     Args:
-        runs: name, learning rate and loss of each.
+        runs: name, learning rate, seed and loss of each.
     """
+    runs = list(runs)
+    first = min((seed for _, _, seed, _ in runs), default=0)
     found: dict[tuple[str, str], dict[int, Losses]] = defaultdict(lambda: defaultdict(dict))
-    for name, rate, loss in runs:
+    for name, rate, seed, loss in runs:
+        if seed != first:
+            continue
         method, _, group = name.partition(" @ ")
         text, _, length = group.removesuffix(" steps").partition(", ")
         found[text, method][int(length)][rate] = loss

@@ -73,7 +73,7 @@ def _made(definition: str, runs: Iterable[Run]) -> str:
     if kind == "over":
         made, _, study = rest.partition(" of ")
         of_study = (run for run in runs if run.study == study)
-        return OVER[made](by_text((run.method, run.learning_rate, run.loss) for run in of_study))
+        return OVER[made](by_text((run.method, run.learning_rate, run.seed, run.loss) for run in of_study))
     return _table(rest, lines, runs)
 
 

@@ -151,9 +151,10 @@ def test_texts_whose_searches_have_not_ended_are_left_out_and_rates_are_tried_on
         "pairs @ c, 20 steps": [1.3, 1.2, 1.3],
     }
     runs = by_text(
-        (name, rate, loss)
+        (name, rate, seed, loss + seed - 1)  # of the search counts the first seed alone
         for name, tried in losses.items()
         for rate, loss in zip((0.01, 0.02, 0.04), tried, strict=True)
+        for seed in (1, 2)
     )
     assert over_texts(runs).splitlines()[-1] == "| 20 | pairs | 10.5 % (0.018) | 22.1 % (0.02) |  |"
     assert over_choices(runs).splitlines()[-2:] == [  # no runs of a tenth of the length, so none for `tune`
