@@ -42,7 +42,7 @@ class Console:
 
     def __init__(self, mode: str, total_steps: int, start_step: int, facts: RunFacts) -> None:
         bar = mode == "bar" or (mode == "auto" and on_a_terminal(os.environ))
-        self.terminal = Terminal(force_terminal=bar, highlight=False, soft_wrap=not bar)
+        self.terminal = Terminal(force_terminal=bar, highlight=False, emoji=False, soft_wrap=not bar)
         self.facts = facts
         self.last_evaluation: Row | None = None
         self.last_steps: Row | None = None

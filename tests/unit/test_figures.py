@@ -122,6 +122,12 @@ def test_the_last_line_of_a_run_whose_end_is_not_saved_says_so(capsys: pytest.Ca
     )
 
 
+def test_a_line_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "join at tcp://[2001:db8:a:b::1]:29500 | /data/a:x:b | [bold]"
+    Console("lines", 1, 0, FACTS).say(line)
+    assert capsys.readouterr().out == f"{line}\n"
+
+
 def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a resumed run, too, whose totals are those of the whole run."""
     console = Console("lines", 300, 100, replace(FACTS, synchronous_bytes_per_step=1.0))
