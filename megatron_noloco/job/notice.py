@@ -1,5 +1,7 @@
 """A command of the user that tells whether this machine is about to be taken away."""
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -32,11 +34,13 @@ class _Notice:
             return False
         code = self._running.poll()
         if code is None and now - self._began > _LONGEST_SECONDS:
-            self._running.kill()
+            os.killpg(self._running.pid, signal.SIGKILL)
         if code is not None:
             self._running = None
         return code == 0
 
     def _run(self) -> subprocess.Popen[bytes]:
         nothing = subprocess.DEVNULL
-        return subprocess.Popen(self._command, shell=True, stdin=nothing, stdout=nothing, stderr=nothing)
+        return subprocess.Popen(
+            self._command, shell=True, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing
+        )

@@ -18,11 +18,12 @@ def test_a_request_says_whether_it_is_one_to_leave(tmp_path: Path, leave: bool) 
 
 
 def test_a_command_that_ends_with_0_is_the_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is run again and again, also where it takes too long, and never waited for."""
+    """It is run again and again, also where it takes too long, and never waited for. No child of it lives on."""
     monkeypatch.setattr(notice, "_EVERY_SECONDS", 0.01)
     monkeypatch.setattr(notice, "_LONGEST_SECONDS", 0.2)
     ran, flag = tmp_path / "ran", tmp_path / "flag"
-    asked = notice_of(f"echo >> {ran}; test -e {flag} || exec sleep 600")
+    alone = f"exec 9> {tmp_path / 'lock'}; flock -n 9"  # which a child that lives holds
+    asked = notice_of(f"{alone} && echo >> {ran} && {{ test -e {flag} || sleep 600 | cat; }}")
     deadline = time.monotonic() + 20
     while not ran.exists() or len(ran.read_text()) < 2:
         assert not asked()
