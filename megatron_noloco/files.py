@@ -68,8 +68,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small text file, complete or not at all."""
-    write_whole(path, lambda partial: partial.write_text(text))
+    """Write a small file in UTF-8, complete or not at all."""
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def read_object(path: Path, advice: str) -> dict[str, Any]:

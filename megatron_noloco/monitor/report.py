@@ -40,7 +40,8 @@ def write_page(runs: Sequence[RunLog], path: Path) -> None:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style><script>{offline.get_plotlyjs()}</script></head>\n"
         f"<body><h1>{escape(title)}</h1>\n{_table([_facts(run) for run in runs])}\n{lines}\n{sections}"
-        f"<p>megatron_noloco {__version__}</p></body></html>\n"
+        f"<p>megatron_noloco {__version__}</p></body></html>\n",
+        encoding="utf-8",
     )
 
 

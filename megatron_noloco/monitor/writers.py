@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeGuard
 
-from megatron_noloco.files import write_text
+from megatron_noloco.files import write_text, write_whole
 from megatron_noloco.job.activity import line_of
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
@@ -46,7 +46,7 @@ class ReplicaFiles:
         self._folder, self._failed = folder, False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
-        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+        rows = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         last_kept = start_step if own else 0
         kept = [row for row in rows if _step_of(row) <= last_kept]
         if rows and not kept:
@@ -55,7 +55,7 @@ class ReplicaFiles:
             path.replace(aside)
             sys.stderr.write(f"set aside: {path}, of an earlier start, is now {aside.name}\n")
         elif kept != rows:
-            write_text(path, "".join(kept))
+            write_whole(path, lambda partial: partial.write_bytes(b"".join(kept)))
         self._jsonl: TextIO = path.open("a", buffering=1)
         self._board: Any = None
         if start_step:
@@ -144,13 +144,13 @@ def _scalars(row: Row) -> dict[str, float]:
     return {name: value for name, value in row.items() if "/" in name and isinstance(value, int | float)}
 
 
-def _step_of(row: str) -> float:
+def _step_of(row: bytes) -> float:
     """Return the step of a line of `metrics.jsonl`; infinity for one that a crash has damaged."""
-    found = parsed(row) if row.endswith("\n") else None
+    found = parsed(row) if row.endswith(b"\n") else None
     return found["step"] if is_row(found) else math.inf
 
 
-def parsed(text: str | bytes) -> Any:
+def parsed(text: bytes) -> Any:
     """Return what the text holds, None where it is no JSON."""
     try:
         return json.loads(text)

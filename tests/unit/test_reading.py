@@ -143,6 +143,15 @@ def test_a_run_that_no_job_writes(run: Path, steps: int, state: str) -> None:
     assert shown(run)[0] == f"{run}: step 2 of {state}, last written 75s ago"
 
 
+def test_a_page_is_utf_8_whatever_the_locale(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it says of itself; plotly's own text is not ASCII. So is a small file."""
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").read_bytes().decode().endswith("</html>\n")
+    write_text(run / "small", "\u00e9")
+    assert (run / "small").read_bytes() == b"\xc3\xa9"
+
+
 def test_a_page_that_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--output", "/proc/x.html"]) == 2
     line = "/proc/x.html: cannot be written: No such file or directory; give another --output\n"

@@ -77,8 +77,8 @@ def test_a_run_that_continues_another_keeps_no_rows_of_its_folder(tmp_path: Path
 
 def test_rows_that_a_crash_has_damaged_are_dropped(tmp_path: Path) -> None:
     path = _write_evaluations(tmp_path, 0, [10])
-    damaged = ["\0\0\0", "7", "[" * 100_000, '{"kind": "evaluation"}', '{"step": 20, "re']
-    path.write_text(path.read_text() + "\n".join(damaged))
+    damaged = [b"\0\0\0", b"\xff", b"7", b"[" * 100_000, b'{"kind": "evaluation"}', b'{"step": 20, "re']
+    path.write_bytes(path.read_bytes() + b"\n".join(damaged))
     _write_evaluations(tmp_path, 20, [30])
     assert [row["step"] for row in _rows(path)] == [10, 20, 30], "20: the row of the start"
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
