@@ -18,6 +18,7 @@ from megatron_noloco.fields import Also, problems_of
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTO = "auto"
+_SPELLINGS = {name.lower(): name for name in OPTIMIZERS}  # DeepSpeed ignores their case
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 # 5e8 is an integer to DeepSpeed, whose users write it so.
@@ -129,12 +130,14 @@ class DeepSpeedConfig(Block):
 
 
 def prepared(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the file with DeepSpeed's old names replaced, and "auto" and null left out."""
+    """Return a copy of the file in one spelling of DeepSpeed's names, with "auto" and null left out."""
     values = copy.deepcopy(raw)
     if isinstance(values.get("zero_optimization"), bool):
         values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
     if "bfloat16" in values and "bf16" not in values:
         values["bf16"] = values.pop("bfloat16")
+    if isinstance(optimizer := values.get("optimizer"), dict) and isinstance(optimizer.get("type"), str):
+        optimizer["type"] = _SPELLINGS.get(optimizer["type"].lower(), optimizer["type"])
     if values.get("gradient_clipping") == AUTO:
         values["gradient_clipping"] = 1.0
     for key in DeepSpeedConfig.model_fields.keys() & values.keys():
@@ -169,19 +172,13 @@ def check_params(values: dict[str, Any]) -> Iterator[str]:
         chosen = values.get(block)
         if not isinstance(chosen, dict) or not isinstance(name := chosen.get("type"), str):
             continue
-        kind = kinds.get(name) or (_whatever_case(name) if block == "optimizer" else None)
-        if kind is None:
+        if (kind := kinds.get(name)) is None:
             yield unknown_type(block, name, kinds)
         elif isinstance(params := chosen.get("params", {}), dict):
             try:
                 kind.model_validate(params)
             except ValidationError as error:
                 yield from problems_of(error, kind, (block, "params"), unknown_key)
-
-
-def _whatever_case(name: str) -> type[Block] | None:
-    """Return the params of an optimizer of DeepSpeed's own, whose names ignore case."""
-    return {kind.lower(): params for kind, params in OPTIMIZERS.items() if kind != "SGD"}.get(name.lower())
 
 
 def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dict[str, Any], list[str]]:

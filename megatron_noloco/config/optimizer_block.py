@@ -133,15 +133,10 @@ SCHEDULES: dict[str, type[Block]] = {
 }
 
 
-def is_muon(optimizer: Mapping[str, Any]) -> bool:
-    """Whether a block `optimizer` names Muon."""
-    return str(optimizer.get("type")).lower() == "muon"
-
-
 def moments(optimizer: Mapping[str, Any]) -> int:
     """Return the number of moments that an optimizer keeps of a weight, with Muon that of its AdamW."""
-    kept = {"lion": 1, "sgd": int(bool(optimizer["params"].get("momentum")))}
-    return kept.get(str(optimizer["type"]).lower(), 2)
+    kept = {"Lion": 1, "SGD": int(bool(optimizer["params"].get("momentum")))}
+    return kept.get(optimizer["type"], 2)
 
 
 def complete(values: dict[str, Any], train_iters: int) -> None:
@@ -160,11 +155,11 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
     if "betas" in params:  # torch refuses an integer beside a float: [0, 0.95]
         params["betas"] = list(map(float, params["betas"]))
     params.setdefault("weight_decay", 0.0)  # as in DeepSpeed's own; torch's AdamW would take 0.01
-    if is_muon(optimizer):
+    if optimizer["type"] == "Muon":
         defaults = MuonParams().model_dump(exclude={"lr", *OptimizerParams.model_fields})
         rates = dict.fromkeys(("muon_lr", "adam_lr"), params.pop("lr")) if "lr" in params else {}
         optimizer["params"] = {**defaults, **rates, **params}
-    if is_muon(optimizer) or optimizer["type"] == "SGD":
+    if optimizer["type"] in ("Muon", "SGD"):
         values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
 
 
@@ -175,14 +170,14 @@ def check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[str]:
         yield "optimizer.params.nesterov needs a momentum > 0"
     if "fused" in params and not params.get("torch_adam"):
         yield "optimizer.params.fused is of torch's kernel; give torch_adam true, too, or leave it out"
-    if str(optimizer["type"]).lower() == "adamw" and params.get("adam_w_mode") is False:
+    if optimizer["type"] == "AdamW" and params.get("adam_w_mode") is False:
         yield "optimizer.params.adam_w_mode false has no effect on AdamW; use type Adam, or leave it out"
 
 
 def rates_of(optimizer: Mapping[str, Any]) -> dict[str, float]:
     """Return the learning rates of a completed block `optimizer` by name: two of Muon, else one."""
     params = optimizer["params"]
-    if is_muon(optimizer):
+    if "muon_lr" in params:
         return {name: params[name] for name in ("muon_lr", "adam_lr")}
     return {"lr": params.get("lr", AdamParams.model_fields["lr"].default)}  # of all types
 

@@ -5,7 +5,6 @@ import math
 from itertools import chain
 from typing import Any
 
-from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.round_memory import outer_state
@@ -143,7 +142,7 @@ def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
     block = config.deepspeed["optimizer"]
     params: dict[str, Any] = block["params"]
     name = block["type"]
-    if is_muon(block) and architecture is not None:
+    if name == "Muon" and architecture is not None:
         table = table_of(architecture)
         linear = sum(math.prod(row.shape) for row in table if row.linear)
         name += (

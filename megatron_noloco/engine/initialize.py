@@ -71,7 +71,7 @@ def _parameters_and_optimizer(
     stage: Stage, groups: Groups, block: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], Muon | None]:
     """Return the parameter groups, and their optimizer where DeepSpeed does not build it (Muon)."""
-    muon = block["type"].lower() == "muon"
+    muon = block["type"] == "Muon"
     parameters = parameter_groups(stage.named_rows(), muon, groups.topology.ep)
     if not muon:
         return parameters, None
@@ -124,7 +124,7 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     settings["zero_optimization"] = {"stage": 1, **settings.get("zero_optimization", {})}
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
-    if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
+    if optimizer["type"] in ("Adam", "AdamW") and "torch_adam" not in parameters:
         parameters["torch_adam"] = not all_have_fused_adam()
         if parameters["torch_adam"] and torch.cuda.is_available():
             parameters["fused"] = True

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.optimizer_block import is_muon, moments
+from megatron_noloco.config.optimizer_block import moments
 from megatron_noloco.config.parallel_block import layers_of_chunks
 from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state, on_accelerator
 from megatron_noloco.engine.layout import GroupKey
@@ -109,7 +109,7 @@ def _parameters(
     copied = 0
     for row in _rows(architecture, topology, stage, layers):
         elements = math.prod(row.slice_shape(topology.tp))
-        groups[GroupKey.of(row, is_muon(block), topology.ep)] += elements
+        groups[GroupKey.of(row, block["type"] == "Muon", topology.ep)] += elements
         tied = architecture.tied_embeddings and topology.pp > 1 and row.is_embedding_or_output
         if tied or (topology.tp > 1 and row.tp_dim is None):
             copied += elements

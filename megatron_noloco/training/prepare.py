@@ -235,7 +235,7 @@ def _check_machine(config: RunConfig) -> None:
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
     config.compute.uses_transformer_engine()  # raises where it is not installed
-    if config.deepspeed["optimizer"]["type"].lower() == "lion" and not cuda:
+    if config.deepspeed["optimizer"]["type"] == "Lion" and not cuda:
         raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
     _check_kernel(config.deepspeed["optimizer"])
     wandb = find_spec("wandb")
@@ -247,7 +247,7 @@ def _check_machine(config: RunConfig) -> None:
 
 def _check_kernel(optimizer: Mapping[str, Any]) -> None:
     """Raise ValueError where a kernel of DeepSpeed that the file asks for cannot be had."""
-    if optimizer["type"].lower() == "lion":
+    if optimizer["type"] == "Lion":
         kernel, asked = "FusedLionBuilder", "type"
     elif optimizer["params"].get("torch_adam") is False:
         kernel, asked = "FusedAdamBuilder", "params.torch_adam false"

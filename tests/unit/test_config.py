@@ -108,9 +108,10 @@ def test_deepspeed_s_own_spellings_pass() -> None:
     run = config(
         zero_optimization={"reduce_bucket_size": 5e8},
         fp16={"enabled": True, "loss_scale": 128},
-        optimizer={"type": "adamw", "params": {"lr": 1}},
+        optimizer={"type": "lion", "params": {"lr": 1}},
         scheduler=None,
     )
+    assert "optimizer: Lion, lr 1, weight_decay 0" in describe(run, run.topology(8))
     assert run.deepspeed["zero_optimization"] == {"reduce_bucket_size": 5e8, "stage": 1}
     assert run.deepspeed["fp16"]["loss_scale"] == 128
     assert "scheduler" not in run.deepspeed

@@ -50,7 +50,7 @@ LINES: list[tuple[str, Any, str]] = [
     ("steps_per_print", 10, " is not a known key; did you mean training.log_interval?"),
     ("zero_optimization.stage3_max_reuse_distance", 1, " is not a known key; leave it out"),
     # names of optimizers and schedules
-    ("optimizer.type", "sgd", ": 'sgd' is not a known optimizer; did you mean SGD?"),
+    ("optimizer.type", "Adamm", ": 'Adamm' is not a known optimizer; did you mean Adam?"),
     ("optimizer.type", "RMSprop", ": 'RMSprop' is not a known optimizer; not supported: use AdamW"),
     # what is missing
     ("training.train_iters", MISSING, " is missing (an integer >= 1: Local steps of the whole run.)"),
