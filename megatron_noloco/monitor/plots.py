@@ -184,7 +184,7 @@ def _remainder(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> 
 
 
 def pairings_of(run: RunLog) -> list[Any]:
-    """Return a line for each group of the rounds in the log."""
+    """Return a line for each group of the rounds in the log; lines of one colour are one trace, with gaps."""
     groups: dict[int, set[tuple[int, ...]]] = {}
     for log in run.replicas:
         for row in log.rows_of("step"):
@@ -193,14 +193,19 @@ def pairings_of(run: RunLog) -> list[Any]:
                 groups.setdefault(row["step"], set()).add(group)
     steps = sorted({row["step"] for row in _steps(run)})
     interval = min((after - before for before, after in pairwise(steps)), default=1)
-    traces = []
+    drawn: dict[int | None, tuple[list[Any], list[Any]]] = {}
     for step, of_round in groups.items():
         for place, group in enumerate(sorted(of_round)):
             # Side by side, since the lines of two groups may overlap.
             x = step + 0.7 * interval * place / len(of_round)
-            trace = _line(([x] * len(group), list(group)), "", place, mode="lines+markers")
-            traces.append(trace if len(group) > 1 else trace.update(marker_symbol="circle-open"))
-    return traces
+            number = place % len(_COLORS) if len(group) > 1 else None
+            xs, ys = drawn.setdefault(number, ([], []))
+            xs += [*[x] * len(group), None]
+            ys += [*group, None]
+    traces = {number: _line(curve, "", number, mode="lines+markers") for number, curve in drawn.items()}
+    if None in traces:
+        traces[None].update(marker_symbol="circle-open")
+    return [*traces.values()]
 
 
 def _steps(run: RunLog) -> list[Row]:

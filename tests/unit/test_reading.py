@@ -249,7 +249,16 @@ def test_evaluations_between_rows_of_steps_are_compared(tmp_path: Path) -> None:
 def test_a_replica_has_its_own_number_in_the_pairings(tmp_path: Path) -> None:
     """Also in the folder of one job of a federation, which has no other replica's."""
     write(tmp_path, "02", step(2, **meeting(0, 1)), step(4, **meeting(1)))
-    assert [list(line.y) for line in pairings_of(RunLog(tmp_path))] == [[1, 2], [2]]
+    assert [list(line.y) for line in pairings_of(RunLog(tmp_path))] == [[1, 2, None], [2, None]]
+
+
+def test_the_pairings_of_many_rounds_are_few_traces(tmp_path: Path) -> None:
+    """A browser draws thousands of lines in a trace, but not thousands of traces."""
+    for replica in range(4):
+        rounds = (step(2 * done, **meeting(done, replica ^ (1 + done % 2))) for done in range(1, 100))
+        write(tmp_path, f"{replica:02d}", *rounds)
+    first, second = pairings_of(RunLog(tmp_path))
+    assert len(first.x) == len(second.x) == 99 * 3
 
 
 def test_the_timeline_of_a_federation(tmp_path: Path) -> None:
