@@ -36,6 +36,7 @@ from megatron_noloco.plans.stability import (
 )
 
 MOST_SLOTS, MOST_STREAMS = 4096, 64
+_SQUARED = Field(le=1000)  # in rho, which a float must hold
 SITE_INTERVAL = 8  # of a federation, where replicas at a site come and go
 PAPER: Mapping[str, Any] = {
     "local_steps": 50,
@@ -83,13 +84,15 @@ class NolocoSettings:
     outer_momentum: Annotated[StrictFloat, Field(ge=0, lt=1)] = field(
         0.0, "alpha: the share of the outer momentum buffer kept from round to round."
     )
-    outer_lr: AboveZero = field(1.0, "beta: the weight of the group's mean outer gradient.")
+    outer_lr: Annotated[AboveZero, _SQUARED] = field(
+        1.0, "beta: the weight of the group's mean outer gradient."
+    )
     outer_nesterov: StrictBool = field(
         False,
         'Whether the outer step looks ahead by Nesterov\'s momentum. The usual DiLoCo is method "diloco", '
         "outer_momentum 0.9, outer_lr 0.7 and outer_nesterov true.",
     )
-    consensus_weight: Size | None = field(
+    consensus_weight: Annotated[Size, _SQUARED] | None = field(
         None, "gamma: the pull towards the group's mean slow weights; null means outer_lr."
     )
     group_size: Annotated[StrictInt, Field(ge=2)] = field(

@@ -18,25 +18,24 @@ def load_config(path: str | Path) -> RunConfig:
     """Read and check one JSON file; raises ConfigError, every line of which begins with the file's name."""
     try:
         return RunConfig.from_dict(_read(Path(path)))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {problem}" for problem in error.problems) from None
     except RecursionError:
-        raise ConfigError([f"{path}: objects or lists are nested too deeply"]) from None
+        problems = ["objects or lists are nested too deeply"]
+    except ValueError as error:
+        problems = str(error).splitlines()
+    raise ConfigError(f"{path}: {problem}" for problem in problems)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a file; raises ValueError, with a line for each problem."""
     try:
         written = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    try:
         check_utf_8(written)
         text = without_mark(written).decode()
-    except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            [f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"]
-        ) from None
-    except ValueError as error:
-        raise ConfigError([f"is {error}"]) from None
+        raise ValueError(f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
     repeated: dict[int, list[str]] = {}  # by the object that has them
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -50,22 +49,19 @@ def _read(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         comment = text[error.pos :].lstrip().startswith(_COMMENTS)
         reason = "JSON has no comments; delete it" if comment else error.msg
-        raise ConfigError(
-            [f"is not valid JSON: line {error.lineno}, column {error.colno}: {reason}"]
-        ) from None
+        raise ValueError(f"not valid JSON: line {error.lineno}, column {error.colno}: {reason}") from None
     if not isinstance(content, dict):
-        raise ConfigError([f"must hold a JSON object, got {shown(content)}"])
-    problems = list(_problems(content, repeated, ""))
-    if problems:
+        raise ValueError(f"must hold a JSON object, got {shown(content)}")
+    if problems := list(_problems(content, repeated, "")):
         raise ConfigError(problems)
     return content
 
 
 def _whole(digits: str) -> int:
-    """Return a whole number; raises ConfigError where products of such numbers would not fit into a float."""
+    """Return a whole number; raises ValueError where products of such numbers would not fit into a float."""
     if len(digits) > _MOST_DIGITS:
-        raise ConfigError(
-            [f"{digits[:9]}... has {len(digits)} digits; no setting takes more than {_MOST_DIGITS}"]
+        raise ValueError(
+            f"{digits[:9]}... has {len(digits)} digits; no setting takes more than {_MOST_DIGITS}"
         )
     return int(digits)
 

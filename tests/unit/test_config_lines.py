@@ -57,7 +57,8 @@ LINES: list[tuple[str, Any, str]] = [
     # types and bounds
     ("training.train_iters", "ten", ": must be an integer >= 1, got 'ten'"),
     ("optimizer.params.lr", "auto", ': "auto" has no meaning here; give a number >= 0'),
-    ("noloco.outer_lr", float("nan"), ": must be a number > 0, got NaN"),
+    ("noloco.outer_lr", float("nan"), ": must be a number > 0 and <= 1000, got NaN"),
+    ("noloco.consensus_weight", 1e200, ": must be a number >= 0 and <= 1000 or null, got 1e+200"),
     ("noloco.method", "nolocko", ': must be one of "noloco", "diloco", got \'nolocko\''),
     ("noloco.routing", "step", ': "step" is no longer a value; with local_steps 1 "round" is the same'),
     ("data.data_path", 3, TEXT_OR_BLEND),
@@ -256,7 +257,7 @@ def test_each_rule_between_fields(tmp_path: Path, edits: dict[str, Any], part: s
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ('{"a": 1,\n "b" 2}', "is not valid JSON: line 2, column 6"),
+        ('{"a": 1,\n "b" 2}', "not valid JSON: line 2, column 6"),
         ('{"a": 1 // one\n}', "line 1, column 9: JSON has no comments; delete it"),
         ('{\n # one\n "a": 1}', "line 2, column 2: JSON has no comments; delete it"),
         ("[1, 2]", "must hold a JSON object, got [1, 2]"),

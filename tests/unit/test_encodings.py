@@ -57,7 +57,7 @@ def test_another_encoding_is_named_in_one_line(
     with pytest.raises(ValueError, match=f"a.jsonl, line 1: {line}"):
         run(tmp_path, [records])
     assert main(["config", "--check", str(written(tmp_path / "run.json", CONFIG, encoding))]) == 2
-    assert f"run.json: is not UTF-8 text: it begins as {encoding[:6].upper()}" in capsys.readouterr().err
+    assert f"run.json: not UTF-8 text: it begins as {encoding[:6].upper()}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", UTF_16)
