@@ -128,7 +128,7 @@ class TorchWeights(Weights):
     Parameters in bf16 or fp16 round what is written to them, and the next round takes this rounding for a part of
     the outer gradient. Prefer fp32 parameters (with autocast).
 
-    Raises ValueError for no parameters, and as `check_sound` does.
+    Raises ValueError for no parameters, for parameters on several devices, and as `check_sound` does.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -137,6 +137,8 @@ class TorchWeights(Weights):
             raise ValueError("there are no weights that are trained, to be averaged")
         for index, parameter in enumerate(self.parameters):
             check_sound(f"parameter {index}", parameter)
+        if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
+            raise ValueError(f"the weights lie on {' and '.join(sorted(devices))}; all must be on one device")
 
     def parts(self) -> list[Tensor]:
         return [parameter.detach().view(-1) for parameter in self.parameters]
