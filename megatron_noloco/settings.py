@@ -499,9 +499,8 @@ def _stable_setting(noloco: NolocoSettings, replicas: int | None) -> str:
         nesterov = noloco.outer_nesterov and hundredths > 0
         if stable_with(outer_momentum=hundredths / 100, outer_nesterov=nesterov):
             return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
-    gammas = [hundredths / 100 for hundredths in range(1, 400)]
-    stable = [gamma for gamma in gammas if stable_with(consensus_weight=gamma)]
-    nearest = min(stable, key=lambda candidate: abs(candidate - noloco.gamma), default=0.01)
+    gammas = sorted((part / 100 for part in range(1, 400)), key=lambda gamma: abs(gamma - noloco.gamma))
+    nearest = next((gamma for gamma in gammas if stable_with(consensus_weight=gamma)), 0.01)
     return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
 
 

@@ -29,15 +29,12 @@ def fragment_after(done: int, local_steps: int, fragments: int) -> tuple[int, in
 
 
 def most_under_way(local_steps: int, fragments: int, overlap_steps: int) -> int:
-    """Return how many rounds can be under way at a time, when each is merged `overlap_steps` after it began."""
-    begun = [
-        due_after(round_index, fragment, local_steps, fragments)
-        for round_index in range(2)
-        for fragment in range(fragments)
-    ]
-    return max(
-        sum(first <= step < first + max(1, overlap_steps) for step in begun) for first in begun[:fragments]
-    )
+    """Return how many rounds can be under way at a time, when each is merged `overlap_steps` after it began.
+
+    Rounds j = 1, 2, ... of all fragments are due after j k // F local steps. So in w steps from a multiple of k on
+    w F / k of them begin, rounded up, and nowhere more.
+    """
+    return -(-max(1, overlap_steps) * fragments // local_steps)
 
 
 def fewest_steps(exchange_seconds: float, step_seconds: float, most_waiting: float) -> int:
