@@ -15,7 +15,8 @@ from megatron_noloco.data.chat_template import ChatTemplate, sha256_of
 from megatron_noloco.files import read_object
 
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
-_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
+_CONFIG, _TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+_FILES = (_CONFIG, _TOKENS_MAP, "chat_template.jinja")  # beside tokenizer.json
 # Keys of tokenizer_config.json for other classes than the export's, or that add tokens at the ends of a text.
 _OF_OTHER_CLASSES = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "legacy", "use_fast")
 _DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")
@@ -86,7 +87,7 @@ class FastTokenizer:
         """The chat template, or named templates, as transformers finds them."""
         files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / "chat_template.jinja"]
         texts = {file.name: file.read_text("utf-8") for file in files if file.is_file()}
-        return ChatTemplate(self._file, texts or self._read("tokenizer_config.json").get("chat_template"))
+        return ChatTemplate(self._file, texts or self._read(_CONFIG).get("chat_template"))
 
     def extends(self, other: "FastTokenizer") -> bool:
         """Return whether this tokenizer has the ids and rules of the other, with or without further tokens."""
@@ -166,6 +167,7 @@ class FastTokenizer:
         from tokenizers import Tokenizer, processors
 
         self._copy_to(folder)
+        (folder / _TOKENS_MAP).unlink(missing_ok=True)  # its tokens are in the settings below
         whole = Tokenizer.from_str(self._tokenizer.to_str())
         for number in self.before_document:
             token = whole.id_to_token(number)
@@ -173,18 +175,17 @@ class FastTokenizer:
                 single=[token, "$A"], special_tokens=[(token, number)]
             )
         whole.save(str(folder / "tokenizer.json"))
-        given = self._read("tokenizer_config.json")
         settings = {
             # The defaults of this class remove spaces, and give inputs that no model here takes.
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
-            **{name: value for name, value in given.items() if name not in _OF_OTHER_CLASSES},
+            **{name: value for name, value in self._settings.items() if name not in _OF_OTHER_CLASSES},
             # Other classes may build a tokenizer of their own from the vocabulary in tokenizer.json.
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self._end_text,
             "model_max_length": max_length,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
     def keep_in(self, folder: Path) -> None:
         """Copy the files from which the tokenizer can be built again, unless they are there."""
@@ -214,14 +215,17 @@ class FastTokenizer:
         path = self.folder / name
         return read_object(path, "copy the tokenizer's files again") if path.is_file() else {}
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the files beside tokenizer.json say; where both name a token, the one that transformers reads."""
+        config = self._read(_CONFIG)
+        tokens = {name: _texts_of(held) for name, held in self._read(_TOKENS_MAP).items()}
+        return tokens | config if "added_tokens_decoder" in config else config | tokens
+
     def _named(self, role: str) -> str | None:
         """Return the text of the token that a file beside tokenizer.json names, such as "bos_token"; else None."""
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = self._read(name).get(role)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                return text
-        return None
+        text = _texts_of(self._settings.get(role))
+        return text if isinstance(text, str) else None
 
     def _find_end_text(self, vocabulary: dict[str, int]) -> str:
         """Return the text of the end-of-document token: the one that a file names, else a common one."""
@@ -232,6 +236,13 @@ class FastTokenizer:
             f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in "
             "tokenizer_config.json"
         )
+
+
+def _texts_of(tokens: Any) -> Any:
+    """Return the text of a token, which may be an object that holds it; of a list of tokens those of each."""
+    if isinstance(tokens, list):
+        return [_texts_of(token) for token in tokens]
+    return tokens.get("content", tokens) if isinstance(tokens, dict) else tokens
 
 
 def _without_defaults(content: dict[str, Any]) -> dict[str, Any]:

@@ -264,6 +264,25 @@ class TestAutoTokenizer:
         more = FastTokenizer(write_tokenizer(tmp_path / "more", pad_token="[PAD]"))
         assert "reads '[PAD]the' as" in folder_problem(more)
 
+    @pytest.mark.parametrize("of_today", [False, True])
+    def test_where_two_files_name_a_token_the_same_counts_as_in_transformers(
+        self, tmp_path: Path, of_today: bool
+    ) -> None:
+        """In the export, too. Folders of today have `added_tokens_decoder`, and the older file is not read."""
+        folder = write_tokenizer(tmp_path / "tok", **({"added_tokens_decoder": {}} if of_today else {}))
+        named = {
+            "eos_token": {"content": "<|im_end|>", "lstrip": False},
+            "additional_special_tokens": ["<s>"],
+        }
+        (folder / "special_tokens_map.json").write_text(json.dumps(named | {"bos_token": "<|im_end|>"}))
+        ours = FastTokenizer(folder)
+        ours.save(tmp_path / "export", max_length=64)
+        assert ours.end_of_document == (END if of_today else IM_END)
+        for place in (folder, tmp_path / "export"):
+            theirs = transformers.AutoTokenizer.from_pretrained(place)
+            assert theirs.eos_token_id == ours.end_of_document
+            assert theirs.bos_token_id == ours.beginning_of_document
+
     @pytest.mark.parametrize("begins", [False, True])
     @pytest.mark.parametrize("spaced", [False, True])
     def test_an_export_reads_as_training_and_adds_bos_if_training_does(
