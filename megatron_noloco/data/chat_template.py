@@ -17,14 +17,14 @@ def sha256_of(content: Any) -> str:
 class ChatTemplate:
     """A chat template, or several by name. A tokenizer without any has one without content."""
 
-    def __init__(self, tokenizer_file: Path | None, content: Any) -> None:
+    def __init__(self, folder: Path | None, content: Any) -> None:
         """Keep what was found; nothing is loaded before it is needed.
 
         Args:
-            tokenizer_file: the tokenizer.json; None: of the byte tokenizer.
+            folder: of the tokenizer; None: of the byte tokenizer.
             content: the texts, as the files of the tokenizer have them; None where there is none.
         """
-        self._file, self._content = tokenizer_file, content
+        self._folder, self._content = folder, content
 
     @property
     def digest(self) -> str:
@@ -66,8 +66,8 @@ class ChatTemplate:
     @cached_property
     def _loaded(self) -> Any:
         """The tokenizer as transformers loads it, which knows the texts that a template may name, such as BOS."""
-        if self._file is None or not self._content:
-            whose = f"tokenizer_model {self._file.parent}" if self._file else "the byte tokenizer"
+        if self._folder is None or not self._content:
+            whose = f"tokenizer_model {self._folder}" if self._folder else "the byte tokenizer"
             raise ValueError(
                 f"{whose} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give prompt and completion, or another tokenizer_model"
@@ -76,4 +76,4 @@ class ChatTemplate:
             from transformers import PreTrainedTokenizerFast
         except ImportError:
             raise ValueError("chat templates need a package: pip install transformers") from None
-        return PreTrainedTokenizerFast.from_pretrained(self._file.parent, tokenizer_file=str(self._file))
+        return PreTrainedTokenizerFast.from_pretrained(self._folder)

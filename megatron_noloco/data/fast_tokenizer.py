@@ -15,12 +15,11 @@ from megatron_noloco.data.chat_template import ChatTemplate, sha256_of
 from megatron_noloco.files import read_object
 
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
-_CONFIG, _TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
-_FILES = (_CONFIG, _TOKENS_MAP, "chat_template.jinja")  # beside tokenizer.json
+_TOKENIZER, _CONFIG, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # the second is a folder
 # Keys of tokenizer_config.json for other classes than the export's, or that add tokens at the ends of a text.
 _OF_OTHER_CLASSES = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "legacy", "use_fast")
 _DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-_MORE_TEMPLATES = "additional_chat_templates"  # a folder beside tokenizer.json
 
 
 class FastTokenizer:
@@ -35,8 +34,8 @@ class FastTokenizer:
         folder: where its files are.
     """
 
-    def __init__(self, path: Path, split_special_tokens: bool = True, prepend_bos: bool = False) -> None:
-        """Load a tokenizer.json, or the one in a folder; raises ValueError where there is none.
+    def __init__(self, folder: Path, split_special_tokens: bool = True, prepend_bos: bool = False) -> None:
+        """Load the tokenizer.json in a folder; raises ValueError where there is none.
 
         Args:
             split_special_tokens: whether a special token that a text spells out is text.
@@ -44,11 +43,11 @@ class FastTokenizer:
         """
         from tokenizers import Tokenizer
 
-        file = path / "tokenizer.json" if path.is_dir() else path
+        self.folder, file = folder, folder / _TOKENIZER
         if not file.is_file():
             raise ValueError(
-                f"tokenizer_model {path}: no tokenizer.json there (looked from cwd {Path.cwd()}); give the "
-                "folder of a Hugging Face fast tokenizer"
+                f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
+                "that of a Hugging Face fast tokenizer"
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
@@ -59,7 +58,6 @@ class FastTokenizer:
         self._tokenizer.no_padding()
         # Without special tokens it only changes offsets: a token of spaces may begin after itself.
         self._tokenizer.post_processor = None
-        self._file, self.folder = file, file.parent
         vocabulary = self.vocabulary
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self._end_text = self._find_end_text(vocabulary)
@@ -70,7 +68,7 @@ class FastTokenizer:
         if prepend_bos:
             if self.beginning_of_document is None:
                 raise ValueError(
-                    f"prepend_bos: tokenizer_model {path} has no BOS; name one as bos_token in its "
+                    f"prepend_bos: tokenizer_model {folder} has no BOS; name one as bos_token in its "
                     "tokenizer_config.json, or leave prepend_bos out"
                 )
             self.before_document = (self.beginning_of_document,)
@@ -85,9 +83,9 @@ class FastTokenizer:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template, or named templates, as transformers finds them."""
-        files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / "chat_template.jinja"]
+        files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / _TEMPLATE]
         texts = {file.name: file.read_text("utf-8") for file in files if file.is_file()}
-        return ChatTemplate(self._file, texts or self._read(_CONFIG).get("chat_template"))
+        return ChatTemplate(self.folder, texts or self._read(_CONFIG).get("chat_template"))
 
     def extends(self, other: "FastTokenizer") -> bool:
         """Return whether this tokenizer has the ids and rules of the other, with or without further tokens."""
@@ -174,7 +172,7 @@ class FastTokenizer:
             whole.post_processor = processors.TemplateProcessing(
                 single=[token, "$A"], special_tokens=[(token, number)]
             )
-        whole.save(str(folder / "tokenizer.json"))
+        whole.save(str(folder / _TOKENIZER))
         settings = {
             # The defaults of this class remove spaces, and give inputs that no model here takes.
             "clean_up_tokenization_spaces": False,
@@ -203,8 +201,7 @@ class FastTokenizer:
 
     def _copy_to(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self._file, folder / "tokenizer.json")
-        for name in _FILES:
+        for name in (_TOKENIZER, _CONFIG, _TOKENS_MAP, _TEMPLATE):
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
         if (self.folder / _MORE_TEMPLATES).is_dir():

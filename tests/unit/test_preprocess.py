@@ -317,17 +317,12 @@ def test_broken_files_of_a_tokenizer(tmp_path: Path, name: str, content: str, li
         FastTokenizer(tmp_path)
 
 
-def test_a_file_of_another_name_is_saved_and_renders(tmp_path: Path, fast: Path) -> None:
-    make_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    named = FastTokenizer(tmp_path / "mine.json")
-    assert named.chat_template.render([{"role": "user", "content": "two"}]) == "two"
-    (tmp_path / "tokenizer.json").write_text("another tokenizer, which is not the run's")
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    named.save(saved, max_length=64)
-    assert (saved / "tokenizer.json").read_bytes() == (fast / "tokenizer.json").read_bytes()
+def test_a_tokenizer_is_a_folder(fast: Path) -> None:
+    """Its other files are of its tokenizer.json, not of a file of another name beside it."""
+    with pytest.raises(
+        ValueError, match=r"/tokenizer.json: no folder with a tokenizer.json .*; give that of"
+    ):
+        FastTokenizer(fast / "tokenizer.json")
 
 
 def call_preprocess(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
@@ -396,7 +391,7 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
         "a.txt",
         b"x",
         {"tokenizer": TokenizerChoice("HuggingFaceTokenizer", "/nowhere")},
-        r"tokenizer_model /nowhere: no tokenizer\.json there",
+        r"tokenizer_model /nowhere: no folder with a tokenizer\.json",
     ),
 ]
 
