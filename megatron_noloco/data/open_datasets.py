@@ -172,12 +172,13 @@ def _no_share(shares: Split, split: int, of: str) -> str:
 def _check_beginnings(
     source: IndexedSource, open_indexed: _OpenIndexed, tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Yield the end of a summary that names each training dataset with a BOS that nobody asks for.
+    """Yield the end of a summary that names each dataset with a BOS that nobody asks for.
 
     Raises ValueError for a dataset that lacks a BOS that the run's documents are to begin with.
     """
     bos = tokenizer.beginning_of_document
-    for prefix, _ in source.train.parts:
+    parts = source.train.parts + (source.validation.parts if source.validation else ())
+    for prefix in dict.fromkeys(prefix for prefix, _ in parts):
         begins = open_indexed(prefix).tokens[0] == bos
         if tokenizer.before_document and not begins:
             raise ValueError(

@@ -107,7 +107,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
-    match record:
+    given = record
+    if isinstance(record, dict):  # null is what datasets write where a record has no such key
+        given = {key: value for key, value in record.items() if value is not None}
+    match given:
         case {"messages": _, "prompt": _} | {"messages": _, "completion": _}:
             raise ValueError(
                 'has "messages" and also "prompt" or "completion"; leave out what is not to be learnt'
@@ -116,9 +119,9 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
             raise ValueError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
         case {"messages": [_, *_] as messages}:
             for key in _UNREAD:
-                if record.get(key):
+                if given.get(key):
                     raise ValueError(f'"{key}" is not given to the chat template; messages and "tools" are')
-            return _Text(*render_conversation(messages, record.get("tools"), tokenizer.chat_template), True)
+            return _Text(*render_conversation(messages, given.get("tools"), tokenizer.chat_template), True)
         case {"prompt": str(prompt), "completion": str(completion)}:
             answer = (len(prompt), len(prompt + completion))
             return _Text(prompt + completion, [answer], int(not completion.strip()), False)

@@ -50,8 +50,9 @@ def test_parts_are_the_text_that_they_make_up(tmp_path: Path) -> None:
 
 def test_keys_that_hold_nothing_are_passed_over(tmp_path: Path) -> None:
     nothing = {"name": None, "tool_calls": [], "thoughts": "", "function_call": {}, "audio": None}
+    in_record = {"prompt": None, "completion": None, "weight": None, "tools": []}
     one, other = load(
-        tmp_path, TEMPLATE, [ASKED, ANSWER], [{**ASKED, **nothing}, {**ANSWER, **nothing}], tools=[]
+        tmp_path, TEMPLATE, [ASKED, ANSWER], [{**ASKED, **nothing}, {**ANSWER, **nothing}], **in_record
     )
     assert one.tokens.tolist() == other.tokens.tolist()
 

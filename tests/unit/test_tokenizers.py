@@ -213,13 +213,13 @@ class TestBeginningOfDocument:
         file = tmp_path / "text.txt"
         file.write_text(TEXT[0])
         prefixes = [preprocessed(tmp_path, file, *options).prefix for options in ([], ["--prepend-bos"])]
-        without, begun = (
-            IndexedSource(Blend.parse(prefix), Blend.parse(prefix), None) for prefix in prefixes
-        )
-        with pytest.raises(ValueError, match=r"data.prepend_bos: .* does not begin with BOS \(token 0\)"):
-            datasets_of(without, tmp_path / "tok", prepend_bos=True)
-        assert "begins with BOS" not in datasets_of(begun, tmp_path / "tok", prepend_bos=True).summary
-        summary = datasets_of(begun, tmp_path / "tok").summary
+        without, begun = map(Blend.parse, prefixes)
+        for blends in ((without, begun), (begun, without)):
+            with pytest.raises(ValueError, match=f"data.prepend_bos: {prefixes[0]} does not begin with BOS"):
+                datasets_of(IndexedSource(*blends, None), tmp_path / "tok", prepend_bos=True)
+        both = IndexedSource(begun, begun, None)
+        assert "begins with BOS" not in datasets_of(both, tmp_path / "tok", prepend_bos=True).summary
+        summary = datasets_of(both, tmp_path / "tok").summary
         assert f"{prefixes[1]} begins with BOS; set data.prepend_bos" in summary
 
     def test_a_tokenizer_without_it_is_refused(self, tmp_path: Path) -> None:
