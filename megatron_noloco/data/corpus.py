@@ -54,14 +54,14 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
 
     Raises ValueError where there is no text.
     """
-    name, path, others = text, find_text(text), list[Path]()
-    folder = path if path.is_dir() else path.parent
+    name, path = text, find_text(text)
     if text == STANDARD_LIBRARY:
-        name, paths = f"{text} {platform.python_version()}", standard_library_files()
+        name, files = f"{text} {platform.python_version()}", standard_library_files()
     else:
-        paths, others = text_files(path)
-    # By names that are the same on every machine.
-    documents = {path.relative_to(folder).as_posix(): without_mark(path.read_bytes()) for path in paths}
+        files = _files_of(path)
+    documents, others = _read(files, path if path.is_dir() else path.parent)
+    if not documents:
+        raise _no_text_error(path)
     megabytes = sum(map(len, documents.values())) / 1e6
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
@@ -69,11 +69,22 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), _left_out(others))
 
 
-def _left_out(files: list[Path]) -> str:
-    sizes = [path.stat().st_size for path in files]
+def _read(files: list[Path], folder: Path) -> tuple[dict[str, bytes], list[int]]:
+    """Return texts by names that are the same on every machine, and the bytes of each file that holds none."""
+    texts, others = dict[str, bytes](), list[int]()
+    for file in files:
+        content = without_mark(file.read_bytes())
+        if content and is_utf_8([content]):
+            texts[file.relative_to(folder).as_posix()] = content
+        else:
+            others.append(len(content))
+    return texts, others
+
+
+def _left_out(sizes: list[int]) -> str:
     binary = sum(size > 0 for size in sizes)
     parts = [f"{binary} files that are not UTF-8 text ({sum(sizes):,} bytes)"] * bool(binary)
-    parts += [f"{len(files) - binary} empty files"] * (binary < len(files))
+    parts += [f"{len(sizes) - binary} empty files"] * (binary < len(sizes))
     return f"; left out: {', '.join(parts)}" if parts else ""
 
 
@@ -91,21 +102,8 @@ def find_text(text: str) -> Path:
 def check_text(text: str) -> None:
     """Raise ValueError when `text` is not there, or when none of its files begins with UTF-8 text."""
     path = find_text(text)
-    if not any(_is_text(file, whole=False) for file in _files_of(path)):
+    if not any(map(_is_text, _files_of(path))):
         raise _no_text_error(path)
-
-
-def text_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return `path` itself, or every file in that folder, however deep, that holds UTF-8 text; and the others.
-
-    Those are empty or hold something else. Hidden files and folders (.git, editors' backups) are in neither.
-    Raises ValueError where there is no file with text.
-    """
-    found = _files_of(path)
-    files = list(filter(_is_text, found))
-    if not files:
-        raise _no_text_error(path)
-    return files, sorted({*found} - {*files})
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -190,11 +188,11 @@ def _library_folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _is_text(path: Path, whole: bool = True) -> bool:
-    """Return whether a file holds UTF-8 text; if not `whole`, whether it begins with some."""
+def _is_text(path: Path) -> bool:
+    """Return whether a file begins with UTF-8 text."""
     with path.open("rb") as file:
-        content = file.read() if whole else read_piece(file)
-    return without_mark(content) != b"" and is_utf_8([content])
+        content = without_mark(read_piece(file))
+    return content != b"" and is_utf_8([content])
 
 
 def _no_text_error(path: Path) -> ValueError:

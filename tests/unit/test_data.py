@@ -18,9 +18,9 @@ from megatron_noloco.data.corpus import (
     Corpus,
     _split_by_file,
     check_text,
+    files_below,
     load_corpus,
     standard_library_files,
-    text_files,
 )
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.samples import TokenDataset
@@ -129,8 +129,6 @@ class TestCorpus:
         (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
         (tmp_path / "empty.txt").write_text("")
         (tmp_path / "notes.txt").write_text("some notes")
-        others = [tmp_path / "empty.txt", tmp_path / "picture.png"]
-        assert text_files(tmp_path) == ([tmp_path / "notes.txt"], others)
         corpus = load(str(tmp_path), "1,1")
         assert corpus.files == 1
         assert corpus.left_out == "; left out: 1 files that are not UTF-8 text (6 bytes), 1 empty files"
@@ -144,7 +142,7 @@ class TestCorpus:
         (here / "another").symlink_to(here / "own")
         (here / "link").symlink_to(there)
         (there / "back").symlink_to(here)
-        assert text_files(here)[0] == [here / "link" / "a.txt", here / "own" / "a.txt"]
+        assert files_below(here) == [here / "link" / "a.txt", here / "own" / "a.txt"]
 
     def test_a_folder_that_may_not_be_read_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +160,7 @@ class TestCorpus:
 
         monkeypatch.setattr(os, "scandir", scandir)
         with pytest.raises(ValueError) as caught:
-            text_files(tmp_path)
+            files_below(tmp_path)
         assert str(caught.value) == (
             f"{tmp_path / 'closed'}: Permission denied; make the folder readable, or hide it by a name that "
             "begins with a dot"
