@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.files import read_object
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import HEAD, Index, Stored, families_of, stored_tensors, table_of
+from megatron_noloco.model.families import HEAD, Index, Stored, stored_tensors, table_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAME = re.compile(r"model(-(\d+)-of-(\d+))?\.safetensors")
@@ -112,20 +112,14 @@ class PretrainedWeights:
             )
         if unknown:
             family, layers = self._architecture.family, self._architecture.num_layers
-            if (others := families_of(self._held, self._architecture)) and family not in others:
-                raise ValueError(
-                    f'{self.folder}: model_type is "{family}" in config.json, but the tensors are those of '
-                    f"another family ({', '.join(others)}): {_some(unknown)}"
-                )
             problems.append(
                 f"tensors that the {family} of {layers} layers in config.json does not have: {_some(unknown)}"
             )
-            if missing:
-                problems.append("model_type or num_hidden_layers in config.json does not fit them")
-            else:
+            problems.append("model_type or num_hidden_layers there does not fit them")
+            if not missing:
                 problems.append(
-                    "if they are of no use, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other) "
-                    "leaves them out"
+                    "only if they are of no use, let AutoModelForCausalLM.from_pretrained(folder)"
+                    ".save_pretrained(other) leave them out"
                 )
         if problems:
             raise ValueError(f"{self.folder}: {'; '.join(problems)}")

@@ -590,18 +590,6 @@ def test_import_keeps_what_the_folder_does_not_decide(
     assert (code, {name: found[name] for name in expected}) == (0, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "starcoder2", "mixtral"])
-def test_import_names_the_family_of_tensors_that_model_type_does_not_fit(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_folder(tmp_path / "theirs", make_model(model=family))
-    (folder / "config.json").write_text(json.dumps(hf_config(make_model())))
-    code, _ = import_folder(folder)
-    assert_one_line(
-        code, capsys, ('theirs: model_type is "llama" in config.json', f"another family ({family}")
-    )
-
-
 @pytest.mark.parametrize("family", MODELS)
 def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
     """And nothing remains of the one that the config had before."""

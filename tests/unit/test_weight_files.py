@@ -189,14 +189,14 @@ TENSORS: list[tuple[str, bool, Callable[[Weights], object], str]] = [
         "llama",
         False,
         lambda w: w.update({"model.layers.2.mlp.up_proj.weight": torch.ones(1)}),
-        "tensors that the llama of 2 layers in config.json does not have: model.layers.2.mlp.up_proj.weight; if",
+        "tensors that the llama of 2 layers in config.json does not have: model.layers.2.mlp.up_proj.weight; ",
     ),
     ("llama", False, lambda w: w.update({"score.weight": torch.ones(1)}), "does not have: score.weight"),
     (
         "llama",
         False,
         lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(24)}),
-        "q_proj.bias",
+        "q_proj.bias; model_type or num_hidden_layers there does not fit them; only if they are",
     ),
     ("mixtral", False, lambda w: w.update({EXPERT: torch.ones(1)}), f"does not have: {EXPERT}"),
     (

@@ -4,8 +4,7 @@ Torch is not imported here, since that would slow down `config --check`.
 """
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +31,6 @@ __all__ = [
     "Stored",
     "Table",
     "architecture_of",
-    "families_of",
     "families_with",
     "family_of",
     "stored_tensors",
@@ -77,17 +75,6 @@ def stored_tensors(architecture: Architecture) -> dict[str, Stored]:
     for old, new in family.hf_renamed.items():
         known |= {name.replace(old, new): stored for name, stored in known.items()}
     return known | {name.removeprefix("model."): stored for name, stored in known.items()}
-
-
-def families_of(names: Collection[str], architecture: Architecture) -> list[str]:
-    """Return the families in which a model of this many layers can have tensors of all these names."""
-    found = []
-    for name, family in FAMILIES.items():
-        experts = family.own_fields.get("num_moe_experts")
-        other = replace(architecture, family=name, num_moe_experts=experts)
-        if stored_tensors(other).keys() >= set(names):
-            found.append(name)
-    return found
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
