@@ -117,37 +117,29 @@ class Router(TopKRouter):
         return F.linear(input.float(), self.weight.float())
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in the model's precision, statistics in fp32.
+class RMSNorm(nn.RMSNorm):
+    """Torch's root-mean-square norm in the model's precision, statistics in fp32; apex's kernel where it is there.
 
     Core's version without fused kernels keeps fp32 weights in a bf16 model and refuses sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if fused_rms_norm_affine is not None and hidden.is_cuda:
             return fused_rms_norm_affine(hidden, self.weight, self.weight.shape, self.eps)
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return super().forward(hidden)
 
 
-class LayerNorm(nn.Module):
-    """Layer norm with a bias in the model's precision, statistics in fp32, by torch's kernels.
+class LayerNorm(nn.LayerNorm):
+    """Torch's layer norm with a bias in the model's precision, statistics in fp32.
 
     Core's version without fused kernels refuses sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
 
 
 NORMS: dict[str, type[nn.Module]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}  # core's names
