@@ -9,7 +9,7 @@ TOO_HIGH = 2.7
 _STEP = (
     2.0  # between the factors that are tried; a parabola through three losses finds the place between them
 )
-_MOST = 2.0**10  # that the learning rates of the file may be too high
+_MOST = 2.0**10  # that the learning rates of the file may be too high, or too low
 
 
 def bracket(loss: Callable[[float], float], start: float) -> dict[float, float]:
@@ -18,7 +18,7 @@ def bracket(loss: Callable[[float], float], start: float) -> dict[float, float]:
     Args:
         loss: at a factor of the learning rates; infinity for a run that has diverged.
 
-    Raises ValueError where all have.
+    Raises ValueError where all have, and where the best is still the lowest or the highest after ten doublings.
     """
     losses = {factor: loss(factor) for factor in (start, _STEP * start, start / _STEP)}
 
@@ -28,11 +28,15 @@ def bracket(loss: Callable[[float], float], start: float) -> dict[float, float]:
         return losses[factor], factor
 
     while (best := min(losses, key=order)) in (max(losses), min(losses)):
-        factor = best * _STEP if best == max(losses) else best / _STEP
-        if losses[best] == math.inf and factor * _MOST < start:
+        rises = best == max(losses)
+        if max(best / start, start / best) >= _MOST:
             raise ValueError(
-                f"training diverges at the learning rates of the file, and at {factor:g} times these"
+                f"training diverges at the learning rates of the file, and at {best:g} times these"
+                if losses[best] == math.inf
+                else f"the loss is best at the {'highest' if rises else 'lowest'} learning rates that were tried, "
+                f"{best:g} times those of the file; give rates near these, if training lowers the loss at all"
             )
+        factor = best * _STEP if rises else best / _STEP
         losses[factor] = loss(factor)
     return {factor: losses[factor] for factor in sorted(losses, key=order)}
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,5 +129,18 @@ def test_the_best_of_a_parabola_is_found_from_any_start() -> None:
     for start in (0.01, 1.0, 30.0):
         losses = bracket(lambda factor: (math.log(factor) - math.log(0.7)) ** 2, start)
         assert best_factor(losses) == pytest.approx(0.7)
-    with pytest.raises(ValueError, match="training diverges at the learning rates of the file"):
-        bracket(lambda factor: math.inf, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (lambda factor: math.inf, "training diverges at the learning rates of the file, and at 0.000976562 times"),
+        (lambda factor: factor, "the loss is best at the lowest .* tried, 0.000976562 times those of the file"),
+        (lambda factor: 1.0, "the loss is best at the lowest learning rates that were tried"),
+        (lambda factor: -factor, "the loss is best at the highest .* tried, 1024 times those of the file; give"),
+    ],
+)  # fmt: skip
+def test_a_search_without_a_best_rate_ends(loss: Callable[[float], float], line: str) -> None:
+    """As where training makes a pretrained model worse, the less the lower the rates."""
+    with pytest.raises(ValueError, match=line):
+        bracket(loss, 1.0)
