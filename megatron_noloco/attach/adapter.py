@@ -1,7 +1,6 @@
 """Adapters of training engines: the weights of a rank, and where they lie in the vector that all jobs have."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -40,7 +39,6 @@ class EngineAdapter:
             where it is one replica.
         steps: returns how many steps the optimizer has taken; None where each call of `Attached.step` follows one.
         check_all: raises ValueError where the loop trains more than `weights`.
-        while_attached: a context in which its argument is called where weights are about to be loaded.
         modules: that have the weights, as the loop made them: without DistributedDataParallel and the like.
         part_of: returns this rank's part of a parameter of the modules, frozen or not.
         places_of: places_of(parameter, matrix) returns the rectangles of the parameter that make up this part.
@@ -58,7 +56,6 @@ class EngineAdapter:
     remedy: tuple[str, str]
     steps: Callable[[], int] | None = None
     check_all: Callable[[], None] = lambda: None
-    while_attached: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext()
     modules: Sequence[nn.Module] = ()
     part_of: Callable[[Any], Tensor] = lambda parameter: parameter
     places_of: Callable[[Any, Matrix], Iterable[Rectangle]] = lambda _, matrix: [matrix.whole]

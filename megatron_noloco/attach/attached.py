@@ -5,11 +5,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.checks import tensor_of
@@ -72,8 +74,6 @@ class Attached:
         self._membership, self._job_state = membership, job_state
         self._health = None if membership is None else membership.health(outer.weights)
         self._until_closed = ExitStack()
-        self._until_closed.enter_context(adapter.while_attached(lambda: self.when_loaded()))
-        _ATTACHED.add(self)
         self._steps = 0 if adapter.steps is None else adapter.steps()
         if state is not None:
             self.done = int(state["local_steps_done"])
@@ -81,7 +81,9 @@ class Attached:
         if membership is not None:
             self.done = membership.begin(self.done, takes=state is None).step
         speaker = None if membership is None else membership.transport
-        self._rows = None if speaker is None else RoundRows(speaker, self.done)
+        self._rows = None if speaker is None else RoundRows(speaker)
+        self._notice_loads()  # last: where this fails before, the model is not attached
+        _ATTACHED.add(self)
 
     @property
     def taken(self) -> int:
@@ -90,6 +92,17 @@ class Attached:
         A schedule in it is advanced up to there.
         """
         return -1 if self._job_state is None else self._job_state.inner_from
+
+    def _notice_loads(self) -> None:
+        """Until `close`, have `load_state_dict` of the modules and of their parts call `when_loaded` first."""
+
+        def notice(own: int, module: nn.Module, *_: object) -> None:
+            if id(module) == own:  # copies of the module have the hook as well, and may load
+                self.when_loaded()
+
+        for part in chain.from_iterable(module.modules() for module in self._adapter.modules):
+            hook = part.register_load_state_dict_pre_hook(partial(notice, id(part)))
+            self._until_closed.callback(hook.remove)
 
     def step(self) -> list[RoundReport]:
         """Count a local step, and run the round that is due, if any. Call it after each step of the optimizer.
@@ -123,7 +136,7 @@ class Attached:
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
         if self._rows is not None:
-            self._rows.tell(self.done, reports)
+            self._rows.after_step(self.done, reports)
         if self._membership is not None:
             self.done = self._membership.between_steps(self.done).step
         now.part(f"local step {self.done + 1}")
@@ -243,24 +256,25 @@ class RoundRows:
     The names are those of the trainer's metrics.
     """
 
-    def __init__(self, transport: "FederationTransport", done: int) -> None:
+    def __init__(self, transport: "FederationTransport") -> None:
         self._transport = transport
-        self._since, self._done = time.monotonic(), done
+        self._since, self._steps = time.monotonic(), 0
         self._sent_bytes = self._missed = 0
 
-    def tell(self, done: int, reports: Sequence[RoundReport]) -> None:
-        """Send what is known after `done` local steps; nothing where no round has ended."""
+    def after_step(self, done: int, reports: Sequence[RoundReport]) -> None:
+        """Count a local step, the `done`-th of the training, and send a row where a round has ended with it."""
+        self._steps += 1  # not of `done`, in which steps that are left out count
         for report in reports:
             self._sent_bytes += report.exchange.bytes_sent
             self._missed += bool(report.exchange.missed)
-        if not reports or done <= self._done:
+        if not reports:
             return
         slot, last, at = self._transport.rank, reports[-1], time.monotonic()
         row = {
             "kind": "step",
             "step": done,
             "replica": slot,
-            "speed/seconds_per_step": (at - self._since) / (done - self._done),
+            "speed/seconds_per_step": (at - self._since) / self._steps,
             "round/index": last.round_index,
             "round/partners": [other for other in last.exchange.group if other != slot],
             "round/pause_seconds": last.pause_seconds,
@@ -271,5 +285,5 @@ class RoundRows:
         }
         if last.exchange.missed:
             row["round/missed"] = last.exchange.missed
-        self._since, self._done = at, done
+        self._since, self._steps = at, 0
         self._transport.tell_row(row)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import check_modes
-from megatron_noloco.attach.torch_module import ReplicatedWeights, noticing_loads
+from megatron_noloco.attach.torch_module import ReplicatedWeights
 from megatron_noloco.engine.zero import local_part, local_place, owned_weights, whole_weights
 from megatron_noloco.plans.canonical import Matrix, Rectangle, blocks
 
@@ -32,7 +32,6 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
             "give deepspeed.initialize no mpu",
         ),
         steps=lambda: int(engine.global_steps),
-        while_attached=partial(noticing_loads, engine.module),
         modules=[engine.module],
         part_of=local_part,
         places_of=_places_of,

@@ -1,7 +1,6 @@
 """Rounds for a torch module that a loop trains: alone, in DistributedDataParallel, or divided by fully_shard."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +68,6 @@ def torch_adapter(module: nn.Module) -> EngineAdapter:
         ranks,
         remedies,
         check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),
-        while_attached=partial(noticing_loads, module),
         modules=[module.module if isinstance(module, DistributedDataParallel) else module],
         part_of=local_part,
         places_of=places_of,
@@ -159,23 +157,3 @@ def _check_no_others(module: nn.Module, attached: set[int]) -> None:
                 f"{name} is trained now, and was not when the model was attached: it would not be exchanged; call "
                 "average() and close() before more is trained, and attach again after it"
             )
-
-
-@contextmanager
-def noticing_loads(module: nn.Module, notice: Callable[[], None]) -> Iterator[None]:
-    """Have `load_state_dict` of the module and of its parts call `notice` first."""
-    hooks = [
-        part.register_load_state_dict_pre_hook(partial(_notice_load, id(part), notice))
-        for part in module.modules()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _notice_load(attached: int, notice: Callable[[], None], module: nn.Module, *_: object) -> None:
-    """Call `notice`. Copies of the module have the hook as well, and may load."""
-    if id(module) == attached:
-        notice()

@@ -1,7 +1,8 @@
-"""What a job that is attached accepts as the state of another, and what it does with it."""
+"""How an attached job joins others, what it accepts as the state of another, and what it does with it."""
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach import attach
+from megatron_noloco.attach import attach, attached
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
@@ -19,6 +20,7 @@ from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.movement import alone
+from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.outer.weights import TorchWeights
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
@@ -127,14 +129,35 @@ def test_what_is_no_state_is_refused() -> None:
     assert not outer.weights.read().any()
 
 
-def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the state of the inner optimizer that was taken does not fit."""
-    monkeypatch.setattr(Membership, "begin", Mock(side_effect=KeyError("moments")))
+def test_an_attach_that_fails_leaves_the_federation_and_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-C while it waits for the state of another job."""
     monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
     where = FederationSettings(slots=2, rendezvous=f"file://{tmp_path}", encryption="none")
-    with pytest.raises(KeyError, match="moments"):
-        attach(torch.nn.Linear(2, 2), NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)
+    model = nn.Linear(2, 2)
+    begin = partial(attach, model, NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)
+    with monkeypatch.context() as failing:
+        failing.setattr(Membership, "begin", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            begin()
     assert "federation" not in {thread.name for thread in threading.enumerate()}
+    model.load_state_dict(nn.Linear(2, 2).state_dict())
+    begin().close()
+
+
+def test_steps_that_are_left_out_make_a_job_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 steps in 8 seconds, with which it has come from local step 0 to 10."""
+    clock, told = iter((0.0, 8.0)), list[dict[str, Any]]()
+    monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    transport: Any = SimpleNamespace(
+        rank=0, tell_row=told.append, partners=SimpleNamespace(deadline_seconds=1.0)
+    )
+    report = RoundReport(0, ExchangeReport((0, 1)), 0.5, 1.0)
+    rows = attached.RoundRows(transport)
+    for done, reports in ((1, []), (2, []), (9, []), (10, [report])):
+        rows.after_step(done, reports)
+    assert [(row["step"], row["speed/seconds_per_step"]) for row in told] == [(10, 2.0)]
 
 
 def test_a_state_of_other_parts_begins_anew_in_one_line() -> None:
