@@ -9,6 +9,7 @@ Each replica is a job of its own, started as usual (python, torchrun, accelerate
 reduces gradients over all ranks of the job, which are the replica. Needs transformers and accelerate.
 """
 
+import inspect
 import os
 import warnings
 from pathlib import Path
@@ -257,9 +258,12 @@ class NolocoCallback(TrainerCallback):
         A save or an evaluation that is due at a step in between is done at the step where this job continues.
         """
         schedule = _schedule_of(self._trainer)
+        by_loss = (
+            "metrics" in inspect.signature(schedule.step).parameters
+        )  # stepped by the Trainer's evaluations
         while state.global_step < self.noloco.done:
             state.global_step += 1
-            if state.global_step > self.noloco.taken:  # else the schedule that was taken over has this step
+            if state.global_step > self.noloco.taken and not by_loss:  # a schedule taken over has these steps
                 schedule.step()
             DefaultFlowCallback().on_step_end(args, state, control)
 

@@ -55,7 +55,7 @@ class Loop:
         torch.manual_seed(0)
         self.slot, self.model_wrapped = slot, nn.Linear(3, 1)
         self.optimizer = torch.optim.SGD(self.model_wrapped.parameters(), lr=0.1)
-        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.lr_scheduler: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         self.args = SimpleNamespace(
             output_dir=str(folder / f"replica_{slot}"),
             process_index=0,
@@ -209,8 +209,10 @@ def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> 
     callback.on_step_end(loop.args, loop.state, loop.control)
     lr = pytest.approx(0.1 * 0.9**4)
     assert loop.optimizer.param_groups[0]["lr"] == lr, "a schedule that was taken over has step 8 already"
+    loop.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)  # which has no steps
     callback._noloco.done = 12
     callback.on_step_end(loop.args, loop.state, loop.control)
+    assert loop.optimizer.param_groups[0]["lr"] == lr
     assert loop.control.should_training_stop
 
 
