@@ -63,8 +63,12 @@ class EngineAdapter:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters of the modules by their plain names."""
-        return {plain(name): one for module in self.modules for name, one in module.named_parameters()}
+        """The parameters of the modules by their plain names; from the second module on with its number."""
+        return {
+            f"{number}." * (number > 0) + plain(name): one
+            for number, module in enumerate(self.modules)
+            for name, one in module.named_parameters()
+        }
 
     @cached_property  # `fully_shard` puts others in their place during a step
     def trained(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from megatron_noloco.attach import attach, attached
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.attach.other_state import fingerprints_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.membership import Membership
@@ -110,6 +112,17 @@ def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
         "0.running_var": [2.0],
         "0.num_batches_tracked": [2],
     }
+
+
+def test_parts_of_a_model_that_have_the_same_names_are_all_compared() -> None:
+    """As the chunks of a rank with virtual pipeline stages."""
+    chunks = [nn.Linear(2, 2).requires_grad_(False) for _ in range(2)]
+    adapter = torch_adapter(nn.Linear(2, 2))
+    found = []
+    for _ in range(2):
+        found.append(fingerprints_of(replace(adapter, modules=chunks), None)["frozen weights"])
+        chunks[0] = nn.Linear(2, 2).requires_grad_(False)
+    assert found[0] != found[1]
 
 
 def test_a_state_with_other_buffers_is_not_taken() -> None:
