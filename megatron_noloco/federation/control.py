@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_noloco.federation.wires import Wire
 
-VERSION = 11  # of the protocol
+VERSION = 12  # of the protocol
 LARGEST = 2**63 - 1
 LONGEST = 2**21  # bytes of a message
 LONGEST_ROW = 2**13  # characters

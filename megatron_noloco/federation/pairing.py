@@ -11,15 +11,15 @@ most rounds inside sites, in every `interval`-th across them as far as that is p
 paired likewise. Only a replica that is alone at its site goes across in any round, before all others, with each of
 them as often.
 
-Two replicas that no other can connect to ("hidden") are never a pair. Where the plan pairs them, they change
-partners with a planned pair of which both can be reached. A hidden replica that is left over comes before the
-others that are.
+Two replicas that no other can connect to ("hidden") are never a pair. Where there are such replicas, planned pairs
+are drawn by the rows, too, and hidden replicas come before the others.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import permutations
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping, goes_across
@@ -66,39 +66,19 @@ def choose(
     def pairs_of_rows(members: Set[int], there: Set[int]) -> dict[int, int]:
         return _pairs_of_rows(labels, members, _Places(hidden, there, sites, crosses))
 
-    if several:
-        planned = pairs_of_rows(sites.keys(), sites.keys())
+    if several or hidden:
+        known = sites.keys() if several else set(range(grouping.replicas))
+        planned = pairs_of_rows(known, known)
     else:
-        groups = grouping.groups(at[0], fragment=at[1])
-        pairs = [frozenset(group) for group in groups if len(group) == 2]
-        planned = _partners(_without_hidden_pairs(pairs, labels, there, hidden))
+        planned = dict(
+            pair for group in grouping.groups(at[0], fragment=at[1]) for pair in permutations(group, 2)
+        )
     if planned.get(replica) in others.free:
         return planned[replica]
     if others.waiting:
         return min(others.waiting, key=lambda other: (labels[replica] + labels[other]) % len(labels))
     left_over = {other for other in others.free if planned.get(other) not in there - {replica}}
     return pairs_of_rows({replica, *left_over}, there).get(replica)
-
-
-def _without_hidden_pairs(
-    pairs: list[frozenset[int]], labels: list[int], present: Set[int], hidden: Set[int]
-) -> list[frozenset[int]]:
-    """Return the pairs without those of two hidden replicas, which change partners with a pair of none, if any."""
-
-    def by_label(pair: Set[int]) -> list[int]:
-        return sorted(pair, key=labels.__getitem__)
-
-    both = [pair for pair in pairs if pair <= hidden & present]
-    none = [pair for pair in pairs if not pair & hidden and pair <= present]
-    found = [pair for pair in pairs if pair not in both]
-    for two, others in zip(*(sorted(some, key=by_label) for some in (both, none)), strict=False):
-        found.remove(others)
-        found += map(frozenset, zip(by_label(two), by_label(others), strict=True))
-    return found
-
-
-def _partners(pairs: Iterable[Set[int]]) -> dict[int, int]:
-    return {one: two for pair in pairs for one in pair for two in pair - {one}}
 
 
 class _Kind(IntEnum):
@@ -142,11 +122,11 @@ class _Places:
 
     def begins(self, one: int, kind: _Kind) -> bool:
         """Whether to look for pairs of a kind from this member: each pair has a member of which that is so."""
-        if kind in (_Kind.HIDDEN_ALONE, _Kind.ALONE):
-            return self._is_alone(one) and (one in self._hidden) == (kind is _Kind.HIDDEN_ALONE)
+        if kind in (_Kind.HIDDEN_ALONE, _Kind.ALONE) and not self._is_alone(one):
+            return False
         if kind in (_Kind.ACROSS_HIDDEN, _Kind.ACROSS) and not self._crosses:
             return False
-        return kind in (_Kind.ACROSS, _Kind.OPEN) or one in self._hidden
+        return (one in self._hidden) == (kind in (_Kind.HIDDEN_ALONE, _Kind.ACROSS_HIDDEN, _Kind.HIDDEN))
 
     def _is_alone(self, one: int) -> bool:
         """Whether a replica has nobody to exchange with at its own site."""
