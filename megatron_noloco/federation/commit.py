@@ -248,9 +248,8 @@ class CommittedExchange:
             {other for other, (standing, _) in seen.items() if standing >= least}
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
-        hidden = {replica for replica in range(place.replicas) if not partners.reachable(replica)}
-        others_now = Others(present, free, waiting, hidden, partners.elsewhere(), partners.sites())
-        partner = self._replica.choose(number, others_now)
+        known = Others(present, free, waiting, partners.hidden(), partners.elsewhere(), partners.sites())
+        partner = self._replica.choose(number, known)
         # A planned one that is free has another partner: the group is of the plan without sites.
         planned = (other for other in group if other != place.replica)
         missed = "".join(f"replica {other} {seen[other][1] or 'has another partner'}" for other in planned)

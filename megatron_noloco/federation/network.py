@@ -217,9 +217,8 @@ class FederationTransport:
         return True
 
     def _there(self) -> int:
-        present, hidden = self.present(), not self.partners.reachable(self.rank)
-        others = self._peers.others
-        return sum(slot in present or (hidden and not self.partners.reachable(slot)) for slot in others)
+        present, hidden = set(self.present()), self.partners.hidden()
+        return len(present | hidden - {self.rank} if self.rank in hidden else present)
 
     def tell_row(self, row: Mapping[str, Any]) -> None:
         """Send a row of this replica's metrics to the others, unless it is too long or the service has failed."""

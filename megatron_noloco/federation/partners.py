@@ -113,10 +113,10 @@ class FederationPartners:
         waits = seen.begun >= number and seen.open_from == number
         return (Standing.WAITING if waits else Standing.FREE), ""
 
-    def reachable(self, slot: int) -> bool:
-        """Whether others can connect to a replica, which may be this one; True if nothing is known of it."""
-        address = self._peers.directory.addresses.get(slot)
-        return address is None or bool(address.endpoint)
+    def hidden(self) -> set[int]:
+        """Return the replicas that no other can connect to, as far as is known; this one may be among them."""
+        addresses = self._peers.directory.addresses.copy()
+        return {slot for slot, address in addresses.items() if not address.endpoint}
 
     def elsewhere(self) -> set[int]:
         """Return the replicas that others see, and this one cannot, since nobody can connect to either."""

@@ -71,11 +71,9 @@ class Tree:
 
     def around(self, members: Group) -> tuple[list[int], int | None]:
         """Return the children of this slot, and its parent."""
-        partners, own = self.transport.partners, self.transport.place.replica
-        hidden = {slot for slot in members if not partners.reachable(slot)}
+        own, hidden = self.transport.place.replica, self.transport.partners.hidden()
         # A hidden slot knows of the others what its parent does, which is the only one that it needs.
-        known = set(members)
-        parents = {slot: parent_of(slot, known, hidden) for slot in known}
+        parents = {slot: parent_of(slot, set(members), hidden) for slot in members}
         return [slot for slot in members if parents[slot] == own], parents[own]
 
 

@@ -87,8 +87,8 @@ class Partners:
         self.succeeded = 0
         self.avoided: list[tuple[int, int, str]] = []
 
-    def reachable(self, rank: int) -> bool:
-        return True
+    def hidden(self) -> set[int]:
+        return set()
 
     def standing(self, number: int, rank: int) -> tuple[Standing, str]:
         return (Standing.AWAY, self.refused) if self.refused else (Standing.FREE, "")

@@ -274,10 +274,7 @@ class Late:
     """A transport where only one slot is in time; what the others send comes later, into the memory given them."""
 
     def __init__(self, place: Place, in_time: int) -> None:
-        self.place, self.partners = (
-            place,
-            Mock(reachable=lambda rank: True, stopped=lambda: False),
-        )
+        self.place, self.partners = place, Mock(hidden=lambda: set(), stopped=lambda: False)
         self._in_time, self._given_up = in_time, list[Tensor]()
         self.sent: list[tuple[Tensor, Tensor]] = []  # what was posted, and how it was then
 
