@@ -292,7 +292,7 @@ class FederationTransport:
     def _look_up_names(self, again: bool) -> None:
         """Look up hosts to connect to, with `again` also those looked up before."""
         found = self._peers.found
-        names = [name for name in self._peers.names if again or name not in found]
+        names = [name for name in self._peers.names() if again or name not in found]
         for name, places in look_up(names, lambda why: self._peers.warn(f"no connection to {why}")):
             found[name] = places
 

@@ -73,8 +73,7 @@ class Peers:
         others: by slot; other threads may read `seen` and `offer`.
         exchanges: what is under way with them.
         directory: the addresses of all replicas.
-        names: endpoints with the name of a host, of replicas that are not connected.
-        found: addresses of such hosts, by endpoint.
+        found: where the endpoints of `names` are; another thread looks that up.
         stopped: whether this job was asked to stop.
         refusal: why a process that was asked for addresses cannot be an other replica; "": none has answered so.
         leaves_at: until when, on the monotonic clock, what is under way is waited for all the same.
@@ -88,7 +87,6 @@ class Peers:
             slot: Peer(slot) for slot in range(member.slots) if slot != member.slot
         }
         self.exchanges = Exchanges(self.others)
-        self.names = set[str]()
         self.found: dict[str, list[SocketAddress]] = {}
         self.stopped: Callable[[], bool] = lambda: False
         self.refusal = ""
@@ -135,8 +133,7 @@ class Peers:
 
     def follow_directory(self) -> None:
         """Connect to the others where they are now, as far as that is this side's task."""
-        now, own = time.monotonic(), self.directory.own
-        self.names = set()
+        now = time.monotonic()
         for slot, peer in self.others.items():
             address = self.directory.addresses.get(slot)
             if address != peer.address:
@@ -145,19 +142,27 @@ class Peers:
                 continue
             if peer.session is not None and address.epoch > peer.seen.epoch:
                 self._end(peer.session, "was started anew")
-            late = now - peer.apart_since > _BACK_SECONDS
-            if (
-                peer.session is None
-                and address.endpoint
-                and (self.member.slot > slot or not own.endpoint or late)
-            ):
-                self._dial(peer, address.endpoint, now)
+            if endpoint := self._to_dial(peer):
+                self._dial(peer, endpoint, now)
+
+    def names(self) -> list[str]:
+        """Return the endpoints to connect to with the name of a host. From any thread."""
+        rival = self.directory.rival
+        endpoints = [*map(self._to_dial, self.others.values()), rival.endpoint if rival else ""]
+        return [endpoint for endpoint in endpoints if endpoint and not numeric(endpoint)]
+
+    def _to_dial(self, peer: Peer) -> str:
+        """Return the endpoint to which this side is to connect now; "": to none."""
+        late = time.monotonic() - peer.apart_since > _BACK_SECONDS
+        ours = self.member.slot > peer.slot or not self.directory.own.endpoint or late
+        return peer.address.endpoint if peer.address and peer.session is None and ours else ""
+
+    def _places(self, endpoint: str) -> list[SocketAddress]:
+        """Return where an endpoint is; nowhere as long as the name of its host is not looked up."""
+        return numeric(endpoint) or self.found.get(endpoint, [])
 
     def _dial(self, peer: Peer, endpoint: str, now: float) -> None:
-        places = numeric(endpoint)
-        if not places:
-            self.names.add(endpoint)
-            places = self.found.get(endpoint, [])
+        places = self._places(endpoint)
         if not places or now < peer.again or (peer.dialled is not None and peer.dialled.error is None):
             return
         to = places[peer.attempts % len(places)]
@@ -212,13 +217,13 @@ class Peers:
         A process to which nobody can connect cannot be asked: this one claims the slot after a pause, and the
         other, where it is still there, claims it again.
         """
-        now = time.monotonic()
-        if now < self._rival_again:
+        now, places = time.monotonic(), self._places(rival.endpoint)
+        if now < self._rival_again or (rival.endpoint and not places):
             return
         first, self._rival_again = self._rival_again == float("-inf"), now + _RIVAL_SECONDS
         if not rival.endpoint and not first:
             self.directory.may_claim()
-        for to in numeric(rival.endpoint)[:1]:
+        for to in places[:1]:
             if self._connect(rival.endpoint, to, self._visit_rival) is None:
                 self.directory.may_claim()
 

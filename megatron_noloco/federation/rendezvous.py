@@ -68,8 +68,8 @@ def reachable(endpoint: str, host: Callable[[], str]) -> str:
 
 
 def numeric(endpoint: str) -> list[SocketAddress]:
-    """Return where an endpoint is, if it has the address of a host, and not its name."""
-    with suppress(OSError, UnicodeError):
+    """Return where an endpoint is, if it has the address of a host, and not its name; nowhere for ""."""
+    with suppress(OSError, ValueError):
         return _places(endpoint, socket.AI_NUMERICHOST)
     return []
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_noloco.federation import peers
 from megatron_noloco.federation.control import (
     LARGEST,
     VERSION,
@@ -36,6 +37,7 @@ from megatron_noloco.federation.control import (
 from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.likeness import Alike, digests_of, run_number
 from megatron_noloco.federation.peers import Peers
+from megatron_noloco.federation.rendezvous import numeric
 from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send, checksum_of
 from megatron_noloco.federation.wires import Wire
 from megatron_noloco.transport.chunks import ReportedTransfers, cut
@@ -506,6 +508,23 @@ def test_a_process_counts_as_later_than_one_that_has_ended_but_not_than_one_that
         answered.tick()
         assert "the others exchange with this process: does another job" in output.getvalue()
     assert why(transfers) == "rank 1 took this process for an earlier one"
+
+
+@pytest.mark.parametrize("endpoint", ["", "tcp://host.invalid:2"])
+def test_a_later_process_that_is_nowhere_or_has_a_name_is_outlived(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it has claimed the slot once more, as this one has."""
+    monkeypatch.setattr(peers, "_RIVAL_SECONDS", 0.0)
+    replica = Replica()
+    with redirect_stderr(io.StringIO()):
+        for later in (5 * 2**30, 6 * 2**30):
+            replica.peers.directory.merge({0: Address(endpoint, later)})
+            replica.tick()
+        assert replica.peers.names() == ([endpoint] if endpoint else [])
+        replica.peers.found[endpoint] = numeric("tcp://10.9.9.9:2")
+        replica.tick(3)
+    assert replica.peers.directory.rival is None
 
 
 def test_no_process_is_later_than_the_last_number() -> None:
