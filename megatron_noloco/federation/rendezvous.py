@@ -200,12 +200,10 @@ class SharedFolder:
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
                 content = json.loads(path.read_text())
-                site = str(
-                    content.get("site", "")
-                )  # not in a file of an older version, which cannot be joined
-                address = Address(str(content["endpoint"]), int(content["epoch"]), site)
-                found[int(path.name.removeprefix("rank_").removesuffix(self._ending))] = address
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                slot = int(path.name.removeprefix("rank_").removesuffix(self._ending))
+                # An older version wrote no site: it is met, and told so.
+                found[slot] = Address(content["endpoint"], content["epoch"], content.get("site", ""))
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             except OSError as error:
                 unreadable.append(f"{path}: {error.strerror}")

@@ -59,8 +59,8 @@ def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
 
 def test_one_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     folder = SharedFolder(tmp_path, 1)
-    for number, content in enumerate(("[" * 100_000, '{"endpoint": "", "epoch": 1e999}')):
-        (tmp_path / f"rank_0000{number}_0000000000000001.json").write_text(content)
+    for number, content in enumerate(("[" * 100_000, '{"endpoint": "", "epoch": 1e999}', "[]", "null")):
+        (tmp_path / f"rank_0001{number}_0000000000000001.json").write_text(content)
     (tmp_path / "rank_00002_0000000000000001.json").mkdir()
     folder.publish(3, Address("tcp://a:1", 10))
     found = folder.look()
