@@ -72,11 +72,6 @@ class DataConfig(Block):
         "Whether documents in one sample do not attend to each other; each ends with the tokenizer's "
         "end-of-document token.",
     )
-    reset_position_ids: bool = field(
-        False,
-        "Whether positions restart in each document; needs reset_attention_mask, and changes nothing beside it: "
-        "rotary embeddings depend on differences of positions only.",
-    )
     eod_mask_loss: bool = field(False, "Whether the token after the end of a document has no loss.")
 
     @field_validator("data_path", "train_data_path", "valid_data_path")
@@ -160,11 +155,6 @@ def check_tokenizer(data: DataConfig, vocab_size: int | None) -> Iterator[str]:
 
 def check_documents(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     """Yield why documents, or records for fine-tuning, cannot be told apart as the file asks."""
-    if data.reset_position_ids and not data.reset_attention_mask:
-        yield (
-            "data.reset_position_ids needs data.reset_attention_mask: a rotary embedding knows differences of "
-            "positions only, which have no meaning between documents that restart"
-        )
     if data.sft_data_path is None and not data.sft_packing:
         yield "data.sft_packing has a meaning only with data.sft_data_path"
     for name in ("reset_attention_mask", "eod_mask_loss"):

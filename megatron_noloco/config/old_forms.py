@@ -35,6 +35,7 @@ def of_saved_run(saved: dict[str, Any]) -> dict[str, Any]:
         federation = {}  # the other settings had no effect, and other defaults
     federation = {name: value for name, value in federation.items() if name != "relay"}  # which is gone
     data = dict(saved.get("data") or {})
+    data.pop("reset_position_ids", None)  # it had no effect
     if data.get("train_data_path") is not None:
         data.pop("split", None)  # it had no effect
     # Up to version 0.2.0 special tokens that a text spells out were tokens; bytes spell out none.
@@ -79,6 +80,7 @@ _TRANSLATIONS: tuple[tuple[str, str, Callable[[Any], dict[str, Any] | None]], ..
     ("noloco", "routing", _routing),
     ("noloco", "grouping", _only("replica")),
     ("checkpoint", "fewer_replicas", _only("drop")),
+    ("data", "reset_position_ids", _only(False)),
     ("federation", "encryption", _encryption),
     ("federation", "local_steps", _local_steps),
     ("federation", "relay", _only(False)),

@@ -57,6 +57,8 @@ HINTS = {
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",
     **dict.fromkeys(_OF_FAMILY, "model.family decides it; leave it out"),
+    "reset_position_ids": "rotary embeddings know differences of positions only, so documents are told apart by "
+    "data.reset_attention_mask alone; leave it out",
     "tie_word_embeddings": "model.untie_embeddings_and_output_weights says the opposite",
     "csv_monitor": "each replica has all its numbers in metrics.jsonl",
     "comet": "use wandb or tensorboard",

@@ -114,7 +114,7 @@ def build_groups(
     collection.ep, collection.tp_ep, collection.expt_dp = ep, tp_ep, expert_dp
     collection.expt_tp = tp  # each expert is cut into slices like the other layers
     collection.tp_dp_cp = None  # needed only by kinds of load balancing that are not supported
-    # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do this instead.
+    # Core would all-reduce tied weights on CUDA inside the constructor; model and engine do this instead.
     collection.embd = collection.pos_embd = None
     groups = Groups(
         topology, at, tp, pp, dp, ep, expert_dp, mp, replica, tied_embedding, forward_hops, backward_hops,

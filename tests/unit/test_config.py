@@ -256,6 +256,9 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
     found = RunConfig.of_checkpoint(saved)
     assert (found.model, found.precision) == (now.model, "bf16")
     assert RunConfig.of_checkpoint(now.to_dict()) == now
+    saved = now.to_dict()
+    saved["data"]["reset_position_ids"] = True
+    assert RunConfig.of_checkpoint(saved) == now
 
 
 def test_local_steps_auto_begins_with_one_and_a_tenth_of_the_time() -> None:
@@ -277,6 +280,7 @@ OLD_FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("noloco.routing", {}, {"routing": "off"}, 'write "routing": "off"'),
     ("noloco.grouping", "replica", {}, "leave it out"),
     ("checkpoint.fewer_replicas", "drop", {}, "leave it out"),
+    ("data.reset_position_ids", False, {}, "leave it out"),
     ("federation.local_steps", "all", {"skip_local_steps": False}, 'write "skip_local_steps": false'),
     ("federation.relay", False, {}, "leave it out"),
     ("federation.encryption", "curve", {"encryption": "tls"}, 'write "encryption": "tls"'),

@@ -44,6 +44,7 @@ LINES: list[tuple[str, Any, str]] = [
     ("model.enabled", 1, " is not a known key; did you mean bf16.enabled or fp16.enabled?"),
     ("training.micro_batch_size", 8, " is not a known key; did you mean train_micro_batch_size_per_gpu?"),
     ("noloco.H", 8, " is not a known key; did you mean noloco.local_steps?"),
+    ("data.reset_position_ids", True, f" is not a known key; {HINTS['reset_position_ids']}"),
     ("model.tie_word_embeddings", 1, f" is not a known key; {HINTS['tie_word_embeddings']}"),
     ("cuda_graph_impl", "local", " is not a known key; not supported: a graph would freeze the routes"),
     # keys of DeepSpeed that do nothing here
@@ -154,7 +155,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
         'data.sft_packing needs model.transformer_impl "local" (or "auto")',
     ),
     ({"data.sft_packing": False}, "data.sft_packing has a meaning only with data.sft_data_path"),
-    ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
     # the model
     ({"model.family": "qwen3", "model.rope_scaling_factor": 8.0}, "model.rope_scaling_factor is not a"),
     (
