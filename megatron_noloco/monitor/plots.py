@@ -108,8 +108,8 @@ def plots_of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
         traces = []
         for number, run in enumerate(runs):
             rows = run.replicas[0].rows_of("evaluation")
-            means = [row.get("validation/mean_model_loss") for row in rows]
-            losses = [mean or row["validation/loss"] for mean, row in zip(means, rows, strict=True)]
+            names = "validation/mean_model_loss", "validation/loss"
+            losses = [row.get(names[0]) or row.get(names[1], math.nan) for row in rows]
             curve = places_of(run.replicas[0], scale), losses
             traces.append(_line(curve, run.folder.resolve().name, number, mode="lines+markers"))
         title, explanation = f"Validation loss over {scale}", "Of the mean model, else of the first replica."

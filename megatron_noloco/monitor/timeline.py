@@ -28,10 +28,10 @@ def timeline_of(run: RunLog) -> list[Any]:
         return []
     present, exchanges = _Points(), _Points()
     marks = {name: _Points() for name in _MARKERS}
-    rounds: dict[int, dict[int, float]] = {}  # when each replica logged a round
+    rounds: dict[int | None, dict[int, float]] = {}  # when each replica logged a round
     for log in run.replicas:
         replica, missed, began = int(log.replica), 0, False
-        for row in (row for row in log.rows if "unix_seconds" in row):
+        for row in (row for row in log.rows if row.get("unix_seconds") is not None):
             at = row["unix_seconds"]
             if row["kind"] == "start":
                 present.append(_GAP)
@@ -45,7 +45,7 @@ def timeline_of(run: RunLog) -> list[Any]:
                 if "round/partners" in row:
                     name = _PARTNER if row["round/partners"] else _MISSED if missed > lost else _ALONE
                     marks[name].append((at, replica))
-                    of_round = rounds.setdefault(row["round/index"], {})
+                    of_round = rounds.setdefault(row.get("round/index"), {})
                     for other in row["round/partners"]:
                         if other in of_round:
                             exchanges += [(at, replica), (of_round[other], other), _GAP]

@@ -198,6 +198,15 @@ def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), str(tmp_path), "--output", str(tmp_path / "both.html")]) == 0
 
 
+def test_a_page_does_without_numbers_that_a_job_of_another_version_does_not_write(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"federation": {"slots": 4}}}))
+    rows = step(2, **meeting(0, 1), unix_seconds=1.0), step(4, unix_seconds=None)
+    del rows[0]["round/index"]
+    write(tmp_path, "03", *rows, {"kind": "evaluation", "step": 4})
+    for folders in ([str(tmp_path)], [str(tmp_path)] * 2):
+        assert main(["report", *folders]) == 0
+
+
 def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
     facts = {"steps": 10, "config": {"federation": {"slots": 3}}}
     (tmp_path / "run.json").write_text(json.dumps(facts))
