@@ -22,7 +22,7 @@ def load_config(path: str | Path) -> RunConfig:
         problems = ["objects or lists are nested too deeply"]
     except ValueError as error:
         problems = str(error).splitlines()
-    raise ConfigError(f"{path}: {problem}" for problem in problems)
+    raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"must hold a JSON object, got {shown(content)}")
     if problems := list(_problems(content, repeated, "")):
-        raise ConfigError(problems)
+        raise ValueError("\n".join(problems))
     return content
 
 

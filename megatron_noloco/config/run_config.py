@@ -88,7 +88,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
-            raise ConfigError(problems)
+            raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
@@ -131,7 +131,7 @@ class RunConfig:
                 file.training.train_iters,
             )
         if problems:
-            raise ConfigError(sorted(problems, key=lambda line: _place(line, raw)))
+            raise ConfigError("\n".join(sorted(problems, key=lambda line: _place(line, raw))))
         blocks = {name: getattr(file, name) for name in BLOCKS}
         config = cls(
             deepspeed=deepspeed, **blocks, translations=translations, left_out=_left_out(values, file)
@@ -199,9 +199,9 @@ class RunConfig:
             if slots is not None:
                 topology = replace(topology, slot=slot, slots=slots)
         except ValueError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
         if problems := list(self._problems_among(topology.ensemble)):
-            raise ConfigError(problems)
+            raise ConfigError("\n".join(problems))
         return topology
 
     def routing(self, topology: Topology) -> Routing:
@@ -220,9 +220,9 @@ class RunConfig:
         try:
             architecture = self.model.architecture(tokenizer_vocab)
         except ValueError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
         if problems := list(parallel_block.check_vocabulary(architecture, self.parallel)):
-            raise ConfigError(problems)
+            raise ConfigError("\n".join(problems))
         return architecture
 
     @property

@@ -88,13 +88,6 @@ NOT_SUPPORTED = {
 class ConfigError(ValueError):
     """Says what is wrong with a configuration: one line per problem."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
-
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...]]]:
-        return type(self), (self.problems,)  # as pickle takes it from one process to another
-
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`, `4 microbatches`."""

@@ -154,7 +154,7 @@ def read_architecture(folder: Path) -> Architecture:
     try:
         architecture = architecture_of(theirs)
         if problems := _problems(architecture, theirs):
-            raise ConfigError(problems)
+            raise ConfigError("\n".join(problems))
     except ValueError as error:
         lines = (f"{folder / 'config.json'}: {line}" for line in str(error).splitlines())
         raise ValueError("\n".join(lines)) from None

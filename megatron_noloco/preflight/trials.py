@@ -42,7 +42,7 @@ class Trials:
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
-            raise ConfigError(problems)
+            raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
         config = self.config

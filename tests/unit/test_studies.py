@@ -53,7 +53,7 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
 
 
 def refuse(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    raise ConfigError(["a: must be 1", "b: must be 2"])
+    raise ConfigError("a: must be 1\nb: must be 2")
 
 
 def fail(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
