@@ -181,17 +181,20 @@ def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
     import pyarrow  # optional
     from pyarrow import parquet
 
+    number = 0
     try:
         with parquet.ParquetFile(item.path) as file:
             names = file.schema_arrow.names
             missing = [name for name in keys if name not in names]
             if missing:
                 raise ValueError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
-            number, rows = 0, max(1, file.metadata.num_rows)
+            rows = max(1, file.metadata.num_rows)
             for batch in file.iter_batches(_PARQUET_ROWS, columns=list(keys)):
                 for row in batch.to_pylist():
                     number += 1
                     texts = _texts(row, keys, f"{item.path}, row {number}")
                     yield Piece(texts, item.bytes * number // rows - item.bytes * (number - 1) // rows)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{item.path}, after row {number}: not UTF-8 text ({error.reason})") from None
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{item.path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None

@@ -372,6 +372,13 @@ def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def parquet_of(text: bytes) -> bytes:
+    """A file with a column of text, which Parquet does not check."""
+    written = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([b"x", text]).view(pyarrow.string())}), written)
+    return written.getvalue().to_pybytes()
+
+
 BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl, line 2: not JSON"),
     ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
@@ -382,6 +389,7 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.txt.zst", zstd(os.urandom(9999))[:5000], {}, r"a\.txt\.zst: cannot be decompressed"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}\n', {}, r"a\.jsonl, line 2: holds half a character"),
     ("a.parquet", b"plain", {}, r"a\.parquet: not a valid Parquet file"),
+    ("a.parquet", parquet_of(b"\xff"), {}, r"a\.parquet, after row 0: not UTF-8 text"),
     ("a.txt", b"\xff\xfe", {}, r"a\.txt: not UTF-8 text"),
     ("a.txt", b"", {}, r"holds no files with text"),
     ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),
