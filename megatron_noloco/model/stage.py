@@ -157,7 +157,7 @@ def _empty_chunk(
 ) -> Chunk:
     # Transformer Engine's attention takes no mask of documents.
     transformer_engine = not compute.separate_documents and compute.uses_transformer_engine()
-    layer = layer_spec(config, transformer_engine)
+    layer = _layer_spec(config, transformer_engine)
     vpp = groups.topology.vpp
     vp_stage = index if vpp > 1 else None
     block: ModuleSpec | TransformerBlockSubmodules = layer
@@ -182,29 +182,21 @@ def _empty_chunk(
     )
 
 
-def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
     """Return core's layer with our router, and Transformer Engine's modules or our attention and norm."""
     options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
     else:
-        spec = _local_spec(normalization=config.normalization, **options)
+        spec = get_gpt_layer_local_spec(normalization=config.normalization, **options)
+        norm = NORMS[config.normalization]
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = norm
     if config.num_moe_experts is not None:
         submodules_of(spec.submodules.mlp).router = Router
-    return spec
-
-
-def _local_spec(normalization: str, num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=qk_layernorm, normalization=normalization
-    )
-    norm = NORMS[normalization]
-    spec.submodules.input_layernorm = norm
-    spec.submodules.pre_mlp_layernorm = norm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
-    if qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
     return spec
 
 
@@ -212,12 +204,6 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
     """Return the model's configuration for Megatron-core."""
     cuda = torch.cuda.is_available()
     dtype = DTYPES[compute.precision]
-    virtual: dict[str, Any] = {}
-    if topology.vpp > 1:
-        virtual = {
-            "virtual_pipeline_model_parallel_size": topology.vpp,
-            "microbatch_group_size_per_vp_stage": topology.pp,
-        }
     config = TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -237,6 +223,7 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         fp16=compute.precision == "fp16",
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
         expert_model_parallel_size=topology.ep,
         sequence_parallel=topology.sequence_parallel,
         recompute_granularity=compute.recompute_granularity,
@@ -258,7 +245,6 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         masked_softmax_fusion=False,  # attention is torch's or Transformer Engine's, both fused
         gradient_accumulation_fusion=False,  # needs Megatron's own gradient buffers
         **NO_CUDA_GRAPHS,
-        **virtual,
         **family_of(architecture).core_config(architecture),
     )
     for name, value in _yarn(architecture).items():

@@ -275,16 +275,13 @@ class Table:
 
     @cached_property
     def _all(self) -> tuple[Parameter, ...]:
-        return tuple(self._made())
-
-    def _made(self) -> Iterator[Parameter]:
+        found: list[Parameter] = []
         for in_layer, rows in groupby(self.rows, key=lambda row: _LAYER in row.name):
-            if not in_layer:
-                yield from rows
-                continue
-            layer_rows = list(rows)
-            for layer in range(self.num_layers):
-                yield from (row.at(layer) for row in layer_rows)
+            adjacent = list(rows)
+            if in_layer:
+                adjacent = [row.at(layer) for layer in range(self.num_layers) for row in adjacent]
+            found += adjacent
+        return tuple(found)
 
     def find(self, name: str, first_layer: int = 0, first_expert: int = 0) -> Parameter:
         """Return the parameter of that name in a model chunk that begins with these numbers of layer and expert.
