@@ -89,7 +89,7 @@ def generate(
     Args:
         load: returns the tokenizer of the folder, of transformers.
 
-    Raises ValueError when the folder cannot be loaded, or the prompt fills the context.
+    Raises ValueError when the folder cannot be loaded, or the model cannot read the prompt.
     """
     from transformers import TextStreamer
     from transformers.utils import logging
@@ -98,13 +98,19 @@ def generate(
     logging.set_verbosity_error()  # warnings would interrupt the text
     torch.manual_seed(seed)
     tokenizer, model = _load(folder, load)
-    if not prompt and tokenizer.eos_token is None and not adds_bos(tokenizer):
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if adds_bos(tokenizer):
+        ids = [tokenizer.bos_token_id, *ids]
+    elif not ids and tokenizer.eos_token is None:
         raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
-    # Without a prompt, start at the beginning of a document: with its BOS, or after the end of another.
-    begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else [tokenizer.eos_token_id] * (not prompt)
+    ids = ids or [tokenizer.eos_token_id]  # a document begins after the end of another
+    if max(ids) >= model.config.vocab_size:
+        raise ValueError(
+            f"--prompt: the tokenizer of {folder} reads token {max(ids)}, the model's vocabulary has "
+            f"{model.config.vocab_size} (from 0 on)"
+        )
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > _SPACIOUS * model.get_memory_footprint():
         model = model.to("cuda")
-    ids = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     inputs = torch.tensor([ids], device=model.device)
     context = model.config.max_position_embeddings
     prompted = inputs.size(1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -144,3 +145,17 @@ def test_a_folder_that_cannot_generate_is_one_line(
     assert said.err.startswith(str(folder))
     assert line in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
+
+
+def test_a_prompt_of_tokens_that_the_model_lacks_is_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "theirs")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"<{number}>" for number in range(99)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert main(["generate", str(folder), "--prompt", "two <98>"]) == 2
+    last = tokenizer.get_vocab_size() - 1
+    assert capsys.readouterr().err == (
+        f"--prompt: the tokenizer of {folder} reads token {last}, the model's vocabulary has 310 (from 0 on)\n"
+    )
