@@ -87,9 +87,10 @@ class Scheme:
     Attributes:
         name: what it is.
         bytes_per_exchange: bytes sent by the rank with most weights; in a federation, by the speaker of a replica.
-        seconds_per_exchange: time on the network; in a federation at least that of gathering inside the replica.
+        seconds_per_exchange: time on the network, of all fragments together; in a federation at least that of
+            gathering inside the replica.
         local_steps: number of local steps from one exchange to the next.
-        hidden_steps: number of local steps that go on during an exchange.
+        hidden_steps: number of local steps that go on during an exchange, or during those of all fragments.
         chooses_overlap: whether these are as many as an exchange takes, at most `local_steps`.
         bytes_across: bytes that a site sends to others in a round, mean of the rounds; None: sites are not known.
     """
@@ -332,22 +333,23 @@ def scheme_of(
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
     if topology.slots:  # separate jobs ask for messages, and say that they have them
         trips += 3 + 3 * coded
-    pause = math.inf if step_seconds is None else noloco.local_steps * step_seconds
+    parts = noloco.fragments  # each of which is exchanged by itself
+    pause = math.inf if step_seconds is None else noloco.local_steps / parts * step_seconds
     bytes_of_rounds, seconds_of_rounds = [], []
     for members in sizes:
         sent = exchange_bytes(noloco, held, members, topology.dp)
         phases = 1 if members <= 2 else 2  # parts of the vector are added up, then the sums are sent to all
-        seconds = network.seconds(sent / phases, trips, members - 1, pause)
+        seconds = network.seconds(sent / parts / phases, trips, members - 1, pause)
         if phases == 2:
-            seconds += network.seconds(sent / phases, 2, members - 1, pause=0)
+            seconds += network.seconds(sent / parts / phases, 2, members - 1, pause=0)
         bytes_of_rounds.append(sent)
-        seconds_of_rounds.append(seconds)
+        seconds_of_rounds.append(parts * seconds)
     return Scheme(
         name,
         round(mean(bytes_of_rounds)),
         mean(seconds_of_rounds),
         noloco.local_steps,
-        noloco.longest_overlap_steps,
+        min(parts * noloco.longest_overlap_steps, noloco.local_steps),
         noloco.overlap_steps == "auto",
     )
 

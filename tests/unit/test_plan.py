@@ -12,10 +12,11 @@ import torch
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
 from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight import fit
 from megatron_noloco.preflight.departures import lost_steps
 from megatron_noloco.preflight.memory import RankParameters, fullest_stage, parameters_of_stages
-from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes, plan_of
+from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes, plan_of, scheme_of
 from megatron_noloco.settings import TrainerSettings, grouping_of
 from tests.unit.configs import config
 from tests.unit.fleet import average, noise
@@ -329,6 +330,22 @@ def test_the_share_of_time_that_exchanges_cost() -> None:
     assert replace(delayed, local_steps=enough).share_lost(1) <= 0.01
     assert replace(delayed, local_steps=enough - 1).share_lost(1) > 0.01
     assert replace(delayed, hidden_steps=5).enough_steps(1) == 5, "a delay is at most local_steps"
+
+
+def test_the_exchange_of_each_fragment_is_hidden_by_itself() -> None:
+    """An exchange of 4 s in 8 local steps of 1 s, each merged a step after it began; messages take 0.1 s each."""
+    held = RankParameters(1, 10**6, 10**6, 0, 0, True)
+    network = Network(1e6 * 1500 / 1448, 0.1, 1)
+
+    def of(fragments: int) -> Scheme:
+        block = TrainerSettings(local_steps=8, overlap_steps=1, fragments=fragments, payload="fp32")
+        return scheme_of("", block, held, Topology(2), network)
+
+    whole, quarters = of(1), of(4)
+    assert quarters.bytes_per_exchange == whole.bytes_per_exchange
+    assert quarters.seconds_per_exchange > whole.seconds_per_exchange + 3 * 2 * 0.1
+    assert (whole.hidden_steps, quarters.hidden_steps, of(8).hidden_steps) == (1, 4, 8)
+    assert quarters.share_lost(1.0) < whole.share_lost(1.0)
 
 
 def test_plan_shows_the_local_steps_that_auto_would_choose(
