@@ -20,7 +20,6 @@ from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_problem
-from megatron_noloco.transport.interface import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 # What jobs compare where a rank exchanges with the rank at its place; the name stands in the line of a refusal.
@@ -35,7 +34,6 @@ def attach(
     federation: FederationSettings | None = None,
     slot: int | None = None,
     seed: int = 0,
-    transport: Transport | None = None,
     state: dict[str, Tensor] | None = None,
     inner: Stateful | Sequence[Stateful] | None = None,
     stopped: Callable[[], bool] | None = None,
@@ -53,7 +51,6 @@ def attach(
             job: its gradients are reduced over all of its ranks, as before, and these are the replica.
         slot: the number of this job's replica in the federation, from 0.
         seed: of the groups, from 0.
-        transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
         state: of this rank, saved with `Attached.state_dict` together with the present weights. Without it,
             training begins, and the weights of all replicas must be equal bit for bit; in a federation that has
             trained already, the weights and the outer state of the replica that is furthest are taken over.
@@ -79,9 +76,7 @@ def attach(
     in what the newest job there differs.
     """
     settings = NolocoSettings() if settings is None else settings
-    check_arguments(settings, replicas, federation, slot, seed, transport)
-    if replicas is not None and stopped is not None:
-        raise ValueError("attach: stopped is for a federation; leave it out with replicas")
+    check_arguments(settings, replicas, federation, slot, seed, stopped)
     seed, slot = int(seed), int(slot or 0)  # JSON takes no numbers of numpy
     adapter = _adapter_of(engine)
     own_inner = None if inner is None else inner_state(inner)
@@ -102,8 +97,7 @@ def attach(
     digests = digests_of(replica)
     first = {name: found[rank % len(found)] for name, found in digests.items()}
     if federation is None:
-        transport = TorchTransport() if transport is None else transport
-        outer = OuterOptimizer(adapter.weights, transport, place, settings, seed)
+        outer = OuterOptimizer(adapter.weights, TorchTransport(), place, settings, seed)
         return Attached(adapter, outer, first, state, own_inner)
 
     from megatron_noloco.attach.job_state import JobState

@@ -1,6 +1,6 @@
 """Checks of `attach` before the first step: its arguments, then whether the ranks of the job fit together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -20,7 +20,6 @@ from megatron_noloco.outer import Weights
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, federation_problems
-from megatron_noloco.transport.interface import Transport
 
 _SAVED = ("slow_weights", "local_steps_done", "first_weights")
 
@@ -31,7 +30,7 @@ def check_arguments(
     federation: FederationSettings | None,
     slot: int | None,
     seed: int,
-    transport: Transport | None,
+    stopped: Callable[[], bool] | None,
 ) -> None:
     """Raise ValueError for arguments of `attach` that do not fit together."""
     for name, value, kind in (
@@ -49,16 +48,15 @@ def check_arguments(
     if settings.overlap_steps == "auto":
         raise ValueError('attach: overlap_steps "auto" is for `train` only; give a number of local steps')
     if federation is None:
-        if slot is not None:
-            raise ValueError("attach: slot is for a federation; leave it out with replicas")
+        for name, given in {"slot": slot, "stopped": stopped}.items():
+            if given is not None:
+                raise ValueError(f"attach: {name} is for a federation; leave it out with replicas")
         return
     if problem := next(federation_problems(federation, settings), ""):
         raise ValueError(f"attach: {problem}")
     slots = federation.slots or 0
     if slot is None or not _is_integer(slot) or not 0 <= slot < slots:
         raise ValueError(f"attach: slot must be from 0 to slots - 1 = {slots - 1}, not {slot!r}")
-    if transport is not None:
-        raise ValueError("attach: a federation has a transport of its own; leave transport out")
 
 
 def _is_integer(value: object) -> bool:

@@ -637,7 +637,6 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, SLOT | {"slot": 2}, "attach: slot must be from 0 to slots - 1 = 1, not 2"),
         (None, SLOT | {"seed": -1}, "attach: seed must be an integer >= 0, not -1"),
         (None, SLOT | {"federation": FederationSettings()}, "attach: federation.slots is missing"),
-        (None, SLOT | {"transport": "mpi"}, "attach: a federation has a transport of its own"),
         (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap_steps "auto" is for `train` only'),
         (None, {"replicas": 2, "stopped": bool}, "attach: stopped is for a federation; leave it out with"),
         (None, SLOT | {"inner": TWO_MODES}, "attach: TwoModes has other weights to train than to evaluate"),
