@@ -1,5 +1,6 @@
 """Turns the errors of commands into a line or a traceback on stderr, and an exit code."""
 
+import re
 import time
 import traceback
 from collections.abc import Iterator
@@ -66,7 +67,7 @@ def _missing_extra(error: ModuleNotFoundError) -> ValueError | None:
     """Return the error for the user where a package of an extra is missing."""
     for extra, names in _EXTRAS.items():
         packages = names.split()
-        if (error.name or "").partition(".")[0] in packages:
+        if re.split("[.-]", error.name or "")[0] in packages:  # of a module, or of a distribution
             missing = [name for name in packages if find_spec(name) is None]
             return ValueError(
                 f"megatron-noloco: this command needs packages that are not installed ({', '.join(missing)}); "

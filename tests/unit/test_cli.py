@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_message(command: str) -
         (ValueError("heads: 3 is odd"), 2, "heads: 3 is odd"),
         (FileNotFoundError(2, "No such file", "run.json"), 2, "[Errno 2] No such file: 'run.json'"),
         (StoppedError("replica 3 did not answer"), 1, "replica 3 did not answer"),
+        (
+            PackageNotFoundError("megatron-core"),  # as of `doctor` beside DeepSpeed alone
+            2,
+            "megatron-noloco: this command needs packages that are not installed (); pip install "
+            "'megatron-noloco[trainer]'",
+        ),
     ],
 )
 def test_a_known_error_is_one_line_with_its_exit_code(
