@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _JSON = "one JSON object for scripts"
 _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
 "note" or "problem"), what, advice, and figures; the figures of the exchange are
-hosts, library, thread_level, over, latency_seconds, gb_per_second, hidden and
-clock_skew_seconds. A machine with any problem is not ready."""
+hosts, library, thread_level, over, latency_seconds, gb_per_second and hidden.
+A machine with any problem is not ready."""
 _MFU = 0.4
 _RANKS_OF_GPU_NODE = 8
 

@@ -14,7 +14,6 @@ from typing import Any
 from megatron_noloco.preflight.machine import Finding
 
 _START_SECONDS = 60.0  # beside the measurement
-_SKEW_SECONDS = 1.0
 _WELL_HIDDEN = 0.5
 _INFINIBAND = Path("/dev/infiniband")
 _PROFILE = Path(__file__).parents[2] / "launch" / "profile.sh"  # reads LAUNCH_PROFILE; not in a wheel
@@ -69,7 +68,7 @@ def _first_words(message: str) -> str:
 
 
 def _of_exchange(found: Mapping[str, Any]) -> Iterator[Finding]:
-    hosts, hidden, skew = " and ".join(found["hosts"]), found["hidden"], abs(found["clock_skew_seconds"])
+    hosts, hidden = " and ".join(found["hosts"]), found["hidden"]
     one_host = len(set(found["hosts"])) == 1
     what = (
         f"{hosts}: {1e6 * found['latency_seconds']:.0f} microseconds for one number, "
@@ -82,9 +81,6 @@ def _of_exchange(found: Mapping[str, Any]) -> Iterator[Finding]:
             "a free core for the thread of the MPI library that moves messages (docs/exchange.md, Overlap)"
         )
         yield Finding("exchange", "note", what, advice)
-    if skew > _SKEW_SECONDS:
-        what = f"the clocks of {hosts} differ by {skew:.1f} s: their logs are hard to compare"
-        yield Finding("exchange", "note", what, "run an NTP service on all hosts")
 
 
 def find_mpirun() -> str | None:

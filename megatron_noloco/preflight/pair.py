@@ -34,7 +34,6 @@ class Pair(NamedTuple):
     latency_seconds: float  # of an exchange of one number
     gb_per_second: float  # each way
     hidden: float  # share of an exchange that a computation of the same length hides
-    clock_skew_seconds: float  # by which the second host's clock is ahead
 
 
 def measure(seconds: float) -> Pair:
@@ -80,7 +79,6 @@ def measure(seconds: float) -> Pair:
         latency_seconds=latency,
         gb_per_second=4 * _ELEMENTS / alone / 1e9,
         hidden=max(0.0, min(1.0, 2 - both / alone)),
-        clock_skew_seconds=clock_skew(),
     )
 
 
@@ -89,21 +87,6 @@ def compute(seconds: float) -> None:
     matrix, until = torch.ones(128, 128), time.perf_counter() + seconds
     while time.perf_counter() < until:
         matrix @ matrix
-
-
-def clock_skew() -> float:
-    """Return by how many seconds the clock of rank 1's host is ahead, from the quickest of some round trips."""
-    trips = []
-    for _ in range(20):
-        if MPI.COMM_WORLD.rank == 0:
-            sent = time.time()
-            MPI.COMM_WORLD.send(None, 1)
-            there, back = MPI.COMM_WORLD.recv(source=1), time.time()
-            trips.append((back - sent, there - (sent + back) / 2))
-        else:
-            MPI.COMM_WORLD.recv(source=0)
-            MPI.COMM_WORLD.send(time.time(), 0)
-    return min(trips)[1] if trips else 0.0
 
 
 if __name__ == "__main__":
