@@ -49,7 +49,7 @@ def _tune(args: argparse.Namespace) -> int:
             f"launch/mpirun.sh {config.world_size or 'N'}"
         )
     command = args.launcher or [sys.executable, "-m", "megatron_noloco", "train"]
-    folder = args.output or Path(f"{config.training.output_dir}-tune")
+    folder = args.output or Path(f"{Path(config.training.output_dir)}-tune")  # without a slash at its end
     with naming(args.config):
         trials = Trials(config, command, folder, say)
     with writing(folder, "--output"):

@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
     raw: dict[str, Any] = SMALLEST | {
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
         "parallel": {"replicas": 1},
-        "training": {"train_iters": 1000, "output_dir": str(tmp_path / "run")},
+        "training": {"train_iters": 1000, "output_dir": f"{tmp_path / 'run'}/"},
     }
     path = tmp_path / "my-run.json"
     path.write_text(json.dumps(raw))
