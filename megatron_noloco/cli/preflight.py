@@ -25,6 +25,7 @@ from megatron_noloco.job.leaving import FAILURE
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
     from megatron_noloco.model.architecture import Architecture
+    from megatron_noloco.plans.topology import Topology
     from megatron_noloco.preflight.accelerators import Accelerator
     from megatron_noloco.preflight.departures import Departures
     from megatron_noloco.preflight.machine import Finding
@@ -92,10 +93,8 @@ def add_commands(commands: Commands) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.preflight.accelerators import peak_tflops
-    from megatron_noloco.preflight.departures import departures_of
     from megatron_noloco.preflight.fit import slow_experts
-    from megatron_noloco.preflight.plan import Network, computing_seconds, plan_of
+    from megatron_noloco.preflight.plan import computing_seconds, plan_of
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
         raise ValueError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
@@ -108,39 +107,18 @@ def _plan(args: argparse.Namespace) -> int:
     with naming(args.config):
         topology = config.topology(ranks)
         config = config.among(topology.ensemble)
-        tokens = (
-            0 if config.model.vocab_size is not None else build_tokenizer(config.data.tokenizer).vocab_size
-        )
-    architecture = config.architecture(tokens)
+        known = config.model.vocab_size is not None
+        architecture = config.architecture(0 if known else build_tokenizer(config.data.tokenizer).vocab_size)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)
-    step = args.step
-    peak = None if args.gpu is None else peak_tflops(args.gpu, config.precision)
+    step, peak = args.step, None if accelerator is None else accelerator.peak(config.precision)
     if step is None and peak is not None:
         step = computing_seconds(config, architecture, peak, args.mfu or _MFU)
-    network = None
-    if args.bandwidth is None:
-        for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
-            if given:
-                raise ValueError(f"{option}: give --bandwidth as well; without it exchanges are left out")
-    else:
-        # Of a job that would fit into one node, the ranks of a replica share a link.
-        of_node = _RANKS_OF_GPU_NODE if ranks > _RANKS_OF_GPU_NODE else topology.replica_size
-        per_node = args.gpus_per_node or (of_node if args.gpu else 1)
-        network = Network(args.bandwidth, args.latency, per_node)
+    network = _network(args, ranks, topology.replica_size)
     plan = plan_of(config, architecture, topology, network, step)
-    departures = None
-    if args.preemptions is not None:
-        if step is None or not topology.slots:
-            raise ValueError(
-                "--preemptions: needs a federation, and the time of a local step (--step or --gpu)"
-            )
-        costs = (config, architecture, topology.ensemble, step, args.preemptions)
-        departures = [departures_of(*costs, notice) for notice in (0.0, args.notice)]
-    elif args.notice:
-        raise ValueError("--notice: give --preemptions as well")
+    departures = _departures(args, config, architecture, topology, step)
     if args.json:
         more: dict[str, object] = {} if accelerator is None else {"fits": _fits(plan, accelerator)}
-        if departures is not None:
+        if departures:
             more |= {"without_notice": asdict(departures[0]), "with_notice": asdict(departures[1])}
         say(json.dumps(plan.as_json() | more))
     else:
@@ -154,9 +132,43 @@ def _plan(args: argparse.Namespace) -> int:
         _show_time(plan, network, on_gpu=accelerator is not None)
         if network is not None and step is None and config.noloco.most_waiting is not None:
             say("", 'noloco.local_steps "auto": --step or --gpu shows what a run would choose')
-        if departures is not None:
+        if departures:
             _show_departures(departures, args.notice, config.federation.leave_seconds)
     return 0
+
+
+def _network(args: argparse.Namespace, ranks: int, replica_size: int) -> "Network | None":
+    """Return the links that the options give; raises ValueError for options without effect."""
+    from megatron_noloco.preflight.plan import Network
+
+    if args.bandwidth is None:
+        for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
+            if given:
+                raise ValueError(f"{option}: give --bandwidth as well; without it exchanges are left out")
+        return None
+    # Of a job that would fit into one node, the ranks of a replica share a link.
+    of_node = _RANKS_OF_GPU_NODE if ranks > _RANKS_OF_GPU_NODE else replica_size
+    return Network(args.bandwidth, args.latency, args.gpus_per_node or (of_node if args.gpu else 1))
+
+
+def _departures(
+    args: argparse.Namespace,
+    config: "RunConfig",
+    architecture: "Architecture",
+    topology: "Topology",
+    step: float | None,
+) -> "list[Departures]":
+    """Return the costs of `--preemptions` without and with notice; raises ValueError where they are not known."""
+    from megatron_noloco.preflight.departures import departures_of
+
+    if args.preemptions is None:
+        if args.notice:
+            raise ValueError("--notice: give --preemptions as well")
+        return []
+    if step is None or not topology.slots:
+        raise ValueError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
+    costs = (config, architecture, topology.ensemble, step, args.preemptions)
+    return [departures_of(*costs, notice) for notice in (0.0, args.notice)]
 
 
 def _accelerator(name: str) -> "Accelerator":

@@ -23,6 +23,10 @@ class Accelerator:
     tflops: float
     gigabytes: float
 
+    def peak(self, precision: Precision) -> float | None:
+        """Return the peak in this precision; None where it is not known."""
+        return None if precision == "fp32" else self.tflops
+
 
 # The first match counts. From NVIDIA's data sheets; their figures for Hopper, Ada and Blackwell are with sparsity,
 # twice as large: H100 (resources.nvidia.com, "H100 Tensor Core GPU"), H200, A100 (of 40 or 80 GB), L40S, HGX B200;
@@ -60,12 +64,7 @@ def find_accelerator(name: str) -> Accelerator | None:
     return None
 
 
-def peak_tflops(device: str, precision: Precision) -> float | None:
-    """Return the peak of the device with CUDA's name `device` in this precision; None where it is not known."""
-    kind = find_accelerator(device)
-    return None if kind is None or precision == "fp32" else kind.tflops
-
-
 def peak_tflops_here(precision: Precision) -> float | None:
-    """Return the peak of this rank's GPU; None on a CPU."""
-    return peak_tflops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
+    """Return the peak of this rank's GPU; None where it is not known, and on a CPU."""
+    here = find_accelerator(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return None if here is None else here.peak(precision)

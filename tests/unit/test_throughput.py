@@ -12,7 +12,7 @@ from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.preflight.accelerators import peak_tflops
+from megatron_noloco.preflight.accelerators import find_accelerator
 from tests.harness import run_ranks
 from tests.unit.architectures import SMALL
 
@@ -92,5 +92,5 @@ def test_torch_counts_the_same(family: str) -> None:
     ],
 )
 def test_the_peak_of_a_device(device: str, peak: float | None) -> None:
-    assert peak_tflops(device, "bf16") == peak_tflops(device, "fp16") == peak
-    assert peak_tflops(device, "fp32") is None
+    found = find_accelerator(device)
+    assert [found and found.peak(precision) for precision in ("bf16", "fp16", "fp32")] == [peak, peak, None]
