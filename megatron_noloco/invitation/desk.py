@@ -30,6 +30,7 @@ from pydantic.dataclasses import dataclass
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.files import write_text
 from megatron_noloco.invitation.ticket import name_of, problem_of, slot_in
 
 MOST_BYTES = 2**25  # that are sent to measure the link
@@ -115,11 +116,21 @@ class Desk:
 
     def welcome(self, secret: str, host: str) -> Welcome | str:
         """Return what a newcomer gets, and note that its invitation is used; or why it gets nothing."""
+        try:
+            found = self._welcome(secret)
+        except (OSError, ValueError) as error:  # of this machine: both sides learn of it
+            found = f"the machine that invites cannot let anybody in: {error}"
+            self._tell(f"{host} gets nothing: {error}")
+        if isinstance(found, Welcome):
+            self._tell(f"{host} takes slot {found.slot}")
+        return found
+
+    def _welcome(self, secret: str) -> Welcome | str:
         with self._one_at_a_time:
             if problem := self.problem(secret):
                 return problem
             addresses, slots = self._taken(), self._config.federation.slots or 0
-            used = {*addresses, *(int(path.read_text()) for path in self._folder.glob("*"))}
+            used = {*addresses, *(int(path.read_text()) for path in self._folder.glob("[!.]*"))}
             free = [slot for slot in range(slots) if slot not in used]
             if (given := slot_in(secret)) is not None:
                 free = [given]
@@ -135,9 +146,8 @@ class Desk:
             rendezvous = "tcp://" + ",".join(seeds)
             found = Welcome(free[0], self._portable(), rendezvous, key, self._tokenizer())
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file(secret).write_text(f"{free[0]}\n")
-        self._tell(f"{host} takes slot {free[0]}")
-        return found
+            write_text(self._file(secret), f"{free[0]}\n")
+            return found
 
     def _file(self, secret: str) -> Path:
         return self._folder / name_of(secret)

@@ -143,6 +143,19 @@ def test_others_are_told_why_they_get_nothing(tmp_path: Path, changes: dict[str,
         visit.about()
 
 
+def test_both_sides_learn_that_the_machine_that_invites_fails(tmp_path: Path) -> None:
+    """Here its disk takes no file; the invitation stays good."""
+    (tmp_path / "used").touch()
+    with inviting(tmp_path) as invites:
+        with Visit(invites.ticket()) as visit, pytest.raises(ValueError, match=r"^join: .* File exists: "):
+            visit.welcome()
+        (line,) = invites.told
+        assert line.startswith("127.0.0.1 gets nothing: ")
+        (tmp_path / "used").unlink()
+        with Visit(invites.ticket()) as visit:
+            assert visit.welcome().slot == 1
+
+
 def test_a_stranger_gets_nothing_and_holds_nobody_up(tmp_path: Path) -> None:
     """One that says nothing, and one without TLS."""
     with inviting(tmp_path) as invites:
