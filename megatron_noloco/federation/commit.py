@@ -233,7 +233,7 @@ class CommittedExchange:
             partners.record(seconds, self._partner)
             self._guard.accept(self._ratio)
         elif isinstance(self._failure, ExchangeTimeoutError):
-            partners.avoid(self._partner, 1, "missed its last deadline")
+            partners.missed(self._partner)
         elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
             partners.avoid(self._partner, _AVOIDED_EXCHANGES, self._failure.why)
         partners.end(self._number, counts)

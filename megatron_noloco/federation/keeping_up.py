@@ -128,7 +128,7 @@ class KeepingUp:
 
     A replica that was away would find no partner, since the others are at later rounds, and a replica that is
     slower than the others would make its partners wait. So it compares itself with the others: before each local
-    step, or once in a round where it leaves out none. If at least half of them have begun an exchange that is far
+    step, or once in a round where it leaves out none. If more than half of them have begun an exchange that is far
     ahead, it goes on there:
 
     - More than `rounds_behind` rounds behind (`is_far_behind`), it takes over a state, as at its start: its own
@@ -195,7 +195,7 @@ class KeepingUp:
         return step + left_out
 
     def _due_now(self, step: int) -> int | None:
-        """Return the local steps before the exchange that half of the others have begun.
+        """Return the local steps before the exchange that more than half of the others have begun.
 
         None where there are no others, or this is no local step at which a replica looks at them. Raises
         UntrainedError where another replica waits at its end, at a local step that only its caller's loop knows.

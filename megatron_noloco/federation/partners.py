@@ -55,13 +55,17 @@ class Patience:
     longest_seconds: float
     behind: int = 3
 
-    def deadline_seconds(self, waits: Sequence[float]) -> float:
-        """Return the median of past waits plus 8 median absolute deviations; with fewer than 4, the longest."""
+    def deadline_seconds(self, waits: Sequence[float], factor: float = 1.0) -> float:
+        """Return `factor` times the median of past waits plus 8 median absolute deviations.
+
+        With fewer than 4 waits it is the longest.
+        """
         if len(waits) < _FEWEST:
             return self.longest_seconds
         median = statistics.median(waits)
         deviation = statistics.median(abs(wait - median) for wait in waits)
-        return min(self.longest_seconds, max(self.shortest_seconds, median + _DEVIATIONS * deviation))
+        usual = max(self.shortest_seconds, median + _DEVIATIONS * deviation)
+        return min(self.longest_seconds, factor * usual)
 
 
 class FederationPartners:
@@ -79,6 +83,7 @@ class FederationPartners:
         self._peers = service.peers
         self._patience = patience
         self._waits = {across: deque[float](maxlen=_REMEMBERED) for across in (False, True)}
+        self._factors = dict.fromkeys(self._waits, 1.0)  # of the deadlines, which double when they are missed
         self._across = False  # whether the partner of the exchange that began last is at another site
         self._avoided: dict[int, tuple[int, int, str]] = {}  # epoch of its process, until which exchange, why
 
@@ -87,7 +92,7 @@ class FederationPartners:
         """Seconds to wait for the partner in the exchange that began last, by those before over such a link."""
         if (left := self._peers.leaves_at - time.monotonic()) > 0:
             return left
-        return self._patience.deadline_seconds(self._waits[self._across])
+        return self._patience.deadline_seconds(self._waits[self._across], self._factors[self._across])
 
     def leave_in(self, seconds: float) -> None:
         """Wait so long for the partner in the next exchange, although this job was asked to stop."""
@@ -95,7 +100,20 @@ class FederationPartners:
 
     def record(self, seconds: float, slot: int) -> None:
         """Record how many seconds a successful exchange waited for this partner."""
-        self._waits[self._is_across(slot)].append(seconds)
+        across = self._is_across(slot)
+        if seconds <= self._patience.deadline_seconds(self._waits[across]):
+            self._factors[across] = (
+                1.0  # else links are slower than before; it stays until past waits show that
+            )
+        self._waits[across].append(seconds)
+
+    def missed(self, slot: int) -> None:
+        """Note that a replica missed the deadline, which doubles, and avoid it in the next exchange.
+
+        With the same deadline no exchange would ever succeed again where links have become slower.
+        """
+        self._factors[self._is_across(slot)] *= 2
+        self.avoid(slot, 1, "missed its last deadline")
 
     def stopped(self) -> bool:
         """Return whether this job was asked to stop, as far as is known: it then waits for nobody."""

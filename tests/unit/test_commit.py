@@ -86,6 +86,7 @@ class Partners:
         self.ended: list[int] = []
         self.succeeded = 0
         self.avoided: list[tuple[int, int, str]] = []
+        self.late: list[int] = []
 
     def hidden(self) -> set[int]:
         return set()
@@ -108,12 +109,11 @@ class Partners:
     def record(self, seconds: float, rank: int) -> None:
         self.succeeded += 1
 
+    def missed(self, rank: int) -> None:
+        self.late.append(rank)
+
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
         self.avoided.append((rank, exchanges, why))
-
-
-def late(rank: int) -> tuple[int, int, str]:
-    return rank, 1, "missed its last deadline"
 
 
 def the_other(number: int, others: Others) -> int | None:
@@ -257,8 +257,8 @@ def test_a_partner_that_is_not_available_costs_nothing() -> None:
     first, second = average(refused="is behind", in_vain={1: "vector"})
     assert_skipped(first, 0, "is behind")
     assert_skipped(second, 1, "missed the deadline")
-    assert (first.partners.begun, first.partners.avoided) == ([None], [])
-    assert (second.partners.begun, second.partners.avoided) == ([0], [late(0)])
+    assert (first.partners.begun, first.partners.late) == ([None], [])
+    assert (second.partners.begun, second.partners.late) == ([0], [0])
     assert not first.report.in_doubt
 
 

@@ -72,6 +72,22 @@ def test_partners_at_another_site_are_waited_for_by_what_took_so_long_there(tmp_
     assert deadlines == [11.0, 13.0, 11.0, 11.0]
 
 
+def test_partners_over_a_link_that_has_become_slower_are_waited_for_again(tmp_path: Path) -> None:
+    with connected(tmp_path) as (one, _):
+        partners = FederationPartners(one.service, Patience(5.0, 600.0))
+        for _ in range(32):
+            partners.record(0.0, 1)
+        missed = 0
+        for _ in range(60):
+            if partners.deadline_seconds < 30.0:
+                partners.missed(1)
+                missed += 1
+            else:
+                partners.record(30.0, 1)
+        assert missed == 3, "at 5, 10 and 20 seconds"
+        assert partners.deadline_seconds < 60.0
+
+
 def test_keys_are_written_once_and_for_the_owner_only(tmp_path: Path) -> None:
     Keys.make(tmp_path / "key")
     written = (tmp_path / "key").read_bytes()
@@ -394,7 +410,7 @@ def test_standing_of_a_counterpart(tmp_path: Path) -> None:
             assert first.partners.standing(1, 1) == (Standing.WAITING, "")
             assert first.partners.standing(5, 1) == (Standing.FREE, "")
             assert reason(6) == "is behind"
-            first.partners.avoid(1, 1, "missed its last deadline")
+            first.partners.missed(1)
             assert reason(2) == "missed its last deadline"
             second.partners.begin(2, 0)
             until(lambda: first.begun() == {1: 2})
