@@ -25,7 +25,6 @@ from megatron_noloco.job.leaving import FAILURE
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
     from megatron_noloco.model.architecture import Architecture
-    from megatron_noloco.plans.topology import Topology
     from megatron_noloco.preflight.accelerators import Accelerator
     from megatron_noloco.preflight.departures import Departures
     from megatron_noloco.preflight.machine import Finding
@@ -115,7 +114,7 @@ def _plan(args: argparse.Namespace) -> int:
         step = computing_seconds(config, architecture, peak, args.mfu or _MFU)
     network = _network(args, ranks, topology.replica_size)
     plan = plan_of(config, architecture, topology, network, step)
-    departures = _departures(args, config, architecture, topology, step)
+    departures = _departures(args, config, architecture, plan, step)
     if args.json:
         more: dict[str, object] = {} if accelerator is None else {"fits": _fits(plan, accelerator)}
         if departures:
@@ -155,7 +154,7 @@ def _departures(
     args: argparse.Namespace,
     config: "RunConfig",
     architecture: "Architecture",
-    topology: "Topology",
+    plan: "Plan",
     step: float | None,
 ) -> "list[Departures]":
     """Return the costs of `--preemptions` without and with notice; raises ValueError where they are not known."""
@@ -165,9 +164,9 @@ def _departures(
         if args.notice:
             raise ValueError("--notice: give --preemptions as well")
         return []
-    if step is None or not topology.slots:
+    if step is None or not plan.topology.slots:
         raise ValueError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
-    costs = (config, architecture, topology.ensemble, step, args.preemptions)
+    costs = (config, architecture, plan.topology.ensemble, step, args.preemptions)
     return [departures_of(*costs, notice) for notice in (0.0, args.notice)]
 
 
