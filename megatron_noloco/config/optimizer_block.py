@@ -229,17 +229,14 @@ def warm_up_of(schedule: str, params: Mapping[str, Any]) -> tuple[int, str]:
 def _check_one_rate(rates: Mapping[str, float], schedule: str, params: Mapping[str, Any]) -> Iterator[str]:
     """Refuse one peak for an optimizer that has two, and a lowest rate above the peak."""
     peak, lowest = params.get("warmup_max_lr"), params.get("warmup_min_lr", 0)
-    (name, rate), (other, other_rate) = min(rates.items(), key=_rate), max(rates.items(), key=_rate)
-    if peak is not None and rate != other_rate:
+    name, other = (of(rates, key=rates.__getitem__) for of in (min, max))
+    rate = rates[name]
+    if peak is not None and rate != rates[other]:
         yield (
             f"scheduler.params.warmup_max_lr {peak:g} would be the peak of all weights, but "
-            f"optimizer.params.{other} {other_rate:g} is not {name} {rate:g}; leave it out: {schedule} then takes "
-            "both from the optimizer"
+            f"optimizer.params.{other} {rates[other]:g} is not {name} {rate:g}; leave it out: {schedule} then "
+            "takes both from the optimizer"
         )
     elif lowest > (rate if peak is None else peak):
         source = f"optimizer.params.{name} {rate:g}" if peak is None else f"warmup_max_lr {peak:g}"
         yield f"scheduler.params.warmup_min_lr {lowest:g} is more than the peak, {source}; lower it"
-
-
-def _rate(entry: tuple[str, float]) -> float:
-    return entry[1]

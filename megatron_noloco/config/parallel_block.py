@@ -70,8 +70,7 @@ def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) 
     Args:
         federated: whether the job is one replica of a federation.
     """
-    if federated:
-        parallel = parallel.model_copy(update={"replicas": 1})
+    replicas = 1 if federated else parallel.replicas
     one = Topology(
         1,
         parallel.pipeline_model_parallel_size,
@@ -84,7 +83,7 @@ def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) 
     size, inside = one.replica_size, one.replica_in_words
     fitting, rest = divmod(world_size, size)
     ranks = count(world_size, "rank")
-    if parallel.replicas == "auto":
+    if replicas == "auto":
         if rest:
             near = [n for n in (world_size - rest, world_size - rest + size) if n]
             raise ValueError(
@@ -92,16 +91,16 @@ def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) 
                 f"start {' or '.join(map(str, near))} ranks"
             )
         return replace(one, replicas=fitting)
-    needed = parallel.replicas * size
+    needed = replicas * size
     if needed != world_size:
         other = "" if rest else f", or set parallel.replicas to {fitting}"
         if federated:
             other = ", or change the sizes in this job's block parallel"
         raise ValueError(
-            f"{ranks} {'is' if world_size == 1 else 'are'} not {count(parallel.replicas, 'replica')} x "
+            f"{ranks} {'is' if world_size == 1 else 'are'} not {count(replicas, 'replica')} x "
             f"{inside} = {needed}; start {count(needed, 'rank')}{other}"
         )
-    return replace(one, replicas=parallel.replicas)
+    return replace(one, replicas=replicas)
 
 
 def layers_of_chunks(split: PipelineSplit, num_layers: int, stages: int, virtual: int = 1) -> list[list[int]]:

@@ -98,13 +98,12 @@ class RunConfig:
         yield from _check_rounds(self.noloco, self.training, replicas)
         yield from model_block.check_model(self.model)
         yield from parallel_block.check_parallel(self.model, self.parallel, self.microbatches)
-        yield from _check_zero(self.zero_stage, self.parallel)
+        yield from _check_zero(self.deepspeed["zero_optimization"], self.parallel)
         yield from data_block.check_data(self.data, self.evaluation)
         yield from _check_without_effect(self.evaluation, self.wandb)
         yield from data_block.check_documents(self.data, self.model)
         yield from data_block.check_tokenizer(self.data, self.model.vocab_size)
         # As many replicas as there will be ranks for: more than one.
-        yield from _check_reduction(self.parallel, self.deepspeed)
         yield from _check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 
     def _problems_among(self, replicas: int | None) -> Iterator[str]:
@@ -341,24 +340,19 @@ def _check_without_effect(evaluation: EvaluationConfig, wandb: WandbConfig) -> I
         yield f"wandb.{given[0]} has no effect without wandb.enabled, which is missing; set it to true or false"
 
 
-def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield why gradients cannot be divided."""
+def _check_zero(zero: dict[str, Any], parallel: ParallelConfig) -> Iterator[str]:
+    """Yield why gradients cannot be divided, or would be added up with those of different experts."""
     for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
-        if stage == 2 and (size := getattr(parallel, name)) > 1:
+        if zero["stage"] == 2 and (size := getattr(parallel, name)) > 1:
             yield (
                 f"zero_optimization.stage 2 needs parallel.{name} 1, not {size}: it reduces gradients during the "
                 "backward pass, before stages or tensor-parallel ranks could add up theirs; use 1"
             )
-
-
-def _check_reduction(parallel: ParallelConfig, deepspeed: dict[str, Any]) -> Iterator[str]:
-    """Yield why DeepSpeed would add up gradients of different experts."""
-    zero, ep_size = deepspeed.get("zero_optimization", {}), parallel.expert_model_parallel_size
     for name in ("reduce_scatter", "contiguous_gradients"):
-        if ep_size > 1 and not zero.get(name, True):
+        if parallel.expert_model_parallel_size > 1 and not zero.get(name, True):
             yield (
-                f"zero_optimization.{name} false: with parallel.expert_model_parallel_size {ep_size} DeepSpeed "
-                "would add up the gradients of different experts; leave it out"
+                f"zero_optimization.{name} false: with parallel.expert_model_parallel_size > 1 DeepSpeed would "
+                "add up the gradients of different experts; leave it out"
             )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
@@ -19,6 +18,8 @@ from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
 
 _FAST, _INNER = PREFIXES = ("fast_weights.", "inner.")  # of all tensors' names
+# Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32.
+PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # all else is configured
 
@@ -27,8 +28,7 @@ class MasterWeights(Weights):
     """Shows the outer optimizer the fp32 weights that this rank owns: 1/dp of those of its stage and tp rank.
 
     Args:
-        optimizer: DeepSpeed's optimizer of ZeRO stages 1 and 2 (`single_partition_of_fp32_groups`), or its
-            BF16_Optimizer (`fp32_groups_flat_partition`).
+        optimizer: DeepSpeed's, with one of the `PARTITIONS`.
         copied: parameters that other stages or tensor-parallel ranks of the replica have as well.
     """
 
@@ -64,10 +64,13 @@ class MasterWeights(Weights):
         for group, places in groups:
             yield [(one, one.numel(), at) for one, at in zip(group, places, strict=True)]
 
+    @property
+    def partitions(self) -> list[Tensor]:
+        """This rank's part of each group, as the optimizer steps it."""
+        return next(getattr(self._optimizer, name) for name in PARTITIONS if hasattr(self._optimizer, name))
+
     def parts(self) -> list[Tensor]:
-        if isinstance(self._optimizer, BF16_Optimizer):
-            return [part.detach() for part in self._optimizer.fp32_groups_flat_partition]
-        return [part.detach() for part in self._optimizer.single_partition_of_fp32_groups]
+        return [part.detach() for part in self.partitions]
 
     def refresh(self) -> None:
         """Round the master weights to the working precision and gather them over the replica's dp ranks."""

@@ -15,12 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.engine.state import MasterWeights, bit16_groups
+from megatron_noloco.engine.state import PARTITIONS, MasterWeights, bit16_groups
 from megatron_noloco.outer.weights import TorchWeights, Weights
 from megatron_noloco.plans.canonical import Piece, in_turn
-
-# Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` reads both.
-_PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
 def owned_weights(optimizer: Any) -> "Zero12Weights | Zero3Weights | None":
@@ -32,7 +29,7 @@ def owned_weights(optimizer: Any) -> "Zero12Weights | Zero3Weights | None":
         raise ValueError("zero_optimization.offload_optimizer: weights on NVMe cannot be exchanged; use cpu")
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return Zero3Weights(optimizer)
-    return Zero12Weights(optimizer) if any(hasattr(optimizer, name) for name in _PARTITIONS) else None
+    return Zero12Weights(optimizer) if any(hasattr(optimizer, name) for name in PARTITIONS) else None
 
 
 def local_place(parameter: Any) -> tuple[int, int]:
@@ -119,8 +116,7 @@ class Zero12Weights(MasterWeights):
 
     def stepped(self) -> list[tuple[Tensor, list[Any]]]:
         """Return what the optimizer inside ZeRO steps: flat tensors, each with the parameters in it."""
-        flat = next(getattr(self._optimizer, name) for name in _PARTITIONS if hasattr(self._optimizer, name))
-        return list(zip(flat, bit16_groups(self._optimizer), strict=True))
+        return list(zip(self.partitions, bit16_groups(self._optimizer), strict=True))
 
     def view(self, tensors: Sequence[Tensor]) -> Weights:
         """Show tensors like those of `stepped` as a vector with the layout of these weights."""
