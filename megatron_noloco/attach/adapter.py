@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ _WRAPPERS = {  # in names: of torch.compile, and of checkpoint_wrapper
 }
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """Has a state that goes with the weights: the inner optimizer, a schedule."""
 

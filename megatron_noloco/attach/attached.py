@@ -112,11 +112,13 @@ class Attached:
         Returns the reports of the rounds that ended with it: none after most steps. In a federation a lost partner
         costs a skipped round, and the report says why (`report.exchange.missed`).
 
-        Raises PartnerLostError in one job, when a partner is gone, or its subclass PartnerTimeoutError, when a
-        partner does not answer in time: go back to a checkpoint. In a federation raises NotFiniteError where a
-        round is due and a weight of this replica is not finite, and UntrainedError where this job began without a
-        state, and the others have trained long before or wait at their end.
+        Raises ValueError after `close`. Raises PartnerLostError in one job, when a partner is gone, or its
+        subclass PartnerTimeoutError, when a partner does not answer in time: go back to a checkpoint. In a
+        federation raises NotFiniteError where a round is due and a weight of this replica is not finite, and
+        UntrainedError where this job began without a state, and the others have trained long before or wait at
+        their end.
         """
+        self._check_not_closed()
         if self._adapter.steps is not None:
             steps = self._adapter.steps()
             if steps == self._steps:
@@ -141,6 +143,13 @@ class Attached:
             self.done = self._membership.between_steps(self.done).step
         now.part(f"local step {self.done + 1}")
         return reports
+
+    def _check_not_closed(self) -> None:
+        """Raise ValueError after `close`: this replica would be alone from then on, and nobody would notice."""
+        if self not in _ATTACHED:
+            raise ValueError(
+                "attach: no rounds and no average after close(); call close() last, or attach again"
+            )
 
     def _compare(self, reports: list[RoundReport]) -> None:
         """Count rounds, and warn where the first round with a partner finds equal weights."""
@@ -180,8 +189,9 @@ class Attached:
         (`stopped` of `attach`), its weights stay its own.
 
         Returns reports with the replicas averaged, and how far apart they were; none where it was asked to stop.
-        Raises PartnerLostError in one job, as `step` does.
+        Raises ValueError after `close`, and PartnerLostError in one job, as `step` does.
         """
+        self._check_not_closed()
         self._adapter.check_all()
         self.outer.finish()
         if self._membership is not None:
@@ -201,6 +211,7 @@ class Attached:
 
         Returns the reports of the rounds that ended. Does nothing in one job. Raises as `step` does.
         """
+        self._check_not_closed()
         reports = list[RoundReport]()
         if self._membership is not None and self._health is not None:
             self._adapter.check_all()

@@ -25,12 +25,15 @@ def inner_state(inner: Stateful | Sequence[Stateful]) -> "InnerState":
     Of an optimizer around others it is the state of these: DeepSpeed's ZeRO cannot load what its `state_dict`
     returns, and that of Megatron-core lacks the moments.
 
-    Raises ValueError for a model, and as `check_modes` does.
+    Raises ValueError for a model and for what has no state, and as `check_modes` does.
     """
     parts, contexts = list[Any](), list[Callable[[], AbstractContextManager[None]]]()
     for part in inner if isinstance(inner, Sequence) else [inner]:
-        if isinstance(part, nn.Module):
-            raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")
+        if isinstance(part, nn.Module) or not isinstance(part, Stateful):
+            raise ValueError(
+                f"attach: inner is a {type(part).__name__}; give the optimizer, or a list of objects with "
+                "state_dict and load_state_dict"
+            )
         check_modes(part)
         packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
         inside: list[Any] = []

@@ -549,6 +549,7 @@ def what_changes_after_attach(rank: int, world_size: int) -> dict[str, str]:
     found["more"] = refusal(noloco.step)
     found["average"] = refusal(noloco.average)
     noloco.close()
+    found |= {"step after": refusal(noloco.step), "average after": refusal(noloco.average)}
     found["load after"] = refusal(lambda: loop.module.load_state_dict(loaded, strict=False))
     found["attach again"] = refusal(lambda: attach(loop.model, SETTINGS, replicas=1))
     return found
@@ -569,6 +570,8 @@ def test_an_attached_model_refuses_loads_and_new_weights() -> None:
         "load a copy": "taken",
         "more": more,
         "average": more,
+        "step after": "attach: no rounds and no average after close()",
+        "average after": "attach: no rounds and no average after close()",
         "load after": "taken",
         "attach again": "taken",
     }

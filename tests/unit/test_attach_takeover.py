@@ -190,5 +190,8 @@ def test_a_state_of_other_parts_begins_anew_in_one_line() -> None:
     ):
         take(fewer, both.copy(3))
     assert fewer.inner_from == -1
-    with pytest.raises(ValueError, match="attach: inner is a Linear; give its optimizer"):
-        inner_state(model)
+    for nothing in (model, iter([optimizer])):
+        with pytest.raises(
+            ValueError, match=r"attach: inner is a \w+; give the optimizer, or a list of objects"
+        ):
+            inner_state(nothing)  # type: ignore[arg-type]
