@@ -38,7 +38,7 @@ class Asks:
         Neither is there where no replica has such a state, or this job is to stop.
         """
         place = self._transport.place
-        steps = {slot: seen.step for slot, seen in self._transport.seen().items() if seen.present}
+        steps = {slot: seen.state.step for slot, seen in self._transport.seen().items() if seen.present}
         slot = furthest(steps, place.replica, place.replicas, least, given_up)
         if slot is None or self._transport.partners.stopped():
             return None, None

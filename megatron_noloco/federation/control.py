@@ -32,6 +32,7 @@ LONGEST = 2**21  # bytes of a message
 LONGEST_ROW = 2**13  # characters
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
+Latest = Annotated[int, Field(ge=-1, le=LARGEST)]  # exchange; -1: none
 Text = Annotated[str, Field(max_length=255)]
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
@@ -106,18 +107,18 @@ class State:
     """Where a replica is in its exchanges.
 
     Attributes:
-        begun: the latest exchange that it has begun, plus 1.
+        begun: the latest exchange that it has begun.
         open_from: the first that it may have with the receiver; what is under way for earlier ones is void.
-        counted: the latest with the receiver that counts for the sender, plus 1. A receiver that misses a token of
-            that exchange is in doubt, as the sender did not skip it.
+        counted: the latest with the receiver that counts for the sender. A receiver that misses a token of that
+            exchange is in doubt, as the sender did not skip it.
         step: local steps of the state that it can give; 0: it has none to give.
         takes_over: whether it waits for the state of another replica, and takes part in no exchange until then.
         sees: the replicas that are there and that nobody can connect to; told to such replicas only.
     """
 
-    begun: Number
-    open_from: Number
-    counted: Number
+    begun: Latest = -1
+    open_from: Number = 0
+    counted: Latest = -1
     step: Number = 0
     takes_over: bool = False
     sees: list[Number] = Field(default_factory=list)

@@ -25,23 +25,15 @@ class Seen(NamedTuple):
 
     Attributes:
         epoch: of its process; 0: it was never heard of.
-        begun: the exchange that it began last; -1: none.
-        open_from: the first exchange that it may have with this replica.
-        step: local steps of the state that it can give; 0: it has none to give.
+        state: what it has said last.
         heard: the time of its last message, on the monotonic clock; -inf: never.
         connected: whether our messages can reach it.
-        takes_over: whether it waits for the state of another replica, and exchanges with nobody until then.
-        sees: replicas that it sees, and this one cannot, since nobody can connect to either of them.
     """
 
     epoch: int = 0
-    begun: int = -1
-    open_from: int = 0
-    step: int = 0
+    state: State = State()
     heard: float = float("-inf")
     connected: bool = False
-    takes_over: bool = False
-    sees: frozenset[int] = frozenset()
 
     @property
     def present(self) -> bool:
@@ -115,7 +107,7 @@ class Exchanges:
             peer = self._others[receive.message.rank]
             if peer.session is None:
                 receive.transfers.report(_away(peer.slot))
-            elif peer.seen.takes_over and receive.tag < HANDOVER_TAG:
+            elif peer.seen.state.takes_over and receive.tag < HANDOVER_TAG:
                 receive.transfers.report(WithdrawnError(peer.slot, TAKES_OVER))
             else:
                 peer.session.receive(receive)
@@ -194,7 +186,7 @@ class Exchanges:
         open_from = self._open_from(peer.slot)
         others = self._others.values() if peer.hidden else ()
         sees = [other.slot for other in others if other.hidden and other.seen.present]
-        return State(self._begun + 1, open_from, peer.counted + 1, self._step, self._takes_over, sees)
+        return State(self._begun, open_from, peer.counted, self._step, self._takes_over, sees)
 
     # What others say
 
@@ -215,16 +207,10 @@ class Exchanges:
                 peer.offer = said
 
     def _take_state(self, peer: Peer, session: Session, state: State) -> None:
-        slot, begun = peer.slot, state.begun - 1
-        peer.update(
-            begun=begun,
-            open_from=state.open_from,
-            step=state.step,
-            takes_over=state.takes_over,
-            sees=frozenset(state.sees),
-        )
+        slot = peer.slot
+        peer.update(state=state)
         counts = RankLostError(slot, "has used the mean, and this replica missed its token")
-        session.cancel(_before(min(state.counted, state.open_from)), counts)
+        session.cancel(_before(min(state.counted + 1, state.open_from)), counts)
         session.cancel(_before(state.open_from), WithdrawnError(slot, "has no part in this exchange"))
         if state.takes_over:
             session.cancel(_before(self._begun + 1), WithdrawnError(slot, TAKES_OVER))

@@ -48,24 +48,24 @@ class _Awaited:
     @property
     def at_end(self) -> bool:
         """Whether it is there, and waits at its end."""
-        return self.seen.present and is_at_end(self.seen.begun)
+        return self.seen.present and is_at_end(self.seen.state.begun)
 
     @property
     def last(self) -> int:
         """The last exchange before its end, if it is `at_end`."""
-        return self.seen.begun - AT_ITS_END - 1
+        return self.seen.state.begun - AT_ITS_END - 1
 
     def why_away(self, seconds: float) -> str:
         """Say why it was not waited for any longer."""
-        if self.seen.begun == LEFT:
+        if self.seen.state.begun == LEFT:
             return "has left"
         return f"began no round for {seconds:g} s" if self.seen.present else "is not there"
 
     def look(self, seen: Seen, at: float) -> None:
         before, self.seen = self.seen, seen
-        if seen.begun > self.furthest:
-            self.furthest, self.since, self.spared = seen.begun, at, False
-        elif not self.spared and (seen.begun, seen.present) != (before.begun, before.present):
+        if seen.state.begun > self.furthest:
+            self.furthest, self.since, self.spared = seen.state.begun, at, False
+        elif not self.spared and (seen.state.begun, seen.present) != (before.state.begun, before.present):
             self.since, self.spared = at, True  # once: one that comes and goes must not hold others up
 
 
@@ -107,11 +107,11 @@ class AtItsEnd:
         at = time.monotonic()
         for slot, seen in self._transport.seen().items():
             if slot not in self._awaited:
-                self._awaited[slot] = _Awaited(seen, seen.begun, at if seen.present else -math.inf)
+                self._awaited[slot] = _Awaited(seen, seen.state.begun, at if seen.present else -math.inf)
             self._awaited[slot].look(seen, at)
         since = at - self._seconds
         if any(
-            other.since > since and not other.at_end and other.seen.begun < FINAL
+            other.since > since and not other.at_end and other.seen.state.begun < FINAL
             for other in self._awaited.values()
         ):
             return None
@@ -244,7 +244,7 @@ class KeepingUp:
 
     def is_at_its_end(self, slot: int) -> bool:
         """Whether a slot averages at its end, or will as soon as its connection stands again."""
-        return is_at_end(self._transport.seen()[slot].begun)
+        return is_at_end(self._transport.seen()[slot].state.begun)
 
     def leave(self) -> None:
         """Announce that this replica is at its end and waits for none."""

@@ -188,7 +188,7 @@ class FederationTransport:
 
     def begun(self) -> dict[int, int]:
         """Return the exchange that each connected replica began last, by slot."""
-        return {slot: seen.begun for slot, seen in self.seen().items() if seen.present}
+        return {slot: seen.state.begun for slot, seen in self.seen().items() if seen.present}
 
     def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
         """Wait until this many replicas are there, or this job is to stop; returns False when time is up.

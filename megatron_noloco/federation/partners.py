@@ -123,12 +123,12 @@ class FederationPartners:
         """Return how available a replica is for an exchange, and why if it is not."""
         self._service.check()
         seen = self._peers.others[slot].seen
-        reason = self._why_away(slot, seen, number)
+        reason, state = self._why_away(slot, seen, number), seen.state
         if reason:
             return Standing.AWAY, reason
-        if seen.open_from > number:
-            return Standing.BUSY, "is ahead" if seen.begun > number else "is not free"
-        waits = seen.begun >= number and seen.open_from == number
+        if state.open_from > number:
+            return Standing.BUSY, "is ahead" if state.begun > number else "is not free"
+        waits = state.begun >= number and state.open_from == number
         return (Standing.WAITING if waits else Standing.FREE), ""
 
     def hidden(self) -> set[int]:
@@ -139,7 +139,7 @@ class FederationPartners:
     def elsewhere(self) -> set[int]:
         """Return the replicas that others see, and this one cannot, since nobody can connect to either."""
         there = [peer.seen for peer in self._peers.others.values() if peer.seen.present]
-        return {slot for seen in there for slot in seen.sees} - {self._peers.member.slot}
+        return {slot for seen in there for slot in seen.state.sees} - {self._peers.member.slot}
 
     def sites(self) -> dict[int, str]:
         """Return the names of the sites of all replicas whose address is known, with this one's, by slot."""
@@ -152,20 +152,21 @@ class FederationPartners:
     def _why_away(self, slot: int, seen: Seen, number: int) -> str:
         if not seen.present:
             return "is not there"
-        if seen.takes_over:
+        begun = seen.state.begun
+        if seen.state.takes_over:
             return TAKES_OVER
         epoch, until, why = self._avoided.get(slot, (-1, 0, ""))
-        if epoch == seen.epoch and seen.begun < until:
+        if epoch == seen.epoch and begun < until:
             return why
         # Compare with the exchange before: a replica near it does not skip ahead. A replica that has begun none
         # may be about to take over a state.
-        before = number - 1 if seen.begun >= 0 else number
-        return "is behind" if is_far_behind(seen.begun, before, self._patience.behind) else ""
+        before = number - 1 if begun >= 0 else number
+        return "is behind" if is_far_behind(begun, before, self._patience.behind) else ""
 
     def avoid(self, slot: int, exchanges: int, why: str) -> None:
         """Treat a replica as away until it has begun so many more exchanges, or has restarted."""
         seen = self._peers.others[slot].seen
-        self._avoided[slot] = seen.epoch, seen.begun + exchanges, why
+        self._avoided[slot] = seen.epoch, seen.state.begun + exchanges, why
 
     def begin(self, number: int, slot: int | None) -> None:
         """Announce that this replica begins an exchange with `slot`; None: that it skips it.

@@ -204,7 +204,7 @@ def hostile(draw: random.Random, member: bool, encrypted: int = 0) -> bytes:
         [
             noise,
             b"\xff\xff\xff\xff" + noise,
-            packed(State(draw.randrange(2**60), draw.randrange(2**60), 0)),
+            packed(State(draw.randrange(2**60), draw.randrange(2**60))),
             packed(Stream("no session")),
             packed(hello(1, 1)),  # of a process that has ended
             packed(hello(draw.randrange(2, 2**40), time.time_ns())),

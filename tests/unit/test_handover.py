@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation import control
 from megatron_noloco.federation import handover as module
 from megatron_noloco.federation.asks import furthest
 from megatron_noloco.federation.control import Offer
+from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.handover import Handover, Part, State, Taken
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.movement import alone
@@ -89,7 +91,7 @@ def training(transport: FederationTransport, kept: Kept, since: int = 1) -> Iter
 def trains_from(giving: Handover, giver: FederationTransport, taker: FederationTransport) -> None:
     """Have a state to give after five local steps, which the other replica knows."""
     giving.trains_from(5)
-    until(lambda: taker.seen()[giver.rank].step == 5)
+    until(lambda: taker.seen()[giver.rank].state.step == 5)
 
 
 def take(
@@ -109,7 +111,7 @@ def test_a_job_takes_the_state_of_one_that_trains(tmp_path: Path, with_keys: boo
         until(lambda: Handover(other).take_over(Kept(), 20, SECONDS, print) is not None)
         for rank in (one, other):
             rank.partners.begin(3, 1 - rank.rank)
-        until(lambda: not one.seen()[1].takes_over)
+        until(lambda: not one.seen()[1].state.takes_over)
         swap(one, other, tag=2 * 10**6)
         taken, state, lines = take(Handover(other))
     assert taken is not None
@@ -124,7 +126,7 @@ def test_those_that_ask_together_are_given_one_copy(tmp_path: Path) -> None:
     with connected(tmp_path, 3) as (giver, *others), ThreadPoolExecutor(2) as pool:
         giving, kept = Handover(giver), Kept()
         assert not between_steps(giving, 5, kept), "nobody has asked"
-        until(lambda: all(one.seen()[0].step == 5 for one in others))
+        until(lambda: all(one.seen()[0].state.step == 5 for one in others))
         asking = [pool.submit(take, Handover(one)) for one in others]
         until(lambda: len(giver.asked()) == 2)
         assert between_steps(giving, 6, kept)
@@ -224,7 +226,7 @@ def test_of_states_that_are_of_no_use_none_is_used_and_the_next_one_is_taken(
         training(second, other, since=10_000),
         training(third, Kept()),
     ):
-        until(lambda: sum(seen.step > 0 for seen in taker.seen().values()) == 3)
+        until(lambda: sum(seen.state.step > 0 for seen in taker.seen().values()) == 3)
         taken, state, lines = take(Handover(taker))
     assert lines == [
         "the state of replica 0 was not taken over: its numbers are not finite",
@@ -239,8 +241,8 @@ def test_of_states_that_are_of_no_use_none_is_used_and_the_next_one_is_taken(
 def test_one_that_was_started_anew_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trained at step 50,000 when it was asked, and then began again."""
     with connected(tmp_path) as (giver, taker), training(giver, Kept()):
-        until(lambda: taker.seen()[0].step > 0)
-        before = taker.seen()[0]._replace(step=50_000)
+        until(lambda: taker.seen()[0].state.step > 0)
+        before = Seen(1, control.State(step=50_000), float("inf"), True)
         monkeypatch.setattr(taker, "seen", lambda: {0: before})
         taken, _, lines = take(Handover(taker), least=40_000)
     assert taken is None
@@ -253,7 +255,7 @@ def test_one_whose_connection_is_lost_meanwhile_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connected(tmp_path) as (giver, taker), training(giver, Kept()):
-        until(lambda: taker.seen()[0].step > 0)
+        until(lambda: taker.seen()[0].state.step > 0)
         tries = list[int]()
 
         class Loses(Kept):

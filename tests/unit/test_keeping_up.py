@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation import keeping_up as module
+from megatron_noloco.federation.control import State
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keeping_up import (
     AT_ITS_END,
@@ -116,7 +117,7 @@ def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragment
         return round_index * fragments + fragment - 1
 
     def is_waited_for(ahead: int, behind: int) -> bool:
-        seen = Seen(1, last_exchange(behind), heard=float("inf"), connected=True)
+        seen = Seen(1, State(last_exchange(behind)), heard=float("inf"), connected=True)
         service: Any = SimpleNamespace(
             check=lambda: None, peers=SimpleNamespace(others={1: SimpleNamespace(seen=seen)})
         )
@@ -206,7 +207,7 @@ class AtTheEnd(Others):
     def seen(self) -> dict[int, Seen]:
         exchange, present = self._looks[round(self.at) % len(self._looks)]
         heard = float("inf") if present else float("-inf")
-        return {1: Seen(1, exchange, heard=heard, connected=present)}
+        return {1: Seen(1, State(exchange), heard=heard, connected=present)}
 
 
 def end_with(looks: list[tuple[int, bool]], deadline_seconds: float) -> tuple[float, tuple[int, ...]]:

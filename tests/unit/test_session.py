@@ -130,7 +130,7 @@ def connected(
     """Another slot, connected to a replica: its connections for small messages and for bulk data."""
     control = Hand(replica)
     control.write(GREETING)
-    control.say(hello(slot, epoch), Go(name), State(0, 0, 0))
+    control.say(hello(slot, epoch), Go(name), State())
     bulk = Hand(replica)
     bulk.write(GREETING)
     bulk.say(Stream(name))
@@ -259,9 +259,9 @@ def test_what_is_wanted_for_an_exchange_that_is_over_is_void() -> None:
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        (State(1, 1, 0), "rank 1 has no part in this exchange"),
-        (State(1, 1, 1), "rank 1 has used the mean, and this replica missed its token"),
-        (State(1, 0, 0), None),
+        (State(0, 1), "rank 1 has no part in this exchange"),
+        (State(0, 1, 0), "rank 1 has used the mean, and this replica missed its token"),
+        (State(0), None),
     ],
 )
 def test_what_another_has_ended_fails_here(state: State, expected: str | None) -> None:
@@ -300,7 +300,7 @@ def test_parts_of_a_state_end_with_the_next_question_and_with_training() -> None
     assert "has asked again" in str(replica.reports.pop()), "nobody has asked"
     for tag, ends, expected in (
         (HANDOVER_TAG, Ask(HANDOVER_TAG + 1), "has asked again"),
-        (HANDOVER_TAG + 1, State(1, 0, 0), "trains"),
+        (HANDOVER_TAG + 1, State(0), "trains"),
     ):
         control.say(Ask(tag))
         replica.send(tag)
@@ -315,12 +315,12 @@ def test_a_replica_that_takes_over_is_waited_for_by_nobody_until_it_trains() -> 
     control, _ = connected(replica)
     replica.peers.exchanges.begin(0, 1)
     _, transfers = replica.receive()
-    control.say(State(0, 0, 0, takes_over=True))
+    control.say(State(takes_over=True))
     for under_way in (transfers, replica.receive()[1]):
         assert why(under_way) == "rank 1 takes over a state"
-    assert replica.peers.others[1].seen.takes_over
-    control.say(State(2, 0, 0))
-    assert not replica.peers.others[1].seen.takes_over
+    assert replica.peers.others[1].seen.state.takes_over
+    control.say(State(1))
+    assert not replica.peers.others[1].seen.state.takes_over
 
 
 def test_a_replica_tells_all_that_it_takes_over_before_it_asks() -> None:
@@ -331,12 +331,12 @@ def test_a_replica_tells_all_that_it_takes_over_before_it_asks() -> None:
         control.heard()
     replica.peers.exchanges.ask(1, HANDOVER_TAG)
     replica.sockets.advance()
-    waits = State(0, 0, 0, takes_over=True)
+    waits = State(takes_over=True)
     assert giver.heard() == [Ask(HANDOVER_TAG), waits]
     assert third.heard() == [waits]
     replica.peers.exchanges.leave_out(4)
     replica.sockets.advance()
-    assert third.heard() == [State(5, 5, 0)]
+    assert third.heard() == [State(4, 5)]
 
 
 def test_a_question_is_answered_at_once_only_where_there_is_no_state_to_give() -> None:
@@ -452,7 +452,7 @@ def test_a_later_process_replaces_an_earlier_one_and_not_the_other_way_round() -
     _, transfers = replica.receive(tag=EXCHANGE_TAGS)
     connected(replica, THEIRS + 1, "new")
     assert why(transfers) == "rank 1 was started anew"
-    assert not replica.peers.others[1].seen.takes_over
+    assert not replica.peers.others[1].seen.state.takes_over
     assert not old.open
     late = Hand(replica)
     late.write(GREETING)
@@ -637,7 +637,7 @@ def test_what_another_protocol_says_first_is_named(greeting: bytes, line: str) -
 
 SOUND = [
     Hello(Member(1, 3, RUN, {"a": "b"}), Address("tcp://10.0.0.1:1", 2), {2: Address("", 3)}, question=True),
-    *(Go("n"), Stream("n"), State(1, 2, 3), Want(1, 2, 3, "int8"), Got(1), Ask(1), Offer(1, 2, {}, ["a"], 1)),
+    *(Go("n"), Stream("n"), State(0, 1, 3), Want(1, 2, 3, "int8"), Got(1), Ask(1), Offer(1, 2, {}, ["a"], 1)),
     Row("{}"),
     Known({1: Address("", 1)}),
 ]
