@@ -11,9 +11,9 @@ rest.
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,36 +120,25 @@ class Handover:
 
         All ranks call it between the same two local steps, where it is `wanted`.
         """
-        takers = {} if self._transport is None else self._transport.asked()
-        try:
+        state = None
+        if self._transport is not None:
+            self._sends = Sends(self._transport, self._transport.asked())
+        with _complaining():  # the training goes on, and the replicas that ask are answered
             state = copy()
-        except Exception as error:  # the training goes on, and the replicas that ask are answered
-            state = None
-            _complain(f"this rank's state cannot be given: {type(error).__name__}: {line_of(error)}")
         made = all(of_all_ranks(state is not None))
-        self._giving = self._thread.submit(self._give, state if made else None, takers)
+        self._giving = self._thread.submit(self._send, state if made else None, self._sends)
         return made
 
-    def _give(self, state: State | None, takers: Mapping[int, int]) -> None:
-        try:
-            self._send(state, takers)
-        except (RankLostError, ServiceFailedError):  # of the job, or its thread: the main thread learns of it
-            return
-        except Exception as error:
-            _complain(f"this rank's state cannot be given: {type(error).__name__}: {line_of(error)}")
-
-    def _send(self, state: State | None, takers: Mapping[int, int]) -> None:
-        sends = None
-        if self._transport is not None:
-            for slot, tag in takers.items():
-                self._transport.offer(slot, _offer(tag, state))
-            if state is None:
-                return
-            sends = self._sends = Sends(self._transport, takers)
-            if state.rest:
-                run(sends(range(0), _bytes(state.rest), torch.empty(0)))
-        for part in state.parts.values() if state is not None else ():
-            run(whole(part.movement, _GIVING, part.vector, None, sends))
+    def _send(self, state: State | None, sends: Sends | None) -> None:
+        # Of the job, or its thread: the main thread learns of it.
+        with _complaining(), suppress(RankLostError, ServiceFailedError):
+            if self._transport is not None and sends is not None:
+                for slot, tag in dict(sends.slots).items():
+                    self._transport.offer(slot, _offer(tag, state))
+                if state is not None and state.rest:
+                    run(sends(range(0), _bytes(state.rest), torch.empty(0)))
+            for part in state.parts.values() if state is not None else ():
+                run(whole(part.movement, _GIVING, part.vector, None, sends))
 
     def ended(self) -> None:
         """Give nothing more: there is no further boundary between two steps. Replicas that wait are told so."""
@@ -253,5 +242,10 @@ def _bytes(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _complain(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+@contextmanager
+def _complaining() -> Iterator[None]:
+    """Write a line about what fails to stderr, and go on."""
+    try:
+        yield
+    except Exception as error:
+        sys.stderr.write(f"this rank's state cannot be given: {type(error).__name__}: {line_of(error)}\n")
