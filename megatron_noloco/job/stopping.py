@@ -1,7 +1,7 @@
 """Stops a run early, at the same step on every rank, without a collective.
 
 A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, a notice
-(`notice.py`), or the stop file. Rank 0 looks for the last two. A request to one rank is enough. The ranks then
+(`notice_of`), or the stop file. Rank 0 looks for the last two. A request to one rank is enough. The ranks then
 agree through the job's key-value store:
 
 1. The rank that received the request writes it into the store, which the others poll twice a second.
@@ -21,11 +21,13 @@ without it, so the job ends then.
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -41,8 +43,36 @@ _NOTICE, _LEAVE = "federation.notice_command", "the command stop --leave"
 _LEAVING = ("SIGTERM", "SIGUSR1", _NOTICE, _LEAVE)
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 30.0
+_NOTICE_SECONDS, _LONGEST_NOTICE_SECONDS = 5.0, 10.0
 _PARTS = 1 << 24  # more than an evaluation has; the numbers of two steps are as far apart
 _REQUEST, _BEGUN, _UNSAVED = "stop/request", "stop/begun", "stop/unsaved"
+
+
+def notice_of(command: str | None) -> Callable[[], bool]:
+    """Return what tells whether a command of the shell has ended with exit code 0, and runs it every 5 seconds.
+
+    What is returned does not block. A command that takes more than 10 seconds is killed, and run again.
+
+    Args:
+        command: None: there is none, and never a notice.
+    """
+    return (lambda: False) if command is None else partial(next, _notices(command))
+
+
+def _notices(command: str) -> Iterator[bool]:
+    nothing = subprocess.DEVNULL
+    while True:
+        began = time.monotonic()
+        running = subprocess.Popen(
+            command, shell=True, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing
+        )
+        while (code := running.poll()) is None:
+            if time.monotonic() - began > _LONGEST_NOTICE_SECONDS:
+                os.killpg(running.pid, signal.SIGKILL)  # with what it has started
+            yield False
+        yield code == 0
+        while time.monotonic() - began < _NOTICE_SECONDS:
+            yield False
 
 
 class Stopping:
@@ -146,7 +176,8 @@ class Stopping:
         """End this process where the ranks do not agree in time; its main thread may wait for one of them."""
         while not (self._closing or self.is_requested()):
             time.sleep(_POLL_SECONDS)
-        if self._agreed.wait(_PATIENCE_SECONDS) or self._closing:
+        self._agreed.wait(_PATIENCE_SECONDS)
+        if self._last is not None or self._closing:
             return
         exit_code = leaving.fail(
             f"asked to stop ({self._asked or self.reason}), but for {_PATIENCE_SECONDS:.0f} s a rank has not said "

@@ -30,9 +30,8 @@ from megatron_noloco.job.join import (
     threads_among,
 )
 from megatron_noloco.job.launcher import local_device
-from megatron_noloco.job.notice import notice_of
 from megatron_noloco.job.run_folder import occupy, stop_request
-from megatron_noloco.job.stopping import Stopping
+from megatron_noloco.job.stopping import Stopping, notice_of
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage, slow_experts
 from megatron_noloco.preflight.memory import HOP_CHANNELS
