@@ -11,6 +11,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_text
 from megatron_noloco.model.architecture import Architecture
@@ -93,6 +95,8 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 class Manifest:
     """What one rank saved, and the state of the run at that step."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of its fields' values, too
+
     step: int  # local steps done
     consumed_samples: int  # by all replicas
     topology: Topology
@@ -117,15 +121,7 @@ class Manifest:
             raw = json.loads(path.read_bytes())
             if raw.pop("format") != FORMAT:
                 raise DamagedCheckpointError(f"{path}: written by another version of this program")
-            raw["topology"] = Topology(**raw["topology"])
-            raw["position"] = Position(**raw["position"])
-            raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
-            raw["architecture"] = Architecture(**raw["architecture"])
-            raw["layout"] = [
-                FlatPart(part["length"], [(name, shape) for name, shape in part["parameters"]])
-                for part in raw["layout"]
-            ]
-            return cls(**raw)
+            return _MANIFEST.validate_python(raw)
         except FileNotFoundError as error:
             raise IncompleteError(f"{path}: {error.strerror}") from None
         except OSError as error:
@@ -134,6 +130,9 @@ class Manifest:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedCheckpointError(f"{path}: not a manifest") from None
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
@@ -150,12 +149,12 @@ def read_manifests(folder: Path) -> list[Manifest]:
     if first is None:
         raise IncompleteError(f"{folder}: no manifest; it was never completed")
     topology = Manifest.read(first).topology
-    manifests = [
-        Manifest.read(replica_folder(folder, position.replica) / manifest_name(position))
-        for position in map(topology.position, range(topology.world_size))
-    ]
-    if any((manifest.topology, manifest.step) != (topology, step_of(folder)) for manifest in manifests):
-        raise DamagedCheckpointError(f"{folder}: its manifests do not belong together")
+    manifests = []
+    for position in map(topology.position, range(topology.world_size)):
+        manifest = Manifest.read(replica_folder(folder, position.replica) / manifest_name(position))
+        if (manifest.topology, manifest.position, manifest.step) != (topology, position, step_of(folder)):
+            raise DamagedCheckpointError(f"{folder}: its manifests do not belong together")
+        manifests.append(manifest)
     return manifests
 
 

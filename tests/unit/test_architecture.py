@@ -74,7 +74,7 @@ DOORS = {
     "pydantic": (
         *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
         *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what other machines send
-        f"{PACKAGE}/invitation/",
+        *(f"{PACKAGE}/invitation/", f"{PACKAGE}/checkpoint/catalog.py"),
     ),
     "cryptography": (f"{PACKAGE}/federation/keys.py",),
     "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),

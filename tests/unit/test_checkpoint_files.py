@@ -152,6 +152,14 @@ DAMAGES: dict[str, Damage] = {
     "manifest that is no text": (
         lambda folder: edit(folder / MANIFEST, lambda _: b"\xff\x00"), MANIFEST, "not a manifest"
     ),
+    "manifest without its numbers": (
+        lambda folder: edit_manifest(folder, {"counters": None}), MANIFEST, "not a manifest"
+    ),
+    "manifest of another rank": (
+        lambda folder: shutil.copy(folder / MANIFEST.replace("stage_01", "stage_00"), folder / MANIFEST),
+        "",
+        "belong together",
+    ),
     "manifest of another step": (lambda folder: edit_manifest(folder, {"step": 9}), "", "belong together"),
     "manifest of a later format": (
         lambda folder: edit_manifest(folder, {"format": 99}), MANIFEST, "another version"
