@@ -12,7 +12,7 @@ import torch
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
-from tests.integration.tiny import run_whole
+from tests.integration.tiny import metrics, run_whole
 from tests.unit.datasets import write_dataset
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -59,22 +59,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run / "replica_00" / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == kind]
-
-
 def datasets(row: dict[str, Any]) -> list[str]:
     before = "validation/replica_losses of "
     return [name.removeprefix(before) for name in row if name.startswith(before)]
 
 
 def test_the_wait_for_data_is_written_down(run: Path) -> None:
-    assert all(0 <= row["data/wait_seconds"] < row["speed/seconds_per_step"] for row in rows(run, "step"))
+    assert all(
+        0 <= row["data/wait_seconds"] < row["speed/seconds_per_step"] for row in metrics(run, "step")[0]
+    )
 
 
 def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> None:
-    (row,) = rows(run, "evaluation")
+    (row,) = metrics(run, "evaluation")[0]
     first, second = (row[f"validation/replica_losses of {name}"] for name in datasets(row))
     assert first != second
     for replica in range(2):
@@ -90,7 +87,7 @@ def test_evaluate_finds_what_the_run_logged_with_the_runs_copy_of_the_tokenizer(
     (run / "config.json").write_text("{}")  # a run's own, say: it does not make a Hugging Face folder
     lines = run_command("evaluate", str(run), "--samples", "8")
     found = [float(line.split("loss ")[1].split()[0]) for line in lines]
-    (row,) = rows(run, "evaluation")
+    (row,) = metrics(run, "evaluation")[0]
     logged = [
         losses[model]
         for model in range(3)

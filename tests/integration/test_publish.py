@@ -40,6 +40,7 @@ from tests.integration.tiny import (
     weights_of,
     write_config,
 )
+from tests.unit.test_checkpoint_files import flip_a_bit
 
 STEPS = 2
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -290,11 +291,8 @@ def test_what_only_a_resume_needs_is_not_needed(replicas: Any, tmp_path: Path) -
 # What is refused: one line, exit code 2
 
 
-def flip_a_bit(run: Path) -> None:
-    path = next(run.glob("checkpoints/*/replica_01/stage_01*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def damage(run: Path) -> None:
+    flip_a_bit(next(run.glob("checkpoints/*/replica_01/stage_01*.safetensors")))
 
 
 def forget_losses(run: Path) -> None:
@@ -316,7 +314,7 @@ def nothing(_: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
-    "damaged": (flip_a_bit, (), "checksum does not match"),
+    "damaged": (damage, (), "checksum does not match"),
     "unknown way": (nothing, ("--combine", "median"), '"mean", "best" or "replica=K"'),
     "best of unknown": (forget_losses, ("--combine", "best"), "no validation losses"),
     "no folder": (put_a_file("file"), ("--output", "RUN/file/hf"), "file/hf: cannot be written: Not a"),

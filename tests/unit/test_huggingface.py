@@ -105,12 +105,15 @@ def hf_config(model: Architecture) -> dict[str, Any]:
     return FAMILIES[model.family].hf_config(model, "bfloat16")
 
 
-def write_folder(folder: Path, model: Architecture) -> Path:
-    """A Hugging Face folder in one file, without a tokenizer."""
+def write_folder(folder: Path, model: Architecture, weights: dict[str, Tensor] | None = None) -> Path:
+    """A Hugging Face folder in one file, without a tokenizer; if no weights are given, all are 1."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(model)))
-    weights = {name: torch.ones(shape) for row in table_of(model) for name, shape in row.hf_shapes.items()}
-    save_file(weights, folder / "model.safetensors")
+    if weights is None:
+        weights = {
+            name: torch.ones(shape) for row in table_of(model) for name, shape in row.hf_shapes.items()
+        }
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return folder
 
 

@@ -13,18 +13,11 @@ from torch import Tensor
 from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.huggingface.weight_files import NotFiniteWeightError, PretrainedWeights
 from megatron_noloco.model.architecture import Architecture
-from tests.unit.test_huggingface import exported, hf_config, make_model, random_weights
+from tests.unit.test_huggingface import exported, hf_config, make_model, random_weights, write_folder
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 INDEX = "model.safetensors.index.json"
 Weights = dict[str, Tensor]
-
-
-def write(folder: Path, model: Architecture, weights: Weights) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(model)))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    return folder
 
 
 def weights_of(model: Architecture) -> Weights:
@@ -34,7 +27,7 @@ def weights_of(model: Architecture) -> Weights:
 def write_shards(folder: Path, model: Architecture, index: bool = True) -> Path:
     """In three files, the last of which has the last norm."""
     weights = weights_of(model)
-    write(folder, model, {})
+    write_folder(folder, model, {})
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
     files = {f"model-0000{n + 1}-of-00003.safetensors": names[n::3] for n in range(3)}
@@ -80,7 +73,7 @@ def with_the_same_head(weights: Weights) -> Weights:
 def test_the_same_model_under_other_names(change: Callable[[Weights], Weights], tmp_path: Path) -> None:
     model = make_model(tied=True, multiple=1, model="qwen3")
     weights = weights_of(model)
-    assert_read(write(tmp_path, model, change(weights)), weights)
+    assert_read(write_folder(tmp_path, model, change(weights)), weights)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -99,7 +92,7 @@ def test_experts_as_transformers_5_stacks_them(family: str, model_prefix: bool, 
     stacked = theirs.state_dict()
     assert any(name.endswith("experts.gate_up_proj") for name in stacked)
     names = (lambda weights: weights) if model_prefix else without_prefix
-    assert_read(write(tmp_path, model, names(stacked)), weights)
+    assert_read(write_folder(tmp_path, model, names(stacked)), weights)
 
 
 # Files
@@ -113,7 +106,7 @@ def test_shards_say_what_they_hold(index: bool, tmp_path: Path) -> None:
 
 def test_the_same_model_in_other_formats_is_not_read(tmp_path: Path) -> None:
     model = make_model(multiple=1)
-    write(tmp_path, model, weights_of(model))
+    write_folder(tmp_path, model, weights_of(model))
     for name in ("consolidated.safetensors", "pytorch_model.bin", "model.fp16.safetensors"):
         (tmp_path / name).write_bytes(b"?")
     assert_read(tmp_path, weights_of(model))
@@ -215,7 +208,7 @@ def test_tensors_that_contradict_the_config(
     model = make_model(tied=tied, model=family)
     weights = weights_of(model)
     spoil(weights)
-    write(tmp_path, model, weights)
+    write_folder(tmp_path, model, weights)
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
         PretrainedWeights(tmp_path, read_architecture(tmp_path))
     assert "\n" not in str(caught.value)
@@ -226,7 +219,7 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_read(value: float
     model = make_model(model="mixtral")
     weights = weights_of(model)
     weights[NORM][1] = value
-    write(tmp_path, model, weights)
+    write_folder(tmp_path, model, weights)
     with PretrainedWeights(tmp_path, read_architecture(tmp_path)) as read:
         for reading in (read.hf_tensors, read.check_finite):
             with pytest.raises(NotFiniteWeightError, match=f"model.safetensors: {NORM} holds NaN or"):
@@ -241,6 +234,6 @@ def test_stacked_experts_of_another_number(tmp_path: Path) -> None:
         del weights[name]
     stack = "model.layers.0.mlp.experts.down_proj"
     weights[stack] = torch.ones(5, 20, 24)
-    write(tmp_path, model, weights)
+    write_folder(tmp_path, model, weights)
     with pytest.raises(ValueError, match=re.escape(f"{stack} is [5, 20, 24], not [3, 20, 24]")):
         PretrainedWeights(tmp_path, read_architecture(tmp_path))
