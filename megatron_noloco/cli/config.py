@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from megatron_noloco.cli.errors import naming
-from megatron_noloco.cli.options import Commands, add_command, say
+from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
 from megatron_noloco.job.start_up import importing
 
 
@@ -18,7 +18,8 @@ def add_commands(commands: Commands) -> None:
     action.add_argument("--explain", nargs="?", const="", metavar="NAME", help=explain)
     check = "check a config file, and that the files which it names are there; starts nothing"
     action.add_argument("--check", metavar="FILE", help=check)
-    config.add_argument("--world-size", type=int, metavar="N", help="with --check: also check for N ranks")
+    ranks = "with --check: also check for N ranks"
+    config.add_argument("--world-size", type=at_least_one, metavar="N", help=ranks)
     config.set_defaults(run=_config)
 
 

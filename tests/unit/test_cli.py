@@ -93,6 +93,7 @@ def test_an_option_without_effect_is_refused(
     ("option", "texts", "problem"),
     [
         ("plan a.json --gpus", ("0", "-2", "1.5", "two"), "is not a whole number of at least 1"),
+        ("config --check a.json --world-size", ("0", "-2"), "is not a whole number of at least 1"),
         (
             "plan a.json --mfu",
             ("0", "-1", "40", "nan", "x"),
