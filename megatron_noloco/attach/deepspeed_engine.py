@@ -1,6 +1,5 @@
 """Rounds for a DeepSpeed engine that a loop trains; `engine.zero` knows where its fp32 weights lie."""
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -18,10 +17,9 @@ from megatron_noloco.plans.canonical import Matrix, Rectangle, blocks
 def deepspeed_adapter(engine: Any) -> EngineAdapter:
     """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
-    Warns where Muon optimizes none of the weights. Raises ValueError for weights on NVMe, for an optimizer without
-    fp32 weights, as `check_modes` does, and for experts whose groups leave the replica.
+    Raises ValueError for weights on NVMe, for an optimizer without fp32 weights, as `check_modes` does, and for
+    experts whose groups leave the replica.
     """
-    check_muon(engine)
     check_modes(engine.optimizer)
     _check_experts(engine)
     adapter = partial(
@@ -50,20 +48,6 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
     pieces = weights.pieces(chain.from_iterable(in_each))
     view = partial(ReplicatedWeights, group=group)
     return adapter(weights, lambda: list(zip(exact, in_each, strict=True)), view, pieces=pieces)
-
-
-def check_muon(engine: Any) -> None:
-    """Warn where DeepSpeed's Muon optimizes none of the weights; DeepSpeed does not say that all have AdamW.
-
-    This happened with ZeRO 3 and models built under `deepspeed.zero.Init`, see its pull request 8438.
-    """
-    trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    if engine.optimizer_name() == "muon" and not any(getattr(one, "use_muon", False) for one in trained):
-        warnings.warn(
-            "DeepSpeed's Muon has no weight to optimize: use_muon is True for none that is trained, so that all "
-            "have AdamW; it is for matrices whose names have no embed and no lm_head",
-            stacklevel=5,
-        )
 
 
 def _check_experts(engine: Any) -> None:

@@ -1,25 +1,21 @@
 """NoLoCo attached to DeepSpeed engines of a user's own, with every ZeRO stage."""
 
-import warnings
-from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed import set_optimizer_flags
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
-from megatron_noloco.attach.deepspeed_engine import check_muon, deepspeed_adapter
+from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
 from tests.harness import run_ranks
 from tests.integration.jobs import (
     by_the_equations,
@@ -314,15 +310,3 @@ def test_experts_whose_groups_leave_the_replica_are_refused() -> None:
         ), found
         assert found[1] == "taken"
         assert found[2] == "attach: each rank has experts of its own; use zero_optimization.stage 1"
-
-
-@pytest.mark.parametrize(("name", "marked"), [("projection", True), ("embedding", False)])
-def test_muon_without_a_weight_is_said(name: str, marked: bool) -> None:
-    """On weights that DeepSpeed has marked; its Muon itself compiles a kernel."""
-    model = nn.Sequential(OrderedDict({name: nn.Linear(4, 4)}))
-    set_optimizer_flags(SimpleNamespace(optimizer_name="muon"), model)
-    engine = SimpleNamespace(module=model, optimizer_name=lambda: "muon")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        check_muon(engine)
-    assert ["Muon has no weight to optimize" in str(one.message) for one in told] == [True] * (not marked)
