@@ -92,7 +92,6 @@ def add_commands(commands: Commands) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.preflight.fit import slow_experts
     from megatron_noloco.preflight.plan import computing_seconds, plan_of
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
@@ -123,8 +122,6 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         _show_memory(plan)
         if accelerator is not None:
-            if note := slow_experts(config, topology):
-                say(note)
             _show_fit(plan, config, architecture, accelerator)
             if step is None:
                 say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")

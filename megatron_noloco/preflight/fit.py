@@ -16,7 +16,6 @@ from megatron_noloco.preflight.memory import fullest_stage
 
 # Memory of a rank on a CPU that it shares with no other rank: measured, 0.55 GB.
 LIBRARIES_BYTES = 600_000_000
-_EXPERTS = 16  # of a rank, above which a GPU stands still between their kernels; an estimate
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -49,17 +48,6 @@ def shortage(
         on_host += memory.device_bytes
     needed, free = ranks * on_host, available_bytes()
     return _short(ranks, "this host", needed, free, "the kernel may kill a rank") if needed > free else None
-
-
-def slow_experts(config: RunConfig, topology: Topology) -> str | None:
-    """Return one line where a GPU would wait for the host, since a rank has many experts of a layer."""
-    experts = len(topology.experts(0, config.model.num_moe_experts or 0))
-    if experts <= _EXPERTS:
-        return None
-    return (
-        f"each rank has {experts} experts of a layer, which are computed one after the other, in short kernels; a "
-        "larger parallel.expert_model_parallel_size divides them among ranks"
-    )
 
 
 def _short(ranks: int, where: str, needed: int, free: int, risk: str) -> str:

@@ -50,10 +50,6 @@ def check_gpus() -> Iterator[Finding]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         software = f"CUDA {torch.version.cuda}, NCCL {nccl}"
         yield Finding("GPU", "ok", f"{len(names)} x {names[0]}, {memory / _GB:.0f} GB, {software}")
-        # Their collectives are inside a layer, so between hosts they set the pace.
-        sizes = "tensor_model_parallel_size x expert_model_parallel_size"
-        what = f"{sizes} up to {len(names)} stays on this host"
-        yield Finding("layout", "ok", what)
         if len(set(names)) > 1:
             what = f"different models: {', '.join(names)}"
             yield Finding("GPU", "note", what, "the slowest sets the pace of a replica")

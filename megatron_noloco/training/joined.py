@@ -33,7 +33,7 @@ from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping, notice_of
 from megatron_noloco.plans.topology import Place, Topology
-from megatron_noloco.preflight.fit import shortage, slow_experts
+from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.settings import at_hosts, shared
 from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
@@ -162,8 +162,6 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     share = threads_among(own, neighbours)
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, int(share)))
-    if cuda and (note := slow_experts(prepared.config, topology)):
-        return [note]
     if not cuda and share < 1:
         return [f"this host has more ranks ({len(neighbours)}) than cores ({len(own)}): they compute in turn"]
     return []
