@@ -67,7 +67,6 @@ class NolocoCallback(TrainerCallback):
     Args:
         trainer: the Trainer to which the callback is added.
         federation: how this job finds the others; see `attach`, also for `settings`, `slot` and `seed`.
-        average: whether the replicas average at the end.
 
     Raises ValueError at the beginning of the training as `attach` does, for a checkpoint without a state, for
     uploads of checkpoints to which other ranks would add their states too late, and with
@@ -82,13 +81,11 @@ class NolocoCallback(TrainerCallback):
         *,
         slot: int,
         seed: int = 0,
-        average: bool = True,
     ) -> None:
         self._trainer = trainer
         self._federation = federation
         self._settings = settings
         self._slot, self._seed = slot, seed
-        self._average = average
         self._noloco: Attached | None = None
         self._written_at = -1  # the step whose state is written, and waits for the Trainer's checkpoint
         self._trains = False  # also after an exception
@@ -188,11 +185,11 @@ class NolocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         early = state.global_step < state.max_steps
-        if self._average and not early:
+        if not early:
             self.noloco.average()
         self.noloco.close(at_once=early)
         self._trains = False
-        if self._average and early:
+        if early:
             warnings.warn(
                 f"the training has ended after {state.global_step} of {state.max_steps} steps: the weights are "
                 "those of this replica, not the average of all",
