@@ -35,8 +35,20 @@ def transport(
     folder: Path, slot: int, slots: int = 2, run: int = RUN, keys: Keys | None = None, site: str = ""
 ) -> Iterator[FederationTransport]:
     network = Network(SharedFolder(folder, run), run, LOCAL, keys, site=site)
-    with closing(FederationTransport(Place(slot, slots), network, PATIENCE)) as made:
+    with opened(network, slot=slot, slots=slots) as (made,):
         yield made
+
+
+@contextmanager
+def opened(*networks: Network, slot: int = 0, slots: int = 0) -> Iterator[list[FederationTransport]]:
+    """Replicas with these networks, in slots from `slot` on, of `slots` or no more than these."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                closing(FederationTransport(Place(at, slots or slot + len(networks)), one, PATIENCE))
+            )
+            for at, one in enumerate(networks, slot)
+        ]
 
 
 @contextmanager
@@ -55,12 +67,9 @@ def connected(
 @contextmanager
 def members(folder: Path, listens: str) -> Iterator[list[FederationTransport]]:
     """Replicas that others can connect to ("p") or not ("h")."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(closing(FederationTransport(Place(slot, len(listens)), network, PATIENCE)))
-            for slot, listen in enumerate(listens)
-            for network in [Network(SharedFolder(folder, RUN), RUN, LOCAL if listen == "p" else None)]
-        ]
+    listening = {"p": LOCAL, "h": None}
+    with opened(*(Network(SharedFolder(folder, RUN), RUN, listening[one]) for one in listens)) as made:
+        yield made
 
 
 def ask_to_stop(rank: FederationTransport) -> None:

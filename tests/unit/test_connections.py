@@ -4,7 +4,8 @@ import io
 import os
 import resource
 import time
-from contextlib import ExitStack, closing, redirect_stderr, suppress
+from contextlib import ExitStack, redirect_stderr, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,10 @@ from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.job.activity import now
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.interface import Message
 from tests.harness import free_port
-from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, members, swap, transport, until
+from tests.unit.federated import LOCAL, RUN, SECONDS, connected, members, opened, swap, transport, until
 
 
 def dialled(rank: FederationTransport) -> list[int]:
@@ -53,10 +53,7 @@ def test_a_rank_that_cannot_be_reached_where_it_says_connects_itself(
     folder = SharedFolder(tmp_path, RUN)
     listen = f"tcp://127.0.0.1:{free_port()}"
     nowhere = Network(folder, RUN, listen, advertise="tcp://127.0.0.2:1")
-    with (
-        closing(FederationTransport(Place(0, 2), nowhere, PATIENCE)) as first,
-        closing(FederationTransport(Place(1, 2), Network(folder, RUN, LOCAL), PATIENCE)) as second,
-    ):
+    with opened(nowhere, Network(folder, RUN, LOCAL)) as (first, second):
         until(lambda: present([first, second]) == [[1], [0]])
         swap(first, second, tag=1)
         assert dialled(first) == [1]
@@ -65,21 +62,15 @@ def test_a_rank_that_cannot_be_reached_where_it_says_connects_itself(
 def test_a_rank_that_moves_is_found_although_another_took_its_place(tmp_path: Path) -> None:
     """The one that finds it cannot be reached, so it is the one that connects."""
     folder = SharedFolder(tmp_path, RUN)
-    port = free_port()
-    place = Network(folder, RUN, f"tcp://127.0.0.1:{port}")
-    with ExitStack() as stack:
-        hidden = stack.enter_context(
-            closing(FederationTransport(Place(2, 3), Network(folder, RUN, None), PATIENCE))
-        )
-        with closing(FederationTransport(Place(0, 3), place, PATIENCE)):
+    place = Network(folder, RUN, f"tcp://127.0.0.1:{free_port()}")
+    with opened(Network(folder, RUN, None), slot=2, slots=3) as (hidden,):
+        with opened(place, slots=3):
             until(lambda: hidden.present() == [0])
-        stack.enter_context(closing(FederationTransport(Place(1, 3), place, PATIENCE)))
-        until(lambda: hidden.present() == [1])
-        moved = stack.enter_context(
-            closing(FederationTransport(Place(0, 3), Network(folder, RUN, LOCAL), PATIENCE))
-        )
-        until(lambda: hidden.present() == [0, 1])
-        swap(moved, hidden, tag=1)
+        with opened(place, slot=1, slots=3):
+            until(lambda: hidden.present() == [1])
+            with transport(tmp_path, 0, 3) as moved:
+                until(lambda: hidden.present() == [0, 1])
+                swap(moved, hidden, tag=1)
 
 
 def test_a_rank_that_can_open_no_more_files_joins_others_later(tmp_path: Path) -> None:
@@ -170,13 +161,8 @@ def test_a_new_job_that_is_refused_ends_and_one_that_continues_trains_on(
 @pytest.mark.parametrize("streams", [1, 4])
 def test_bulk_data_go_over_all_streams(tmp_path: Path, streams: int) -> None:
     """As many as either side wants."""
-    folder = SharedFolder(tmp_path, RUN)
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-            for slot in range(2)
-            for network in [Network(folder, RUN, LOCAL, chunk_bytes=1000, streams=streams if slot else 1)]
-        )
+    one = Network(SharedFolder(tmp_path, RUN), RUN, LOCAL, chunk_bytes=1000)
+    with opened(one, replace(one, streams=streams)) as (first, second):
         until(lambda: present([first, second]) == [[1], [0]])
         used, sent = set[object](), torch.arange(10**6, dtype=torch.int32)
         for rank in (first, second):

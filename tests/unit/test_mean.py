@@ -4,7 +4,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -28,7 +29,6 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.interface import Message
 from tests.harness import free_port
 from tests.unit.federated import (
-    PATIENCE,
     RUN,
     SECONDS,
     Wire,
@@ -37,6 +37,7 @@ from tests.unit.federated import (
     learn,
     lose,
     members,
+    opened,
     until,
 )
 
@@ -209,13 +210,12 @@ def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path)
 def test_a_connection_that_is_lost_while_sums_travel_is_no_loss(tmp_path: Path) -> None:
     """Again and again; one side notices it later than the other."""
     weights, port = vectors(2, elements=4_000_000), free_port()
-    folder = SharedFolder(tmp_path, RUN)
-    with closing(Wire(to=port)) as wire, ExitStack() as stack:
-        at = {"listen": f"tcp://127.0.0.1:{port}", "advertise": f"tcp://127.0.0.1:{wire.port}"}
-        ranks = [
-            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-            for slot, network in enumerate((Network(folder, RUN, **at), Network(folder, RUN, None)))
-        ]
+    hidden = Network(SharedFolder(tmp_path, RUN), RUN, None)
+    listens = replace(hidden, listen=f"tcp://127.0.0.1:{port}")
+    with (
+        closing(Wire(to=port)) as wire,
+        opened(replace(listens, advertise=f"tcp://127.0.0.1:{wire.port}"), hidden) as ranks,
+    ):
         until(lambda: [rank.present() for rank in ranks] == [[1], [0]])
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ends, ranks, weights)

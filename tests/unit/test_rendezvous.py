@@ -37,7 +37,7 @@ from megatron_noloco.job.join import _address_towards, reachable_address
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.harness import free_port
-from tests.unit.federated import LOCAL, PATIENCE, RUN, connected, learn, swap, transport, until
+from tests.unit.federated import LOCAL, PATIENCE, RUN, connected, learn, opened, swap, transport, until
 
 # A folder
 
@@ -132,13 +132,11 @@ def test_a_seed_that_has_no_address_does_not_stop_the_others(name: str) -> None:
 def test_jobs_of_two_runs_at_one_seed_both_say_in_what_they_differ() -> None:
     seed = f"127.0.0.1:{free_port()}"
     lines = [f"replica {slot} is refused: its job differs from this one in tokenizer" for slot in (1, 0)]
-    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
-        first, second = (
-            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-            for slot, run, listen in ((0, RUN, f"tcp://{seed}"), (1, RUN + 1, LOCAL))
-            for digests in [{"tokenizer": str(run), "model": "1"}]
-            for network in [Network(Seeds.of(seed), run, listen, digests=digests)]
-        )
+    networks = [
+        Network(Seeds.of(seed), run, listen, digests={"tokenizer": str(run), "model": "1"})
+        for run, listen in ((RUN, f"tcp://{seed}"), (RUN + 1, LOCAL))
+    ]
+    with redirect_stderr(io.StringIO()) as output, opened(*networks) as (first, second):
         for rank, line in enumerate(lines):
             until(lambda line=f"replica {rank}: {line}\n": line in output.getvalue())  # type: ignore[misc]
         assert (first.refusal, second.refusal) == ("", lines[1])  # the first one has asked itself
@@ -472,11 +470,7 @@ def test_members_are_reached_where_they_advertise(tmp_path: Path) -> None:
         Network(folder, RUN, f"tcp://0.0.0.0:{port}", keys, host=lambda: "127.0.0.1", advertise=outside),
         Network(folder, RUN, LOCAL, keys),
     ]
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-            for slot, network in enumerate(networks)
-        )
+    with opened(*networks) as (first, second):
         assert first.address.endpoint == outside
         until(lambda: (first.present(), second.present()) == ([1], [0]))
         session = second.service.peers.others[0].session
@@ -506,11 +500,7 @@ def test_a_host_is_looked_up_where_that_holds_up_no_message_and_again_when_it_mo
         Network(folder, RUN, f"tcp://127.0.0.1:{port}", advertise=f"tcp://host.invalid:{port}"),
         Network(folder, RUN, None),
     ]
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-            for slot, network in enumerate(networks)
-        )
+    with opened(*networks) as (first, second):
         until(lambda: second.service.peers.found != {})
         known["host.invalid"] = "127.0.0.1"
         until(lambda: (first.present(), second.present()) == ([1], [0]))
@@ -552,10 +542,13 @@ def test_a_replica_that_nobody_can_ask_takes_its_slot_back_when_another_process_
     monkeypatch.setattr(peers, "_BACK_SECONDS", 0.3)
     monkeypatch.setattr(peers, "_RIVAL_SECONDS", 0.5)
     hidden = Network(SharedFolder(tmp_path, RUN), RUN, None)
-    with redirect_stderr(io.StringIO()), transport(tmp_path, 1) as other, ExitStack() as stack:
-        first = stack.enter_context(closing(FederationTransport(Place(0, 2), hidden, PATIENCE)))
+    with (
+        redirect_stderr(io.StringIO()),
+        transport(tmp_path, 1) as other,
+        opened(hidden, slots=2) as (first,),
+    ):
         until(lambda: first.present() == [1])
-        with closing(FederationTransport(Place(0, 2), hidden, PATIENCE)) as again:
+        with opened(hidden, slots=2) as (again,):
             until(lambda: again.present() == [1])
         until(lambda: (first.present(), other.present()) == ([1], [0]))
         swap(first, other, tag=1)
@@ -568,27 +561,12 @@ def test_a_clock_that_was_ahead_locks_no_later_process_out(
     seeds = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     rendezvous = SharedFolder(tmp_path, RUN) if folder else Seeds.of(seeds[0])
     network, other = (Network(rendezvous, RUN, f"tcp://{seed}") for seed in seeds)
-    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
-        stays = stack.enter_context(closing(FederationTransport(Place(0, 2), network, PATIENCE)))
+    with redirect_stderr(io.StringIO()) as output, opened(network, slots=2) as (stays,):
         for ahead_ns in (3600 * 10**9, 0, 0):
             monkeypatch.setattr("time.time_ns", partial(add, time.time_ns(), ahead_ns))
-            with closing(FederationTransport(Place(1, 2), other, PATIENCE)) as one:
+            with opened(other, slot=1) as (one,):
                 until(lambda one=one: (stays.present(), one.present()) == ([1], [0]))  # type: ignore[misc]
                 swap(stays, one, tag=1)
             monkeypatch.undo()
             until(lambda: stays.present() == [])
     assert "another process" not in output.getvalue()
-
-
-def test_a_wrong_key_is_reported_by_the_seed_and_by_the_rank_that_has_it(tmp_path: Path) -> None:
-    seed = f"127.0.0.1:{free_port()}"
-    keys, wrong = (Keys.make(tmp_path / name) for name in ("key", "wrong"))
-    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
-        first = member(stack, Place(0, 2), seed, f"tcp://{seed}", keys)
-        second = member(stack, Place(1, 2), seed, keys=wrong)
-        until(lambda: "replica 0: a connection to this replica failed: " in output.getvalue())
-        until(lambda: f"replica 1: tcp://{seed} cannot be joined: " in output.getvalue())
-        assert not first.wait_for(1, 0.5)
-        assert second.present() == []
-    lines = output.getvalue().splitlines()
-    assert all(line.endswith("both need the same key file, or encryption none") for line in lines), lines
