@@ -38,7 +38,7 @@ from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.moved_exchange import MovedExchange
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Others, choose
-from megatron_noloco.federation.partners import FederationPartners, Standing
+from megatron_noloco.federation.partners import FederationPartners
 from megatron_noloco.federation.passes import DEPTH, FAILURES
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.outer.exchange import Exchange
@@ -240,19 +240,12 @@ class CommittedExchange:
 
     def _choice(self, group: Group, number: int) -> tuple[int | None, str]:
         """Return the partner, or None and why the planned one is none, as far as there is one."""
-        place, partners = self._replica.place, self._partners
-        assert partners is not None
-        others = [replica for replica in range(place.replicas) if replica != place.replica]
-        seen = {other: partners.standing(number, other) for other in others}
-        present, free, waiting = (
-            {other for other, (standing, _) in seen.items() if standing >= least}
-            for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
-        )
-        known = Others(present, free, waiting, partners.hidden(), partners.elsewhere(), partners.sites())
-        partner = self._replica.choose(number, known)
+        assert self._partners is not None
+        others, why_not = self._partners.others(number)
+        partner = self._replica.choose(number, others)
         # A planned one that is free has another partner: the group is of the plan without sites.
-        planned = (other for other in group if other != place.replica)
-        missed = "".join(f"replica {other} {seen[other][1] or 'has another partner'}" for other in planned)
+        planned = (other for other in group if other != self._replica.place.replica)
+        missed = "".join(f"replica {other} {why_not[other] or 'has another partner'}" for other in planned)
         return partner, missed if partner is None else ""
 
     def _prepare(self) -> None:

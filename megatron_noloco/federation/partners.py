@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from megatron_noloco.federation.exchanges import TAKES_OVER, Seen
+from megatron_noloco.federation.pairing import Others
 from megatron_noloco.federation.service import Service
 
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
@@ -131,15 +132,22 @@ class FederationPartners:
         waits = state.begun >= number and state.open_from == number
         return (Standing.WAITING if waits else Standing.FREE), ""
 
+    def others(self, number: int) -> tuple[Others, dict[int, str]]:
+        """Return the other replicas as an exchange begins; and why each is not available, "" where it is."""
+        seen = {slot: self.standing(number, slot) for slot in self._peers.others}
+        present, free, waiting = (
+            {slot for slot, (standing, _) in seen.items() if standing >= least}
+            for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
+        )
+        there = [peer.seen.state for peer in self._peers.others.values() if peer.seen.present]
+        elsewhere = {slot for state in there for slot in state.sees} - {self._peers.member.slot}
+        known = Others(present, free, waiting, self.hidden(), elsewhere, self.sites())
+        return known, {slot: why for slot, (_, why) in seen.items()}
+
     def hidden(self) -> set[int]:
         """Return the replicas that no other can connect to, as far as is known; this one may be among them."""
         addresses = self._peers.directory.addresses.copy()
         return {slot for slot, address in addresses.items() if not address.endpoint}
-
-    def elsewhere(self) -> set[int]:
-        """Return the replicas that others see, and this one cannot, since nobody can connect to either."""
-        there = [peer.seen for peer in self._peers.others.values() if peer.seen.present]
-        return {slot for seen in there for slot in seen.state.sees} - {self._peers.member.slot}
 
     def sites(self) -> dict[int, str]:
         """Return the names of the sites of all replicas whose address is known, with this one's, by slot."""

@@ -20,7 +20,6 @@ from megatron_noloco.federation.commit import CommittedExchange, Guard, Poisoned
 from megatron_noloco.federation.moved_exchange import MovedExchange
 from megatron_noloco.federation.movement import Movement, alone
 from megatron_noloco.federation.pairing import Others
-from megatron_noloco.federation.partners import Standing
 from megatron_noloco.federation.passes import DEPTH
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.finite_mean import finite_mean
@@ -88,23 +87,15 @@ class Partners:
         self.avoided: list[tuple[int, int, str]] = []
         self.late: list[int] = []
 
-    def hidden(self) -> set[int]:
-        return set()
-
-    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
-        return (Standing.AWAY, self.refused) if self.refused else (Standing.FREE, "")
+    def others(self, number: int) -> tuple[Others, dict[int, str]]:
+        there = set() if self.refused else {0, 1}
+        return Others(there, there, set()), dict.fromkeys((0, 1), self.refused)
 
     def begin(self, number: int, rank: int | None) -> None:
         self.begun.append(rank)
 
     def end(self, number: int, counts: bool = False) -> None:
         self.ended.append(number)
-
-    def sites(self) -> dict[int, str]:
-        return {}
-
-    def elsewhere(self) -> set[int]:
-        return set()
 
     def record(self, seconds: float, rank: int) -> None:
         self.succeeded += 1
@@ -116,8 +107,8 @@ class Partners:
         self.avoided.append((rank, exchanges, why))
 
 
-def the_other(number: int, others: Others) -> int | None:
-    return next(iter(others.free), None)
+def the_other(rank: int, others: Others) -> int | None:
+    return next(iter(others.free - {rank}), None)
 
 
 @dataclass
@@ -149,7 +140,7 @@ def committed_of(
         movement,
         place,
         partners,
-        the_other,
+        lambda _, others: the_other(place.replica, others),
         more.get("guards") or [Guard()],
         more.get("tell", lambda value: value),
     )
