@@ -6,7 +6,7 @@ import os
 import platform
 import sysconfig
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,7 +40,7 @@ class Corpus:
     validation: np.ndarray
     test: np.ndarray
     special_tokens: int  # that the texts spell out
-    left_out: str  # how many files are not read, "; left out: ..."; "" where all are
+    notes: str  # the end of a summary: how many files are not read, and how many of JSON are read as text
 
 
 def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
@@ -66,7 +66,8 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
     (train, validation, test), special = zip(*(_tokenize(part, tokenizer) for part in parts), strict=True)
-    return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), _left_out(others))
+    notes = _notes(documents, others)
+    return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), notes)
 
 
 def _read(files: list[Path], folder: Path) -> tuple[dict[str, bytes], list[int]]:
@@ -81,11 +82,15 @@ def _read(files: list[Path], folder: Path) -> tuple[dict[str, bytes], list[int]]
     return texts, others
 
 
-def _left_out(sizes: list[int]) -> str:
-    binary = sum(size > 0 for size in sizes)
-    parts = [f"{binary} files that are not UTF-8 text ({sum(sizes):,} bytes)"] * bool(binary)
-    parts += [f"{len(sizes) - binary} empty files"] * (binary < len(sizes))
-    return f"; left out: {', '.join(parts)}" if parts else ""
+def _notes(names: Iterable[str], others: list[int]) -> str:
+    binary, records = (
+        sum(size > 0 for size in others),
+        sum(name.lower().endswith(JSON_LINES) for name in names),
+    )
+    parts = [f"{binary} files that are not UTF-8 text ({sum(others):,} bytes)"] * bool(binary)
+    parts += [f"{len(others) - binary} empty files"] * (binary < len(others))
+    left_out = f"; left out: {', '.join(parts)}" if parts else ""
+    return left_out + f"; files of JSON that are read as text: {records}" * (records > 0)
 
 
 # Files

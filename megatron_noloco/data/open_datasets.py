@@ -98,7 +98,7 @@ def _read_text(
     parts = [[Part(TokenDataset(tokens[split], needs, _name(split, corpus.name)), 1.0)] for split in splits]
     summary = (
         f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
-        f"{len(corpus.validation)} validation tokens{corpus.left_out}"
+        f"{len(corpus.validation)} validation tokens{corpus.notes}"
         f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
     )
     return parts, summary

@@ -124,8 +124,8 @@ class TestCorpus:
         (tmp_path / "notes.txt").write_text("some notes")
         corpus = load(str(tmp_path), "1,1")
         assert corpus.files == 1
-        assert corpus.left_out == "; left out: 1 files that are not UTF-8 text (6 bytes), 1 empty files"
-        assert load(str(tmp_path / "notes.txt"), "1,1").left_out == ""
+        assert corpus.notes == "; left out: 1 files that are not UTF-8 text (6 bytes), 1 empty files"
+        assert load(str(tmp_path / "notes.txt"), "1,1").notes == ""
 
     def test_links_to_folders_are_followed_each_folder_once(self, tmp_path: Path) -> None:
         here, there = tmp_path / "here", tmp_path / "there"
@@ -175,7 +175,9 @@ class TestCorpus:
                 )
         (folder / "b.py").write_text("text")
         check_text(str(folder))
-        assert load(str(folder), "1,1").files == 2, "a folder of source code may hold JSON"
+        corpus, json = load(str(folder), "1,1"), int("json" in name.lower() and "zst" not in name)
+        assert corpus.files == 2, "a folder of source code may hold JSON"
+        assert corpus.notes == f"; files of JSON that are read as text: {json}" * json
 
     def test_folder_without_text(self, tmp_path: Path) -> None:
         (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
