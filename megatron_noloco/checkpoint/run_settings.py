@@ -1,7 +1,7 @@
 """The checkpoint settings of a run, and which settings of a run may change when it is resumed."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,6 @@ _NOT_REPORTED = (
 )
 
 
-class ChangedError(ValueError):
-    """Raised for settings of a run that must not change; `changes` has a line for each, without the remedy."""
-
-    def __init__(self, changes: Sequence[str], remedy: str) -> None:
-        super().__init__("\n".join(f"{line}; {remedy}" for line in changes))
-        self.changes = changes
-
-
 @dataclass(frozen=True)
 class CheckpointSettings:
     """The checkpoint settings of a run.
@@ -88,7 +80,7 @@ class CheckpointSettings:
     ) -> list[str]:
         """Return a line for each setting that differs from the JSON `saved` of a run.
 
-        Raises ChangedError for settings that a resume must not change.
+        Raises ValueError, a line per setting, for settings that a resume must not change.
 
         Args:
             counters: those of the checkpoint.
@@ -131,7 +123,7 @@ class CheckpointSettings:
                     "a run that continues this step cannot change it: take that of the checkpoint, or leave "
                     "checkpoint.load out"
                 )
-            raise ChangedError(refused, remedy)
+            raise ValueError("\n".join(f"{line}; {remedy}" for line in refused))
         return allowed
 
     def _takes_another_peak(self, saved: dict[str, Any]) -> bool:
