@@ -7,9 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -26,32 +24,15 @@ class CausalAttention(nn.Module):
     Replaces core's `DotProductAttention`, which materialises the scores and needs CUDA buffers.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = config.attention_dropout
         self.heads_are_split = not config.sequence_parallel
         self.softmax_scale = softmax_scale
         self.tokens_before = None if config.window_size is None else config.window_size[0]
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: object | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object
     ) -> Tensor:
         """Return the attention's output, [tokens, batch, heads * channels].
 
