@@ -240,9 +240,8 @@ def _mlp_bytes(architecture: Architecture, precision: Precision, tp: int) -> int
 def _activations(config: RunConfig, architecture: Architecture, topology: Topology, stage: int) -> int:
     tokens = config.micro_batch_size * architecture.seq_length
     gathered = 0
-    if (
-        topology.ep > 1
-    ):  # the tokens of all `ep` ranks, what this rank's experts make of them, and that in fp32
+    if topology.ep > 1:
+        # The tokens of all `ep` ranks, what this rank's experts make of them, and that in fp32.
         each = architecture.hidden_size * (2 * WORKING[config.precision] + _FP32)
         gathered = topology.ep * tokens * each
     # 1F1B: a stage has as many microbatches under way as there are stages from it to the last. With virtual stages

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 # So many times the best rates of the whole run are those of a run of a tenth of its local steps: 1.4 to 6.7 times
 # on four texts, with rounds and without (docs/evidence-details.md, "Rates of short runs").
 TOO_HIGH = 2.7
-_STEP = (
-    2.0  # between the factors that are tried; a parabola through three losses finds the place between them
-)
+_STEP = 2.0  # between the factors that are tried; a parabola through three losses finds the best one between
 _MOST = 2.0**10  # that the learning rates of the file may be too high, or too low
 
 
@@ -22,10 +20,8 @@ def bracket(loss: Callable[[float], float], start: float) -> dict[float, float]:
     """
     losses = {factor: loss(factor) for factor in (start, _STEP * start, start / _STEP)}
 
-    def order(
-        factor: float,
-    ) -> tuple[float, float]:  # of two runs that have diverged, the lower rate is first
-        return losses[factor], factor
+    def order(factor: float) -> tuple[float, float]:
+        return losses[factor], factor  # of two runs that have diverged, the lower rate is first
 
     while (best := min(losses, key=order)) in (max(losses), min(losses)):
         rises = best == max(losses)
