@@ -109,9 +109,9 @@ class Scheme:
         return wait / (wait + self.local_steps * step_seconds)
 
     def enough_steps(self, step_seconds: float) -> int:
-        """Return the smallest number of local steps per round for which exchanges take less than 1 % of the time.
+        """Return the fewest local steps per round, from `hidden_steps` on, so that exchanges take less than 1 %.
 
-        Where the overlap is chosen, the smallest number that hides an exchange.
+        Where the overlap is chosen, the fewest that hide an exchange.
         """
         if self.chooses_overlap:
             return max(1, math.ceil(self.seconds_per_exchange / step_seconds))
