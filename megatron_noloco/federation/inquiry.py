@@ -4,6 +4,7 @@ import socket
 from contextlib import ExitStack, suppress
 
 from megatron_noloco.federation.control import LARGEST, LONGEST, Address, Hello, Member, packed, unpacked
+from megatron_noloco.federation.likeness import fit
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.peers import greeting
 from megatron_noloco.federation.rendezvous import Directory, split
@@ -12,7 +13,7 @@ _SECONDS = 10.0
 
 
 def known_addresses(network: Network) -> dict[int, str]:
-    """Return where jobs are reached that the rendezvous knows, or jobs there; "" where others cannot reach one."""
+    """Return where jobs of this run are reached that the rendezvous knows, or jobs there; "" for nowhere."""
     # Of a slot that no federation has, so that nobody takes it for a job.
     member = Member(LARGEST, LARGEST, network.run, dict(network.digests), network.kind)
     known = Directory(LARGEST, LARGEST, Address("", 1))
@@ -21,7 +22,8 @@ def known_addresses(network: Network) -> dict[int, str]:
     for endpoint in found.endpoints:
         with suppress(OSError):  # another one may answer
             hello = _asked(network, endpoint, Hello(member, known.own, {}, question=True))
-            known.merge({**hello.others, hello.member.slot: hello.address})
+            if fit(member, hello.member):
+                known.merge({**hello.others, hello.member.slot: hello.address})
     return {slot: address.endpoint for slot, address in known.addresses.items() if slot != LARGEST}
 
 

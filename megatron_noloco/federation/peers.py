@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_noloco.federation.control import (
+    LARGEST,
     VERSION,
     Address,
     Ask,
@@ -353,7 +354,8 @@ class Peers:
         member, theirs, slot = self.member, hello.member, hello.member.slot
         if not fit(member, theirs):
             names = differences(member.digests, theirs.digests)
-            line = f"replica {slot} is refused: its job differs from this one in {names or 'its run'}"
+            who = f"replica {slot}" if slot < LARGEST else "a program that invites"
+            line = f"{who} is refused: its job differs from this one in {names or 'its run'}"
             self._refuse(line, asked)
             return False
         if self._is_own(hello):

@@ -1,5 +1,6 @@
 """One line with which a machine joins a federation: what it lets in, and what it does not."""
 
+import io
 import json
 import random
 import re
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,12 +248,17 @@ def test_the_batch_stays_whatever_layout_is_proposed() -> None:
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_program_that_is_no_job_learns_which_jobs_there_are(tmp_path: Path, encrypted: bool) -> None:
     keys = Keys.make(tmp_path / "key") if encrypted else None
-    with connected(tmp_path, 2, slots=3, keys=keys) as (first, second):
+    with (
+        redirect_stderr(io.StringIO()) as output,
+        connected(tmp_path, 2, slots=3, keys=keys) as (first, second),
+    ):
         expected = {0: first.address.endpoint, 1: second.address.endpoint}
         folder = Network(SharedFolder(tmp_path, RUN), RUN, None, keys)
         assert known_addresses(folder) == expected
         places = [("127.0.0.1", 1), split(second.address.endpoint)]  # nobody is at the first
         until(lambda: known_addresses(Network(Seeds(places), RUN, None, keys)) == expected)
+        assert known_addresses(Network(Seeds(places), RUN + 1, None, keys)) == {}, "they are of another run"
+        until(lambda: "replica 1: a program that invites is refused: its job differs" in output.getvalue())
         assert first.service.peers.directory.addresses.keys() == {0, 1}
 
 
