@@ -140,10 +140,6 @@ class KeepingUp:
     Local steps, learning rate and samples go by the number of the step. Samples of steps left out are not read.
 
     The speaker of the replica has it, for all ranks.
-
-    Attributes:
-        local_steps: k.
-        partners: of the transport.
     """
 
     def __init__(
@@ -153,16 +149,12 @@ class KeepingUp:
         federation: FederationSettings,
         steps: int | None = None,
     ) -> None:
-        self._transport = transport
-        self.partners = transport.partners
-        self.local_steps, self._fragments = noloco.local_steps, noloco.fragments
-        self._longest_seconds = noloco.deadline_seconds
+        self._transport, self._noloco, self._federation = transport, noloco, federation
         self._steps = steps
-        self._rounds_behind = federation.rounds_behind
         self._behind = federation.rounds_behind * noloco.fragments
-        self._few = noloco.local_steps // (4 * noloco.fragments)
-        self._takes_all = not federation.skip_local_steps
-        self._look_interval = noloco.local_steps if self._takes_all else 1
+        skips = federation.skip_local_steps
+        self._few = noloco.local_steps // (4 * noloco.fragments) if skips else math.inf
+        self._look_interval = 1 if skips else noloco.local_steps
         self._untrained = False
 
     def start(self, done: int) -> None:
@@ -180,7 +172,7 @@ class KeepingUp:
         if due is None:
             return step
         left_out = due - 1 - step
-        if self._untrained and left_out >= _TRAINED_ROUNDS * self.local_steps:
+        if self._untrained and left_out >= _TRAINED_ROUNDS * self._noloco.local_steps:
             raise UntrainedError(
                 "the others have trained already, and this replica begins with fresh weights, which would spoil "
                 'theirs; start it again, with checkpoint.load "auto" where that is set: it then takes over the '
@@ -189,7 +181,7 @@ class KeepingUp:
         self._untrained = False  # the others are as little trained
         if is_far_behind(self._last_exchange(step), self._last_exchange(due), self._behind):
             return None
-        if self._takes_all or left_out <= self._few:
+        if left_out <= self._few:
             return step
         self._announce(step + left_out)
         return step + left_out
@@ -219,8 +211,8 @@ class KeepingUp:
     def at_end(self, done: int) -> "AtItsEnd":
         """Announce the end of this replica, after `done` local steps, and look at the others from then on."""
         own = self._last_exchange(done)
-        self.partners.leave_out(AT_ITS_END + 1 + own)
-        return AtItsEnd(self._transport, own, self._longest_seconds, self._left_out)
+        self._transport.partners.leave_out(AT_ITS_END + 1 + own)
+        return AtItsEnd(self._transport, own, self._noloco.deadline_seconds, self._left_out)
 
     def _left_out(self, last: Mapping[int, int]) -> dict[int, str]:
         """Return why slots are not in the mean that have come: those that ended far behind the furthest.
@@ -231,7 +223,7 @@ class KeepingUp:
         furthest = max(last.values())
         return {
             slot: f"ended at local step {self._due(exchange)}, more than federation.rounds_behind "
-            f"({self._rounds_behind}) rounds before the furthest at {self._due(furthest)}"
+            f"({self._federation.rounds_behind}) rounds before the furthest at {self._due(furthest)}"
             for slot, exchange in last.items()
             if is_far_behind(exchange, furthest, self._behind)
         }
@@ -240,7 +232,8 @@ class KeepingUp:
         """Return the local steps before an exchange; 0 for -1."""
         if exchange < 0:
             return 0
-        return due_after(*divmod(exchange, self._fragments), self.local_steps, self._fragments)
+        fragments = self._noloco.fragments
+        return due_after(*divmod(exchange, fragments), self._noloco.local_steps, fragments)
 
     def is_at_its_end(self, slot: int) -> bool:
         """Whether a slot averages at its end, or will as soon as its connection stands again."""
@@ -248,16 +241,16 @@ class KeepingUp:
 
     def leave(self) -> None:
         """Announce that this replica is at its end and waits for none."""
-        self.partners.leave_out(LEFT)
+        self._transport.partners.leave_out(LEFT)
 
     def _announce(self, done: int) -> None:
         """Tell the others that this replica skips the exchanges before this step, so that none waits for it."""
-        self.partners.leave_out(self._last_exchange(done))
+        self._transport.partners.leave_out(self._last_exchange(done))
 
     def _last_exchange(self, done: int) -> int:
         """Return the number of the last exchange before the next local step; -1 where there was none."""
-        round_index, fragment = next_after(done, self.local_steps, self._fragments)
-        return round_index * self._fragments + fragment - 1
+        round_index, fragment = next_after(done, self._noloco.local_steps, self._noloco.fragments)
+        return round_index * self._noloco.fragments + fragment - 1
 
 
 class Health:
