@@ -111,11 +111,8 @@ class TreeMean:
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the mean, in one piece. Where nothing else has come it is the vector itself."""
         own, tree = self._replica.place.replica, self._tree
-        children, parent, seconds, left_out = self._replica.tell(
-            None
-            if tree is None
-            else (*tree.around(self.report.group), tree.deadline_seconds, dict(tree.left_out))
-        )
+        told = tree and (*tree.around(self.report.group), tree.deadline_seconds, dict(tree.left_out))
+        children, parent, seconds, left_out = self._replica.tell(told)
         total, included = self._vector.clone(), {own} - left_out.keys()
         if not included:
             total.zero_()
@@ -129,17 +126,14 @@ class TreeMean:
                 included |= came
         came = None
         if parent is not None:
-            levels = 1 + math.log2(
-                self._replica.place.replicas
-            )  # each of which may wait for its own children
+            levels = 1 + math.log2(self._replica.place.replicas)  # each may wait for its own children
             came = self._pass(parent, total, memory, levels * seconds, included)
         if came and self._is_sound(memory):
             total, included = memory, came
         elif included:
             came, total = None, total / len(included)  # in new memory: the parent may still ask for the sum
-        self.stopped = self._replica.tell(
-            tree is not None and came is None and tree.transport.partners.stopped()
-        )
+        stopped = tree is not None and came is None and tree.transport.partners.stopped()
+        self.stopped = self._replica.tell(stopped)
         if self.stopped or not included:  # a part of the sums may be missing; or this replica is alone
             total, included = self._vector.clone(), {own}
         if not self.stopped:
