@@ -27,6 +27,7 @@ class Family:
     normalization: ClassVar[Literal["RMSNorm", "LayerNorm"]] = "RMSNorm"
     hf_class: ClassVar[str]  # the class in transformers
     hf_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers, for keys that a config.json lacks
+    hf_fixed: ClassVar[Mapping[str, Any]] = {}  # keys of a config.json that have only these values here
     hf_activation: ClassVar[str] = "silu"  # the only `hidden_act` of this family
     hf_norm_epsilon: ClassVar[str] = "rms_norm_eps"  # Hugging Face's key
     # Hugging Face's keys of dropout probabilities, and the fields that they become
@@ -171,7 +172,7 @@ class Family:
 
     def own_keys(self, architecture: Architecture) -> dict[str, Any]:
         """Return the keys of Hugging Face's config that only this family has."""
-        return {}
+        return dict(self.hf_fixed)
 
     def hf_stacks(self, architecture: Architecture) -> dict[str, Stored]:
         """Return by name the tensors in which transformers 5 stacks several of a layer's (`{layer}` in names)."""
@@ -194,10 +195,10 @@ class Family:
         The inverse of `hf_config`. Raises ValueError, in one line, for a model that is not supported.
         """
         theirs = {**self.hf_defaults, **hf_config}
-        if theirs.get("hidden_act", self.hf_activation) != self.hf_activation:
-            raise ValueError(
-                f'hidden_act is {theirs["hidden_act"]!r}; only "{self.hf_activation}" is supported'
-            )
+        for key, value in {"hidden_act": self.hf_activation, **self.hf_fixed}.items():
+            given = self.hf_defaults.get(key, value) if hf_config.get(key) is None else hf_config[key]
+            if given != value:
+                raise ValueError(f"{key} is {given!r}; in {self.name} only {value!r} is supported")
         hf_keys.refuse_other_models(theirs, self.hf_class)
         hf_keys.refuse_two_rotations(hf_config)
         own = self.own_values(theirs)

@@ -18,6 +18,7 @@ class Llama(Family):
     own_fields: ClassVar = {"rope_scaling_factor": None}
     hf_class = "LlamaForCausalLM"
     hf_defaults: ClassVar = {"max_position_embeddings": 2048}
+    hf_fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}
     rope_types = ("llama3", "yarn")
 
     def core_model(self, architecture: Architecture) -> dict[str, Any]:
@@ -26,15 +27,8 @@ class Llama(Family):
             return options
         return options | {"rope_scaling": True, "rope_scaling_factor": factor}
 
-    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
-        return {"attention_bias": False, "mlp_bias": False}
-
     def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
         factor = architecture.rope_scaling_factor
         if factor is None:
             return super().hf_scaling(architecture)
         return {"rope_type": "llama3", "factor": factor, **hf_keys.LLAMA3_SCALING}
-
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        hf_keys.refuse_flags(theirs, ("attention_bias", "mlp_bias"), "Llamas with biases are not supported")
-        return super().own_values(theirs)

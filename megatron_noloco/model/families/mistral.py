@@ -26,7 +26,7 @@ class Mistral(Family):
         return options if window is None else options | {"window_size": (window - 1, 0)}
 
     def own_keys(self, architecture: Architecture) -> dict[str, Any]:
-        return {"sliding_window": architecture.sliding_window}
+        return super().own_keys(architecture) | {"sliding_window": architecture.sliding_window}
 
     def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
         window = None if theirs.get("sliding_window") is None else hf_keys.size(theirs, "sliding_window")
@@ -47,12 +47,9 @@ class Mixtral(Mixture, Mistral):
         "rms_norm_eps": 1e-5,
         "num_experts_per_tok": 2,
     }
+    hf_fixed: ClassVar = {"router_jitter_noise": 0.0}
     hf_renamed: ClassVar = {".block_sparse_moe.": ".mlp."}
     hf_router = THEIRS + "block_sparse_moe.gate.weight"
     hf_expert = THEIRS + "block_sparse_moe.experts.{expert}.{part}.weight"
     hf_parts = ("w1", "w3", "w2")
     hf_counts = ("num_local_experts",)
-
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        hf_keys.refuse_flags(theirs, ("router_jitter_noise",), "noise on the router's input is not supported")
-        return super().own_values(theirs)

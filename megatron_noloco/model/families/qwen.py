@@ -10,7 +10,25 @@ from megatron_noloco.model.families.mixture import Mixture
 from megatron_noloco.model.families.table import Parameter
 
 
-class Qwen2(Family):
+class Qwen(Family):
+    """What Qwen2 and Qwen3 share: no layer has a sliding window, though a config.json may give its width."""
+
+    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
+        return super().own_keys(architecture) | {"use_sliding_window": False}
+
+    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
+        hf_keys.refuse_layer_types(theirs, "full_attention")
+        layers, first = hf_keys.size(theirs, "num_hidden_layers"), theirs.get("max_window_layers", 28)
+        windows = theirs.get("use_sliding_window") and theirs.get("sliding_window", 4096) is not None
+        if windows and not theirs.get("layer_types") and not (type(first) is int and first >= layers):
+            raise ValueError(
+                f"use_sliding_window is true, and max_window_layers {first!r} of {layers} layers; windows on "
+                "layers are not supported"
+            )
+        return super().own_values(theirs)
+
+
+class Qwen2(Qwen):
     """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv 2407.10671): a Llama with biases on queries, keys and values."""
 
     name = "qwen2"
@@ -24,15 +42,8 @@ class Qwen2(Family):
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         return super().core_config(architecture) | {"add_qkv_bias": True}
 
-    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
-        return {"use_sliding_window": False}
 
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        _refuse_windows(theirs)
-        return super().own_values(theirs)
-
-
-class Qwen3(Family):
+class Qwen3(Qwen):
     """Qwen3 (arXiv 2505.09388): a Llama with norms on the heads of queries and keys.
 
     The width of a head is not hidden_size / num_attention_heads: set `kv_channels`.
@@ -41,6 +52,7 @@ class Qwen3(Family):
     name = "qwen3"
     hf_class = "Qwen3ForCausalLM"
     hf_defaults: ClassVar = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
+    hf_fixed: ClassVar = {"attention_bias": False}
 
     def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
         norms = (
@@ -58,14 +70,6 @@ class Qwen3(Family):
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         return super().core_config(architecture) | {"qk_layernorm": True}
 
-    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
-        return {"attention_bias": False, "use_sliding_window": False}
-
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        hf_keys.refuse_flags(theirs, ("attention_bias",), "a Qwen3 with biases is not supported")
-        _refuse_windows(theirs)
-        return super().own_values(theirs)
-
 
 class Qwen3Moe(Mixture, Qwen3):
     """Qwen3-MoE (arXiv 2505.09388): a Qwen3 with a mixture of experts in place of each MLP."""
@@ -78,6 +82,15 @@ class Qwen3Moe(Mixture, Qwen3):
         "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,
         "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    }
+    # Every layer has experts, and the probabilities of the chosen ones add up to 1.
+    hf_fixed: ClassVar = {
+        **Qwen3.hf_fixed,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "use_sliding_window": False,  # here transformers does not read `max_window_layers`
     }
     # `intermediate_size` is the width of layers without experts, of which there are none here.
     hf_sizes: ClassVar = {**Qwen3.hf_sizes, "ffn_hidden_size": "moe_intermediate_size"}
@@ -85,37 +98,3 @@ class Qwen3Moe(Mixture, Qwen3):
     hf_expert = THEIRS + "mlp.experts.{expert}.{part}_proj.weight"
     hf_parts = ("gate", "up", "down")
     hf_counts = ("num_local_experts", "num_experts")  # the first as transformers 5 writes it
-
-    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
-        every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-        return super().own_keys(architecture) | every_layer | {"norm_topk_prob": True}
-
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        if not hf_keys.flag(theirs, "norm_topk_prob"):
-            raise ValueError(
-                "norm_topk_prob is false; the probabilities of the chosen experts must add up to 1"
-            )
-        hf_keys.refuse_flags(theirs, ("mlp_only_layers",), "every layer must have experts")
-        # Here transformers does not read `max_window_layers`.
-        hf_keys.refuse_flags(theirs, ("use_sliding_window",), "windows on layers are not supported")
-        if theirs.get("decoder_sparse_step", 1) != 1:
-            raise ValueError(
-                f"decoder_sparse_step is {theirs['decoder_sparse_step']!r}; every layer must have experts"
-            )
-        return super().own_values(theirs)
-
-
-def _refuse_windows(theirs: hf_keys.Keys) -> None:
-    """Raise ValueError if the layers from `max_window_layers` on have a sliding window.
-
-    The released dense models have none, though their config.json sets `sliding_window`.
-    """
-    hf_keys.refuse_layer_types(theirs, "full_attention")
-    if theirs.get("layer_types") or not theirs.get("use_sliding_window"):
-        return
-    layers, first = hf_keys.size(theirs, "num_hidden_layers"), theirs.get("max_window_layers", 28)
-    if theirs.get("sliding_window", 4096) is not None and not (type(first) is int and first >= layers):
-        raise ValueError(
-            f"use_sliding_window is true, and max_window_layers {first!r} of {layers} layers; windows on layers "
-            "are not supported"
-        )

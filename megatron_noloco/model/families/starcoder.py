@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.mistral import Mistral
 from megatron_noloco.model.families.table import Parameter
 
@@ -26,6 +25,7 @@ class Starcoder2(Mistral):
         "tie_word_embeddings": True,
         "initializer_range": 0.018042,
     }
+    hf_fixed: ClassVar = {"use_bias": True}
     hf_mlp = ("c_fc", "c_proj")
     hf_activation = "gelu_pytorch_tanh"
     hf_norm_epsilon = "norm_epsilon"
@@ -45,11 +45,3 @@ class Starcoder2(Mistral):
             "activation_func": partial(F.gelu, approximate="tanh"),
             "add_bias_linear": True,
         }
-
-    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
-        return super().own_keys(architecture) | {"use_bias": True}
-
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        if not hf_keys.flag(theirs, "use_bias", default=True):
-            raise ValueError("use_bias is false; a StarCoder2 without biases is not supported")
-        return super().own_values(theirs)
