@@ -255,9 +255,8 @@ class NolocoCallback(TrainerCallback):
         A save or an evaluation that is due at a step in between is done at the step where this job continues.
         """
         schedule = _schedule_of(self._trainer)
-        by_loss = (
-            "metrics" in inspect.signature(schedule.step).parameters
-        )  # stepped by the Trainer's evaluations
+        # A schedule that follows the loss is stepped by the Trainer's evaluations.
+        by_loss = "metrics" in inspect.signature(schedule.step).parameters
         while state.global_step < self.noloco.done:
             state.global_step += 1
             if state.global_step > self.noloco.taken and not by_loss:  # a schedule taken over has these steps
