@@ -99,7 +99,7 @@ def _invite(args: argparse.Namespace) -> int:
         raise ValueError(f"invite: --slot {args.slot}: the slots are 0 to {config.federation.slots - 1}")
     secret = new_secret(key.read_bytes(), args.valid, args.slot)
     place = f"[{own}]:{args.port}" if ":" in own else f"{own}:{args.port}"
-    line = line_of(Ticket(__version__, [place], fingerprint_of(key), f"{network.run:016x}", secret))
+    line = line_of(Ticket(__version__, [place], fingerprint_of(key), secret))
     if not args.serve:
         say(line)
         return 0

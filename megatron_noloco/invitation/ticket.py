@@ -29,14 +29,12 @@ class Ticket:
         version: of the program.
         addresses: "HOST:PORT", any of which may answer.
         fingerprint: of the certificate that answers, SHA-256, hexadecimal.
-        run: number of the run, hexadecimal; see `federation.likeness`.
         secret: see `new_secret`.
     """
 
     version: str
     addresses: list[str] = Field(min_length=1, max_length=16)
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
-    run: str = Field(pattern="^[0-9a-f]{16}$")
     secret: str = Field(pattern="^[0-9a-f]+[.][0-9a-f]{16}[.][0-9]*[.][0-9a-f]{32}$")
 
 

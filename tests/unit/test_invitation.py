@@ -38,7 +38,7 @@ from tests.integration.tiny import tiny
 from tests.unit.federated import RUN, connected, until
 from tests.unit.test_tokenizers import write_tokenizer
 
-TICKET = Ticket(__version__, ["10.0.0.1:29700"], "0f" * 32, "ab" * 8, new_secret(b"key", 60.0))
+TICKET = Ticket(__version__, ["10.0.0.1:29700"], "0f" * 32, new_secret(b"key", 60.0))
 THERE = {0: "tcp://10.0.0.1:5000", 2: ""}
 
 
