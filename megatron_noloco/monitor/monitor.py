@@ -131,9 +131,10 @@ class Monitor:
         self.console = console
         self._rounds = self._rounds_met = 0
         self.diverged: list[int] = []
-        self._begin_interval()
+        self.begin()
 
-    def _begin_interval(self) -> None:
+    def begin(self) -> None:
+        """Begin to measure local steps: building the engine, reading a checkpoint and joining are none."""
         self._interval_started = time.perf_counter()  # evaluations and saves add their time
         self._steps = 0
 
@@ -152,18 +153,19 @@ class Monitor:
             for report in reports:
                 self._round(report)
 
-    def averaged(self, reports: Sequence[ExchangeReport], federated: bool) -> None:
+    def averaged(self, reports: Sequence[ExchangeReport], seconds: float, federated: bool) -> None:
         """Record the exchanges after the last round that made all replicas equal.
 
         Args:
+            seconds: of all, and of waiting for the last jobs of a federation, which is no training.
             federated: whether the replicas are separate jobs, of which some may not be in the mean.
         """
         for report in reports if federated else ():
             replicas = f"replica{'s' * (len(report.group) > 1)} {', '.join(map(str, report.group))}"
             self.say(f" final average of {replicas} |" + f" {report.missed} |" * bool(report.missed))
-        self._exchanged(
-            sum(report.bytes_sent for report in reports), sum(report.seconds for report in reports)
-        )
+        in_exchanges = sum(report.seconds for report in reports)
+        self._exchanged(sum(report.bytes_sent for report in reports), in_exchanges)
+        self._interval_started += seconds - in_exchanges
 
     def _exchanged(self, sent_bytes: int, pause_seconds: float) -> None:
         self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
@@ -242,7 +244,7 @@ class Monitor:
         self.metrics.record("memory/peak_bytes", _peak_memory_bytes(), LAST_MAX)
         self.metrics.record("train/consumed_samples", self.plan.consumed(done), LAST)  # by all replicas
         self.metrics.write_steps(done, self._steps)
-        self._begin_interval()
+        self.begin()
 
     def evaluation(self, done: int, evaluation: Evaluation, seconds: float) -> None:
         """Write the row of an evaluation that took `seconds`, and keep its losses for checkpoints."""

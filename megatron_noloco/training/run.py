@@ -108,6 +108,7 @@ class Run:
             if took is not None:
                 self.monitor.took(done, took.step, took.slot, str(took))
                 before = done = took.step
+        self.monitor.begin()
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
                 if self.membership is not None and self.stopping.leaves:
@@ -146,11 +147,13 @@ class Run:
                     and self.checkpointer.saved_step != done
                 ):
                     self._save(done)
+                started = time.perf_counter()
                 reports = self.final_average(done)
                 if self.membership is not None and not reports:
                     self._leave(done)
                     return False
-                self.monitor.averaged(reports, federated=self.membership is not None)
+                seconds = time.perf_counter() - started
+                self.monitor.averaged(reports, seconds, federated=self.membership is not None)
         if before < done or any(len(report.group) > 1 for report in reports):
             return self._after_round(before, done)
         return True

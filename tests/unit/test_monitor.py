@@ -22,11 +22,16 @@ class Clock:
 
 
 def train(rank: int, world_size: int) -> Rows:
-    """Four local steps of 2 seconds, of which three end with a round; an evaluation and two saves among them."""
+    """Four local steps of 2 seconds, of which three end with a round; an evaluation and two saves among them.
+
+    The average at the end takes 4 seconds.
+    """
     clock = Clock()
     monitor.time = clock  # type: ignore[assignment]  # in this process alone
     metrics, rows = begin()
     watched = Monitor(metrics, BatchPlan(2, 1, 1, 1), Throughput(10, 2, 1e12), None)
+    clock.now += 60  # the engine is built, and a checkpoint read
+    watched.begin()
     for done, partner, wait in ((1, None, 0.0), (2, 1, 0.0), (3, 2, 0.0), (4, 3, 5.0)):
         clock.now += 2
         exchange = ExchangeReport((0, partner or 0), wait_seconds=wait)
@@ -38,6 +43,8 @@ def train(rank: int, world_size: int) -> Rows:
             clock.now += 14
             watched.saved(done, 7.0, None)
             watched.saved(done, 7.0, "No space left on device")
+    clock.now += 40  # of which 36 are spent waiting for others
+    watched.averaged([ExchangeReport((0, 1), seconds=4.0)], 40.0, federated=True)
     watched.log(4)
     return rows
 
@@ -48,9 +55,9 @@ def test_rows_of_a_run() -> None:
     evaluation, checkpoint, step = rows
     assert (evaluation["kind"], evaluation["time/evaluation_seconds"]) == ("evaluation", 30)
     assert (checkpoint["kind"], checkpoint["step"], checkpoint["time/save_seconds"]) == ("checkpoint", 3, 7)
-    assert step["speed/seconds_per_step"] == 2
-    assert step["time/exchange_seconds"] == 1.5 / 4
-    assert step["total/pause_seconds"] == 1.5
+    assert step["speed/seconds_per_step"] == 3
+    assert step["time/exchange_seconds"] == 5.5 / 4
+    assert step["total/pause_seconds"] == 5.5
     assert (step["round/partners"], step["round/wait_seconds"]) == ([3], 5.0)
     assert step["memory/peak_bytes"] > 0
 
