@@ -173,6 +173,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"model.kv_channels": 15}, "model.kv_channels: a head of 15 channels has no rotary embedding"),
     ({"model.num_query_groups": 3}, "num_attention_heads 4 does not divide into model.num_query_groups 3"),
     ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
+    ({"model.recompute_method": "block"}, "recompute_method has a meaning only with model.recompute"),
     ({"model.recompute_modules": ["mlp"]}, 'a meaning only with model.recompute_granularity "selective"'),
     (
         {"model.recompute_granularity": "selective", "model.recompute_modules": ["moe"]},
