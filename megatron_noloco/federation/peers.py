@@ -52,7 +52,6 @@ _SILENT_TICKS, _LONGEST_SILENCE = 20, 60  # ticks of half a second
 _STOP_TICKS = 2  # a round that is almost over may end before
 _RIVAL_SECONDS = 30.0  # between two questions to a later process of this slot
 _MOST_WARNINGS = 1000  # others may cause them
-_MOST_QUESTIONS = 64  # for addresses, at a time
 _SAME_KEY = "both need the same key file, or encryption none"
 CONNECTION_LOST = "has gone: the connection was lost"
 
@@ -95,7 +94,6 @@ class Peers:
         self._keys = keys
         self._stopped_ticks = 0
         self._rival_again = float("-inf")
-        self._questions = list[Wire]()
         self._warnings = set[str]()
         self._answered = set[str]()  # endpoints that were asked for addresses
 
@@ -172,10 +170,8 @@ class Peers:
 
     def ask_for_addresses(self, endpoint: str) -> None:
         """Send all addresses to the process at an endpoint, which has no name, and ask for those that it knows."""
-        self._questions = [wire for wire in self._questions if wire.error is None]
-        for to in numeric(endpoint) if len(self._questions) < _MOST_QUESTIONS else ():
-            if (wire := self._connect(endpoint, to, partial(self._visit, None))) is not None:
-                self._questions.append(wire)
+        for to in numeric(endpoint):
+            self._connect(endpoint, to, partial(self._visit, None))
 
     def name_silent(self, endpoints: Sequence[str]) -> None:
         """Say that nobody has ever answered at the endpoints that are asked for addresses, if that is so."""
