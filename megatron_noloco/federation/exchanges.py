@@ -55,7 +55,7 @@ class Peer:
         attempts: how many it has opened in a row, without a session.
         again: when the next one may be opened, on the monotonic clock.
         apart_since: when its address became known or its connection was lost, likewise.
-        told: the version of our directory that it was sent last; -1: none.
+        told: the addresses that it was sent last; None: none.
         counted: the latest exchange with it that counts here; -1: none.
         silent_ticks: for how many ticks it has said nothing.
         longest_silence: of those that ended, in ticks.
@@ -72,7 +72,7 @@ class Peer:
     again: float = float("-inf")
     address: Address | None = None
     apart_since: float = float("-inf")
-    told: int = -1
+    told: Mapping[int, Address] | None = None
     counted: int = -1
     silent_ticks: int = 0
     longest_silence: int = 0

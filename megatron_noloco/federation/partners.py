@@ -146,12 +146,11 @@ class FederationPartners:
 
     def hidden(self) -> set[int]:
         """Return the replicas that no other can connect to, as far as is known; this one may be among them."""
-        addresses = self._peers.directory.addresses.copy()
-        return {slot for slot, address in addresses.items() if not address.endpoint}
+        return {slot for slot, address in self._peers.directory.addresses.items() if not address.endpoint}
 
     def sites(self) -> dict[int, str]:
         """Return the names of the sites of all replicas whose address is known, with this one's, by slot."""
-        return {slot: address.site for slot, address in self._peers.directory.addresses.copy().items()}
+        return {slot: address.site for slot, address in self._peers.directory.addresses.items()}
 
     def _is_across(self, slot: int) -> bool:
         sites = self.sites()

@@ -440,7 +440,7 @@ class Peers:
             self._end(peer.session, CONNECTION_LOST if epoch == before else "was started anew")
         if epoch > before:
             peer.seen = Seen(epoch)  # and not present before its first `State`
-        peer.session, peer.attempts, peer.told, peer.silent_ticks = session, 0, -1, 0
+        peer.session, peer.attempts, peer.told, peer.silent_ticks = session, 0, None, 0
         peer.update(connected=True)
         self.wires.welcome(session.control)
         session.say(self.exchanges.state(peer))
@@ -476,6 +476,6 @@ class Peers:
         peer.update(heard=time.monotonic())
 
     def _tell_addresses(self, peer: Peer, session: Session) -> None:
-        if peer.told != self.directory.version:
-            peer.told = self.directory.version
-            session.say(Known(dict(self.directory.addresses)))
+        if peer.told is not self.directory.addresses:
+            peer.told = self.directory.addresses
+            session.say(Known(dict(peer.told)))

@@ -93,22 +93,20 @@ def _places(endpoint: str, flags: int = 0) -> list[SocketAddress]:
 
 
 class Directory:
-    """The addresses of all replicas, as far as this one knows them. Used by one thread.
+    """The addresses of all replicas, as far as this one knows them. Used by one thread, but for `addresses`.
 
     Args:
         slot, slots: see `Member`.
 
     Attributes:
         own: the address of this process.
-        addresses: by slot.
-        version: grows with each change.
+        addresses: by slot. A change replaces it, so other threads read one moment of it.
     """
 
     def __init__(self, slot: int, slots: int, own: Address) -> None:
         self.own = own
-        self.addresses = {slot: own}
+        self.addresses: Mapping[int, Address] = {slot: own}
         self._slot, self._slots = slot, slots
-        self.version = 0
         self._claimed = False
 
     @property
@@ -146,12 +144,15 @@ class Directory:
 
     def merge(self, addresses: Mapping[int, Address]) -> None:
         """Keep the latest address of each slot; leave out those that are invalid, or of slots not known here."""
-        for slot, address in addresses.items():
-            known = self.addresses.get(slot)
-            valid = not address.endpoint or is_endpoint(address.endpoint)
-            if valid and 0 <= slot < self._slots and (known is None or known.epoch < address.epoch):
-                self.addresses[slot] = address
-                self.version += 1
+        newer = {
+            slot: address
+            for slot, address in addresses.items()
+            if 0 <= slot < self._slots
+            and (not address.endpoint or is_endpoint(address.endpoint))
+            and (slot not in self.addresses or self.addresses[slot].epoch < address.epoch)
+        }
+        if newer:
+            self.addresses = {**self.addresses, **newer}
 
 
 class Found(NamedTuple):

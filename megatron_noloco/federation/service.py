@@ -70,7 +70,7 @@ class Service:
     def _run(self) -> None:
         peers, wires = self.peers, self._wires
         try:
-            next_tick, followed = 0.0, -1
+            next_tick, followed = 0.0, peers.directory.addresses
             while not self._closing:
                 if (now := time.monotonic()) >= next_tick:
                     wires.end_late()
@@ -79,8 +79,8 @@ class Service:
                 wires.turn(max(0.0, next_tick - now))
                 while not self._work.empty():
                     self._work.get()()
-                if peers.directory.version != followed:
-                    followed = peers.directory.version
+                if peers.directory.addresses is not followed:
+                    followed = peers.directory.addresses
                     peers.follow_directory()
         except Exception as error:
             self._failure = error

@@ -386,7 +386,6 @@ def test_the_address_of_the_latest_process_is_kept() -> None:
     own.merge({1: Address("tcp://b:1", 5)})
     own.merge({1: Address("tcp://c:1", 4)})
     assert own.addresses[1] == Address("tcp://a:1", 5)
-    assert own.version == 1
     own.merge({1: Address("tcp://b:1", 6)})
     assert own.addresses[1] == Address("tcp://b:1", 6)
 
