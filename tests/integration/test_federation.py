@@ -18,7 +18,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation import membership
 from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.job import notice
+from megatron_noloco.job import stopping
 from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.training.replica_state import ReplicaState
@@ -369,7 +369,7 @@ def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
 
 def slow_and_attentive() -> None:
     """Have this process run its notice_command all the time."""
-    notice._EVERY_SECONDS = 0.0
+    stopping._NOTICE_SECONDS = 0.0
     pause(0.06)
 
 
