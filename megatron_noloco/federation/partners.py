@@ -103,9 +103,7 @@ class FederationPartners:
         """Record how many seconds a successful exchange waited for this partner."""
         across = self._is_across(slot)
         if seconds <= self._patience.deadline_seconds(self._waits[across]):
-            self._factors[across] = (
-                1.0  # else links are slower than before; it stays until past waits show that
-            )
+            self._factors[across] = 1.0  # else links are slower than before, until past waits show that
         self._waits[across].append(seconds)
 
     def missed(self, slot: int) -> None:

@@ -164,6 +164,13 @@ def test_the_topology_is_that_of_the_block_parallel_and_the_ranks() -> None:
     assert (whole.parallel.world_size, config().parallel.world_size) == (None, 8)
 
 
+def test_routing_needs_several_replicas_and_stages() -> None:
+    assert config().routing(Topology(4, 2)).active
+    assert not config().routing(Topology(1, 2)).active
+    assert not config(parallel__pipeline_model_parallel_size=1).routing(Topology(4, 1)).active
+    assert not config(noloco__routing="off").routing(Topology(4, 2)).active
+
+
 @pytest.mark.parametrize(
     ("edits", "world_size", "line"),
     [

@@ -91,6 +91,13 @@ class TestCorpus:
         assert all(found)
         assert sum(map(len, found)) == len(set.union(*found)) == corpus.files == 60
 
+    def test_a_file_keeps_its_split_when_others_come(self, tmp_path: Path) -> None:
+        write_files(tmp_path, 30)
+        before = set(ByteTokenizer().decode(load(str(tmp_path), "1,1").train).split("\n"))
+        write_files(tmp_path, 60)
+        after = set(ByteTokenizer().decode(load(str(tmp_path), "1,1").train).split("\n"))
+        assert before < after
+
     def test_a_copy_elsewhere_is_split_alike(self, tmp_path: Path) -> None:
         for folder in (tmp_path / "here", tmp_path / "there"):
             folder.mkdir()

@@ -16,7 +16,7 @@ from megatron_noloco.outer.round import Fragment, cut
 from megatron_noloco.plans.fragments import fragment_after, most_under_way
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
-from tests.unit.fleet import SECONDS, K, noise
+from tests.unit.fleet import SECONDS, K, fleet_of, noise
 from tools.loopback import loopback_world
 
 phases = st.integers(1, 40).flatmap(lambda k: st.tuples(st.just(k), st.integers(1, k)))
@@ -71,6 +71,13 @@ def test_every_weight_is_in_one_fragment_and_all_copies_are_in_the_first(data: s
 def test_more_fragments_than_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="fragments 4 are more than the 3 weights of a rank"):
         cut(3, [], 4)
+
+
+def test_fragments_of_a_round_have_different_partners() -> None:
+    fleet = fleet_of(8, fragments=K)
+    partners = [set(step[0][0].exchange.group) - {0} for step in fleet.run(8 * K)]
+    by_round = [set.union(*partners[first : first + K]) for first in range(0, len(partners), K)]
+    assert sum(map(len, by_round)) / len(by_round) > 2.5, "of 4 drawn from 7, with repetition, 3.2 differ"
 
 
 class WithCopies(TorchWeights):
