@@ -37,6 +37,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from megatron_noloco.errors import UserError
+
 Path = tuple[str, ...]
 _Class = TypeVar("_Class")
 _NEAR = 0.8  # of difflib: that of a misspelling, and of no key of DeepSpeed that does nothing here
@@ -45,7 +47,7 @@ _NEAR = 0.8  # of difflib: that of a misspelling, and of no key of DeepSpeed tha
 def _checked_path(path: str) -> str:
     """Return a path with a "~" at its beginning replaced by the home folder."""
     if "\0" in path:
-        raise ValueError("has a NUL character (\\u0000), which no file's name can have; remove it")
+        raise UserError("has a NUL character (\\u0000), which no file's name can have; remove it")
     return os.path.expanduser(path)
 
 
@@ -74,7 +76,7 @@ def refusing(**reasons: str) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and value in reasons:
-            raise ValueError(f'"{value}" {reasons[value]}')
+            raise UserError(f'"{value}" {reasons[value]}')
         return value
 
     return BeforeValidator(check)
@@ -84,7 +86,7 @@ def refusing(**reasons: str) -> BeforeValidator:
 def settings_class(cls: type[_Class]) -> type[_Class]:
     """Make a frozen dataclass of a class of fields. All its arguments are keywords.
 
-    The class raises ValueError, with a line for each problem, for a value of another type or out of its bounds,
+    The class raises UserError, with a line for each problem, for a value of another type or out of its bounds,
     and for what its `__post_init__` raises. Numbers of numpy become those of Python, as JSON needs them.
     """
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -96,7 +98,7 @@ def settings_class(cls: type[_Class]) -> type[_Class]:
         try:
             checked(self, **given)
         except ValidationError as error:
-            raise ValueError("\n".join(problems_of(error, made, (made.__name__,)))) from None
+            raise UserError("\n".join(problems_of(error, made, (made.__name__,)))) from None
 
     made.__init__ = __init__
     return made

@@ -15,17 +15,19 @@ from pathlib import Path
 from stat import S_IMODE
 from typing import TYPE_CHECKING, Any
 
+from megatron_noloco.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @contextmanager
 def writing(path: Path | str, option: str) -> Iterator[None]:
-    """Around the first write to a place that the user chose by this option: an OSError becomes a ValueError."""
+    """Around the first write to a place that the user chose by this option: an OSError becomes a UserError."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}; give another {option}") from None
+        raise UserError(f"{path}: cannot be written: {error.strerror}; give another {option}") from None
 
 
 @contextmanager
@@ -73,15 +75,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_object(path: Path, advice: str) -> dict[str, Any]:
-    """Return the JSON object in a file; raises ValueError."""
+    """Return the JSON object in a file; raises UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
+        raise UserError(f"{path}: {error.strerror}; {advice}") from None
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object; {advice}")
+        raise UserError(f"{path}: not a JSON object; {advice}")
     return content
 
 
@@ -91,21 +93,21 @@ def without_mark(content: bytes) -> bytes:
 
 
 def check_whole_characters(text: str) -> None:
-    """Raise ValueError for half a character, which JSON can escape and no tokenizer takes."""
+    """Raise UserError for half a character, which JSON can escape and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(
+        raise UserError(
             "holds half a character (a surrogate such as \\ud83d without its other half)"
         ) from None
 
 
 def check_utf_8(content: bytes) -> None:
-    """Raise ValueError for text of UTF-16 or UTF-32, which the mark or zeros among its first 4 bytes show."""
+    """Raise UserError for text of UTF-16 or UTF-32, which the mark or zeros among its first 4 bytes show."""
     encoding = json.detect_encoding(content[:4])
     if encoding not in ("utf-8", "utf-8-sig"):
         name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")  # as iconv has them
-        raise ValueError(
+        raise UserError(
             f"not UTF-8 text: it begins as {name} does (iconv -f {name} -t UTF-8 would convert it)"
         )
 

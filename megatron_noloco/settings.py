@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.fields import (
     AboveZero,
     Also,
@@ -59,7 +60,7 @@ _NO_HALF = refusing(fp16=_ROUNDED.format("6 %"), bf16=_ROUNDED.format("50 %"))
 
 def _short(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,32}", name):
-        raise ValueError(
+        raise UserError(
             f"{shown(name)} is no short name: at most 32 letters of a to z, digits, and any of _.-"
         )
     return name
@@ -73,7 +74,7 @@ _NO_STEP = refusing(step='is no longer a value; with local_steps 1 "round" is th
 class NolocoSettings:
     """Settings of the method, in `OuterOptimizer`, in `attach` and in the trainer.
 
-    Raises ValueError for a value of another type or out of its bounds, and for values that exclude each other.
+    Raises UserError for a value of another type or out of its bounds, and for values that exclude each other.
     """
 
     method: Literal["noloco", "diloco"] = field(
@@ -145,7 +146,7 @@ class NolocoSettings:
 
     def __post_init__(self) -> None:
         if problems := list(method_problems(self)):
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
 
     @property
     def gamma(self) -> float:
@@ -189,25 +190,25 @@ class NolocoSettings:
     def sites_among(self, replicas: int) -> Sites | None:
         """Return where `replicas` are; None where groups do not depend on it, or "hosts" are not known yet.
 
-        Raises ValueError where sites are not those of so many replicas, or not equally large.
+        Raises UserError where sites are not those of so many replicas, or not equally large.
         """
         if self.sites in (None, "hosts") or self.method != "noloco":
             return None
         if isinstance(self.sites, int):
             if replicas % self.sites:
-                raise ValueError(f"sites {self.sites}: {replicas} replicas do not divide into so many sites")
+                raise UserError(f"sites {self.sites}: {replicas} replicas do not divide into so many sites")
             names: list[Any] = [replica * self.sites // replicas for replica in range(replicas)]
         else:
             assert isinstance(self.sites, list)
             names = self.sites
             if len(names) != replicas:
-                raise ValueError(
+                raise UserError(
                     f"sites: a list of {len(names)}, but there are {replicas} replicas; name each one's"
                 )
         found = Counter(names)
         if len(set(found.values())) > 1:
             largest, smallest = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
-            raise ValueError(
+            raise UserError(
                 f"sites: {found[largest]} replicas at site {largest} and {found[smallest]} at {smallest}, but "
                 "groups across need equally many; let each replica be a job of its own, with federation.site"
             )
@@ -287,7 +288,7 @@ class TrainerSettings(NolocoSettings):
 class FederationSettings:
     """Replicas as separate jobs, and how they find each other: the JSON block `federation`.
 
-    Jobs of one federation should agree on `slots`; the other settings are each job's own. Raises ValueError as
+    Jobs of one federation should agree on `slots`; the other settings are each job's own. Raises UserError as
     `NolocoSettings` does.
     """
 
@@ -401,7 +402,7 @@ def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
         return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
     try:
         noloco.sites_among(replicas)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     sizes = noloco.group_sizes_among(replicas)
     if max(sizes) <= noloco.group_size:
@@ -515,11 +516,11 @@ def recommended(replicas: int) -> dict[str, Any]:
 
 
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
-    """Return the plan of groups among `replicas`. Raises ValueError where they cannot be drawn."""
+    """Return the plan of groups among `replicas`. Raises UserError where they cannot be drawn."""
     if problem := _sizes_problem(noloco, replicas):
-        raise ValueError(problem)
+        raise UserError(problem)
     if noloco.sites == "hosts":
-        raise ValueError('sites "hosts" is for `train` only; give a number of sites or a list')
+        raise UserError('sites "hosts" is for `train` only; give a number of sites or a list')
     size, pairing = noloco.group_size_among(replicas), noloco.pairing_among(replicas)
     return Grouping(replicas, size, seed, pairing, noloco.sites_among(replicas))
 

@@ -39,7 +39,7 @@ class EngineAdapter:
         remedy: what to change where these are not the ranks of the replica: where the job holds all replicas, and
             where it is one replica.
         steps: returns how many steps the optimizer has taken; None where each call of `Attached.step` follows one.
-        check_all: raises ValueError where the loop trains more than `weights`.
+        check_all: raises UserError where the loop trains more than `weights`.
         modules: that have the weights, as the loop made them: without DistributedDataParallel and the like.
         part_of: returns this rank's part of a parameter of the modules, frozen or not.
         places_of: places_of(parameter, matrix) returns the rectangles of the parameter that make up this part.

@@ -18,6 +18,7 @@ from megatron_noloco.attach.checks import tensor_of
 from megatron_noloco.attach.inner import InnerState, check_no_weights
 from megatron_noloco.attach.other_state import digest_of_weights
 from megatron_noloco.attach.replica_groups import this_rank
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
@@ -32,10 +33,10 @@ _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 
 
 def check_not_attached(weights: Weights) -> None:
-    """Raise ValueError where any of these weights are attached already."""
+    """Raise UserError where any of these weights are attached already."""
     own = _addresses(weights)
     if any(own & _addresses(other.outer.weights) for other in _ATTACHED):
-        raise ValueError("attach: this model is attached already; close() what attach returned before")
+        raise UserError("attach: this model is attached already; close() what attach returned before")
 
 
 def _addresses(weights: Weights) -> set[int]:
@@ -51,7 +52,7 @@ class Attached:
             `FederationSettings.rounds_behind` rounds behind and has taken over the state of another one, and
             often when the job is slow (`FederationSettings.skip_local_steps`).
         outer: the outer optimizer of this rank.
-        when_loaded: called before weights are loaded into the model; by default it refuses them with ValueError.
+        when_loaded: called before weights are loaded into the model; by default it refuses them with UserError.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Attached:
         Returns the reports of the rounds that ended with it: none after most steps. In a federation a lost partner
         costs a skipped round, and the report says why (`report.exchange.missed`).
 
-        Raises ValueError after `close`. Raises PartnerLostError in one job, when a partner is gone, or its
+        Raises UserError after `close`. Raises PartnerLostError in one job, when a partner is gone, or its
         subclass PartnerTimeoutError, when a partner does not answer in time: go back to a checkpoint. In a
         federation raises NotFiniteError where a round is due and a weight of this replica is not finite, and
         UntrainedError where this job began without a state, and the others have trained long before or wait at
@@ -145,9 +146,9 @@ class Attached:
         return reports
 
     def _check_not_closed(self) -> None:
-        """Raise ValueError after `close`: this replica would be alone from then on, and nobody would notice."""
+        """Raise UserError after `close`: this replica would be alone from then on, and nobody would notice."""
         if self not in _ATTACHED:
-            raise ValueError(
+            raise UserError(
                 "attach: no rounds and no average after close(); call close() last, or attach again"
             )
 
@@ -189,7 +190,7 @@ class Attached:
         (`stopped` of `attach`), its weights stay its own.
 
         Returns reports with the replicas averaged, and how far apart they were; none where it was asked to stop.
-        Raises ValueError after `close`, and PartnerLostError in one job, as `step` does.
+        Raises UserError after `close`, and PartnerLostError in one job, as `step` does.
         """
         self._check_not_closed()
         self._adapter.check_all()
@@ -256,7 +257,7 @@ class Attached:
 
 
 def _refuse_load() -> None:
-    raise ValueError(
+    raise UserError(
         "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
     )
 

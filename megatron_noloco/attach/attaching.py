@@ -16,6 +16,7 @@ from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.other_state import model_of
 from megatron_noloco.attach.replica_groups import this_rank, topology_of
 from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.plans.topology import Place, Topology
@@ -65,7 +66,7 @@ def attach(
             returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
             and `step` skips the round. To save and to end is left to the loop.
 
-    Raises ValueError for an argument that does not fit; where gradients are not reduced over the ranks of one
+    Raises UserError for an argument that does not fit; where gradients are not reduced over the ranks of one
     replica; where ranks of this job have different settings, or its replicas different weights; for settings with
     which the replicas drift apart; for a state of other weights; and for an optimizer in `inner` that keeps
     weights of its own, which some show only in `step`, before the first round.
@@ -137,7 +138,7 @@ def attach(
 
 
 def _adapter_of(engine: Any) -> EngineAdapter:
-    """Return the adapter of an engine, a module or an optimizer. Raises ValueError for anything else.
+    """Return the adapter of an engine, a module or an optimizer. Raises UserError for anything else.
 
     Imports the code for one kind only: DeepSpeed and Megatron-core need not be installed.
     """
@@ -152,7 +153,7 @@ def _adapter_of(engine: Any) -> EngineAdapter:
         return megatron_adapter(engine)
     if isinstance(engine, nn.Module) and not hasattr(engine, "ddp_config"):  # which Megatron-core's DDP has
         return torch_adapter(engine)
-    raise ValueError(
+    raise UserError(
         f"attach: a {type(engine).__name__} is none of DeepSpeed's engine, a torch module (in "
         "DistributedDataParallel where the job has several ranks), Megatron-core's distributed optimizer"
     )

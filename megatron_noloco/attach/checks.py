@@ -16,6 +16,7 @@ from megatron_noloco.attach.other_state import (
     fingerprints_of,
 )
 from megatron_noloco.attach.replica_groups import check_reduced_over
+from megatron_noloco.errors import UserError
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
@@ -32,31 +33,31 @@ def check_arguments(
     seed: int,
     stopped: Callable[[], bool] | None,
 ) -> None:
-    """Raise ValueError for arguments of `attach` that do not fit together."""
+    """Raise UserError for arguments of `attach` that do not fit together."""
     for name, value, kind in (
         ("settings", settings, NolocoSettings),
         ("federation", federation, FederationSettings),
     ):
         if not isinstance(value, kind | None):
-            raise ValueError(f"attach: {name} must be {kind.__name__}(...), not {value!r}")
+            raise UserError(f"attach: {name} must be {kind.__name__}(...), not {value!r}")
     if (replicas is None) == (federation is None):
-        raise ValueError(
+        raise UserError(
             "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
         )
     if not _is_integer(seed) or seed < 0:
-        raise ValueError(f"attach: seed must be an integer >= 0, not {seed!r}")
+        raise UserError(f"attach: seed must be an integer >= 0, not {seed!r}")
     if settings.overlap_steps == "auto":
-        raise ValueError('attach: overlap_steps "auto" is for `train` only; give a number of local steps')
+        raise UserError('attach: overlap_steps "auto" is for `train` only; give a number of local steps')
     if federation is None:
         for name, given in {"slot": slot, "stopped": stopped}.items():
             if given is not None:
-                raise ValueError(f"attach: {name} is for a federation; leave it out with replicas")
+                raise UserError(f"attach: {name} is for a federation; leave it out with replicas")
         return
     if problem := next(federation_problems(federation, settings), ""):
-        raise ValueError(f"attach: {problem}")
+        raise UserError(f"attach: {problem}")
     slots = federation.slots or 0
     if slot is None or not _is_integer(slot) or not 0 <= slot < slots:
-        raise ValueError(f"attach: slot must be from 0 to slots - 1 = {slots - 1}, not {slot!r}")
+        raise UserError(f"attach: slot must be from 0 to slots - 1 = {slots - 1}, not {slot!r}")
 
 
 def _is_integer(value: object) -> bool:
@@ -102,7 +103,7 @@ def start_report(
     first = fingerprints_of(adapter, held)
     try:
         if problem:
-            raise ValueError(f"attach: {problem}")
+            raise UserError(f"attach: {problem}")
         check_reduced_over(adapter, topology, rank)
         if state is not None:
             _check_state(state, adapter.weights)
@@ -110,7 +111,7 @@ def start_report(
             unknown = tensor_of("00" * 32)  # 0.2.0 did not save that of the buffers
             for name in ("weights", "buffers"):  # which change
                 first[name] = Fingerprint(_hexadecimal(state.get(f"first_{name}", unknown)), {})
-    except ValueError as error:
+    except UserError as error:
         problem = str(error)
     lengths = [part.numel() for part in adapter.weights.parts()]
     return StartReport(problem, state is not None, alike, lengths, first, held)
@@ -126,19 +127,17 @@ def digests_of(replica: Sequence[StartReport]) -> dict[str, list[str]]:
 
 
 def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> None:
-    """Raise ValueError on all ranks where one of them cannot begin, or not together with the others."""
+    """Raise UserError on all ranks where one of them cannot begin, or not together with the others."""
     if problems := [one.problem for one in ranks if one.problem]:
-        raise ValueError(ranks[rank].problem or problems[0])
+        raise UserError(ranks[rank].problem or problems[0])
     has_state = [one.has_state for one in ranks]
     if any(has_state) and not all(has_state):
         lacks, has = has_state.index(False), has_state.index(True)
-        raise ValueError(
-            f"attach: rank {lacks} has no state, rank {has} has; give each rank its own, or none"
-        )
+        raise UserError(f"attach: rank {lacks} has no state, rank {has} has; give each rank its own, or none")
     for name, value in ranks[0].alike.items():
         for other, one in enumerate(ranks):
             if one.alike[name] != value:
-                raise ValueError(
+                raise UserError(
                     f"attach: {name} is {value!r} on rank 0 and {one.alike[name]!r} on rank {other}; it must be "
                     "the same on all ranks"
                 )
@@ -147,12 +146,12 @@ def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> 
 
 
 def _check_equal_replicas(ranks: Sequence[StartReport], replica_size: int) -> None:
-    """Raise ValueError where the replicas of one job did not begin with equal weights."""
+    """Raise UserError where the replicas of one job did not begin with equal weights."""
     for rank, one in enumerate(ranks):
         first = ranks[rank % replica_size]
         replica, length, expected = rank // replica_size, sum(one.lengths), sum(first.lengths)
         if length != expected:
-            raise ValueError(
+            raise UserError(
                 f"attach: rank {rank} of replica {replica} has {length} weights, rank {rank % replica_size} of "
                 f"replica 0 has {expected}; all replicas must train the same parameters of the same model"
             )
@@ -164,23 +163,23 @@ def _check_equal_replicas(ranks: Sequence[StartReport], replica_size: int) -> No
                 "(DistributedDataParallel, deepspeed.initialize)"
             )
             what = " and ".join(differs)
-            raise ValueError(f"the {what} of replica {replica} differ from those of replica 0; {remedy}")
+            raise UserError(f"the {what} of replica {replica} differ from those of replica 0; {remedy}")
 
 
 def _check_state(state: Mapping[str, Tensor], weights: Weights) -> None:
-    """Raise ValueError for a state that was not saved together with the present weights."""
+    """Raise UserError for a state that was not saved together with the present weights."""
     if missing := [name for name in _SAVED if name not in state]:
-        raise ValueError(
+        raise UserError(
             f"attach: state has no {missing[0]}; it must be what Attached.state_dict returned, or None"
         )
     if (length := len(state["slow_weights"])) != weights.length:
-        raise ValueError(
+        raise UserError(
             f"attach: the state is of {length} weights, this rank has {weights.length}; each rank needs the one "
             "that it saved itself"
         )
     saved = state.get("weights")  # 0.1.0 did not save it
     if saved is not None and _hexadecimal(saved) != digest_of_weights(weights):
-        raise ValueError(
+        raise UserError(
             "attach: the model is not the one this state was saved with: load its checkpoint first, with the "
             "optimizer's state, and give each rank the state that it saved itself"
         )

@@ -11,13 +11,14 @@ from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import check_modes
 from megatron_noloco.attach.torch_module import ReplicatedWeights
 from megatron_noloco.engine.zero import local_part, local_place, owned_weights, whole_weights
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.canonical import Matrix, Rectangle, blocks
 
 
 def deepspeed_adapter(engine: Any) -> EngineAdapter:
     """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
-    Raises ValueError for weights on NVMe, for an optimizer without fp32 weights, as `check_modes` does, and for
+    Raises UserError for weights on NVMe, for an optimizer without fp32 weights, as `check_modes` does, and for
     experts whose groups leave the replica.
     """
     check_modes(engine.optimizer)
@@ -41,7 +42,7 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
         pieces = None if own_experts else list(owned.pieces())
         return adapter(owned, owned.stepped, owned.view, pieces=pieces)
     if own_experts:
-        raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
+        raise UserError("attach: each rank has experts of its own; use zero_optimization.stage 1")
     exact, rounded, in_each = whole_weights(engine)
     group = engine.data_parallel_group if engine.dp_world_size > 1 else None
     weights = ReplicatedWeights(exact, group, rounded)
@@ -57,7 +58,7 @@ def _check_experts(engine: Any) -> None:
         for group in groups.values():
             ranks = dist.get_process_group_ranks(group)
             if engine.has_moe_layers and not set(ranks) <= set(own):
-                raise ValueError(
+                raise UserError(
                     f"attach: a group of DeepSpeed's experts spans ranks {ranks}, the data-parallel group is "
                     f"{own}; with experts each replica has to be a job of its own (federation)"
                 )

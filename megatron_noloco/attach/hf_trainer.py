@@ -30,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from megatron_noloco.attach.attached import Attached
 from megatron_noloco.attach.attaching import attach
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, write_whole
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
@@ -68,7 +69,7 @@ class NolocoCallback(TrainerCallback):
         trainer: the Trainer to which the callback is added.
         federation: how this job finds the others; see `attach`, also for `settings`, `slot` and `seed`.
 
-    Raises ValueError at the beginning of the training as `attach` does, for a checkpoint without a state, for
+    Raises UserError at the beginning of the training as `attach` does, for a checkpoint without a state, for
     uploads of checkpoints to which other ranks would add their states too late, and with
     `load_best_model_at_end`, which would replace the average; later for a model that is loaded meanwhile.
     """
@@ -103,7 +104,7 @@ class NolocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if args.load_best_model_at_end:
-            raise ValueError(
+            raise UserError(
                 "load_best_model_at_end: NoLoCo ends with an average of the replicas; set it to False"
             )
         _check_uploads(args)
@@ -114,7 +115,7 @@ class NolocoCallback(TrainerCallback):
             if not file.exists() and _waiting(args).exists():
                 file = _waiting(args)  # the job was killed before it was moved; attach checks that they fit
             if not file.exists():
-                raise ValueError(
+                raise UserError(
                     f"{file} is missing: the checkpoint to resume from must be in output_dir, and saved with a "
                     "NolocoCallback"
                 )
@@ -146,7 +147,7 @@ class NolocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if self._loaded:
-            raise ValueError(
+            raise UserError(
                 "weights were loaded into the model while it is trained; the next round would undo it"
             )
         self._complete(args, state)
@@ -276,14 +277,14 @@ def _schedule_of(trainer: Trainer) -> Any:
 
 
 def _check_uploads(args: TrainingArguments) -> None:
-    """Raise ValueError where the Trainer would upload checkpoints without the state of each rank.
+    """Raise UserError where the Trainer would upload checkpoints without the state of each rank.
 
     Rank 0 uploads, and waits for no other rank. transformers 4 uploads before any callback is called.
     """
     if not args.push_to_hub or HubStrategy(args.hub_strategy) not in _UPLOADS_CHECKPOINTS:
         return
     if args.world_size > 1 or not hasattr(TrainerCallback, "on_push_begin"):
-        raise ValueError(
+        raise UserError(
             f'hub_strategy "{HubStrategy(args.hub_strategy).value}": checkpoints would be uploaded without the '
             'state of the rounds; it needs a job of one rank, and transformers 5. Use "every_save" or "end"'
         )

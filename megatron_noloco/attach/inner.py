@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful, Stepped
+from megatron_noloco.errors import UserError
 
 _NEAR = 0.1  # of the norm of the weights: no moment is as near to them
 PREFIX = "inner."  # of the names of vectors
@@ -25,12 +26,12 @@ def inner_state(inner: Stateful | Sequence[Stateful]) -> "InnerState":
     Of an optimizer around others it is the state of these: DeepSpeed's ZeRO cannot load what its `state_dict`
     returns, and that of Megatron-core lacks the moments.
 
-    Raises ValueError for a model and for what has no state, and as `check_modes` does.
+    Raises UserError for a model and for what has no state, and as `check_modes` does.
     """
     parts, contexts = list[Any](), list[Callable[[], AbstractContextManager[None]]]()
     for part in inner if isinstance(inner, Sequence) else [inner]:
         if isinstance(part, nn.Module) or not isinstance(part, Stateful):
-            raise ValueError(
+            raise UserError(
                 f"attach: inner is a {type(part).__name__}; give the optimizer, or a list of objects with "
                 "state_dict and load_state_dict"
             )
@@ -88,7 +89,7 @@ class InnerState:
     def vectors(self, adapter: EngineAdapter) -> dict[str, Tensor]:
         """Return what the optimizers keep for each weight, by name, as copies in host memory.
 
-        A weight for which nothing is kept under a name has zeros. Raises ValueError, which says what an optimizer
+        A weight for which nothing is kept under a name has zeros. Raises UserError, which says what an optimizer
         does, where it keeps something that is neither like a weight nor a number.
         """
         stepped, states, names = adapter.stepped(), list[Mapping[str, Any]](), set[str]()
@@ -120,13 +121,13 @@ class InnerState:
         Args:
             rest: "others" may be None: they stay as they are.
 
-        Raises ValueError where they are of other optimizers; nothing is changed then.
+        Raises UserError where they are of other optimizers; nothing is changed then.
         """
         own = _in_words([type(one).__name__ for one in self.optimizers], self._others)
         others = self._others if rest["others"] is None else rest["others"]
         theirs = _in_words([one["kind"] for one in rest["optimizers"]], others)
         if own.lower() != theirs.lower():
-            raise ValueError(
+            raise UserError(
                 f"inner is {own} here, and {theirs} where the state comes from; give all jobs the same"
             )
         with self._entered():
@@ -146,13 +147,13 @@ class InnerState:
 
 
 def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
-    """Return the entry of a tensor. Raises ValueError for a state that is neither like the tensor nor a number."""
+    """Return the entry of a tensor. Raises UserError for a state that is neither like the tensor nor a number."""
     found: Entry = {}
     keeps = f"{type(optimizer).__name__} keeps"
     for name, value in optimizer.state.get(tensor, {}).items():
         if torch.is_tensor(value) and value.dim():
             if value.shape != tensor.shape or not value.is_floating_point():
-                raise ValueError(
+                raise UserError(
                     f'{keeps} "{name}", of shape {list(value.shape)} and {value.dtype}, for a weight of shape '
                     f"{list(tensor.shape)}"
                 )
@@ -162,7 +163,7 @@ def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
         elif isinstance(value, int | float):
             found[name] = value
         elif value is not None:
-            raise ValueError(f'{keeps} "{name}", a {type(value).__name__}, for each weight')
+            raise UserError(f'{keeps} "{name}", a {type(value).__name__}, for each weight')
     return found
 
 
@@ -242,12 +243,12 @@ def _in_words(kinds: Sequence[str], others: Sequence[Any]) -> str:
 
 
 def check_modes(optimizer: object) -> None:
-    """Raise ValueError for an optimizer with other weights to train than to evaluate, also inside another one."""
+    """Raise UserError for an optimizer with other weights to train than to evaluate, also inside another one."""
     # Not getattr: of Megatron-core's ChainedOptimizer it is a property that fails.
     while (below := getattr(optimizer, "__dict__", {}).get("optimizer")) is not None:
         optimizer = below
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-        raise ValueError(
+        raise UserError(
             f"attach: {type(optimizer).__name__} has other weights to train than to evaluate (train(), eval()), "
             "and keeps them in its state, which rounds do not exchange; use an optimizer without these modes"
         )
@@ -255,7 +256,7 @@ def check_modes(optimizer: object) -> None:
 
 @torch.no_grad()
 def check_no_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer whose state holds weights, such as a copy in fp32, or an average of them.
+    """Raise UserError for an optimizer whose state holds weights, such as a copy in fp32, or an average of them.
 
     A round would not move these. Call it when the optimizer has taken steps. Torch's own optimizers keep none.
     """
@@ -271,7 +272,7 @@ def check_no_weights(optimizer: torch.optim.Optimizer) -> None:
                 squares[name] = squares.get(name, 0.0) + float(own.square().sum())
     for name, distance in distances.items():
         if distance < _NEAR**2 * squares[name]:
-            raise ValueError(
+            raise UserError(
                 f'attach: {type(optimizer).__name__} keeps weights of its own (state "{name}"), which rounds do '
                 "not exchange; use an optimizer that keeps none"
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
@@ -62,7 +63,7 @@ class JobState:
             return {}, None, "it was not given to attach there"
         try:
             return self._inner.vectors(self._adapter), self._inner.rest(self._adapter), ""
-        except ValueError as error:
+        except UserError as error:
             return {}, None, str(error)
 
     def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
@@ -96,7 +97,7 @@ class JobState:
         if not problem:
             try:
                 own.load(self._adapter, vectors, rest["inner"])
-            except ValueError as error:
+            except UserError as error:
                 problem = str(error)
         if problem:
             warnings.warn(f"the inner optimizer begins anew: {problem}", stacklevel=5)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.errors import UserError
 from megatron_noloco.outer import TorchWeights, Weights
 
 
@@ -19,7 +20,7 @@ def megatron_adapter(optimizer: Any) -> EngineAdapter:
 
     The ranks of the job are one replica, whatever its parallel sizes.
 
-    Raises ValueError for an optimizer that does not divide the weights, or keeps none in fp32.
+    Raises UserError for an optimizer that does not divide the weights, or keeps none in fp32.
     """
     optimizers = list(_dividing(optimizer))
     for one in optimizers:
@@ -27,12 +28,12 @@ def megatron_adapter(optimizer: Any) -> EngineAdapter:
         if not (_by_layers(one) or hasattr(one, "shard_fp32_from_float16_groups")) or any(
             chunk.ddp_config.use_megatron_fsdp for chunk in one.model_chunks
         ):
-            raise ValueError(
+            raise UserError(
                 f"attach: {name} is not supported; use --use-distributed-optimizer, or with Muon the layer-wise "
                 "distributed optimizer, without FSDP"
             )
         if any(weight is None for weight in _owned(one)):
-            raise ValueError(
+            raise UserError(
                 f"attach: this {name} keeps no fp32 weights of its own; leave out "
                 "--use-precision-aware-optimizer and --optimizer-cpu-offload"
             )
@@ -40,7 +41,7 @@ def megatron_adapter(optimizer: Any) -> EngineAdapter:
             one.config.overlap_param_gather_with_optimizer_step
             or one.config.reuse_grad_buf_for_mxfp8_param_ag
         ):
-            raise ValueError(
+            raise UserError(
                 "attach: leave out --overlap-param-gather-with-optimizer-step and "
                 "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
             )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter, plain, shapes_of
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.families import FAMILIES, architecture_of
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.vectors import HOST, buffer
@@ -135,10 +136,10 @@ def write_buffers(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) ->
 
 
 def check_buffers(modules: Sequence[nn.Module], values: Any) -> None:
-    """Raise ValueError unless these are as many buffers, of the same names, shapes and types."""
+    """Raise UserError unless these are as many buffers, of the same names, shapes and types."""
     own = {name: (one.shape, one.dtype) for name, one in buffers_of(modules).items()}
     if own != {name: (one.shape, one.dtype) for name, one in values.items()}:
-        raise ValueError("its buffers are not those of this model")
+        raise UserError("its buffers are not those of this model")
 
 
 def model_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
@@ -155,5 +156,5 @@ def model_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
         return {"family": f"{family} of transformers"}
     try:
         return architecture_of(theirs).of_function
-    except ValueError as error:
+    except UserError as error:
         return {"family": f"{family} in which {error}"}

@@ -5,21 +5,22 @@ from numbers import Integral
 import torch.distributed as dist
 
 from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.topology import Topology
 
 
 def check_reduced_over(adapter: EngineAdapter, topology: Topology, rank: int) -> None:
-    """Raise ValueError where gradients are not reduced over exactly the ranks of this rank's replica."""
+    """Raise UserError where gradients are not reduced over exactly the ranks of this rank's replica."""
     if adapter.reduced_over is None:
         if not topology.slots:
-            raise ValueError(
+            raise UserError(
                 "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
             )
         return
     own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
     if sorted(adapter.reduced_over) != own:
         remedy = adapter.remedy[bool(topology.slots)].format(replicas=topology.replicas)
-        raise ValueError(
+        raise UserError(
             f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(adapter.reduced_over)}, its "
             f"replica is {own}; {remedy}"
         )
@@ -33,15 +34,15 @@ def this_rank() -> int:
 def topology_of(replicas: int) -> Topology:
     """Divide the ranks of this job into replicas, blocks of consecutive ranks.
 
-    Raises ValueError where the ranks do not divide, and without torch.distributed.
+    Raises UserError where the ranks do not divide, and without torch.distributed.
     """
     if not dist.is_initialized():
-        raise ValueError(
+        raise UserError(
             "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does"
         )
     ranks = dist.get_world_size()
     if not isinstance(replicas, Integral) or replicas < 1 or ranks % replicas:
-        raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
+        raise UserError(f"{ranks} ranks do not divide into {replicas} replicas")
     return Topology(replicas, dp=ranks // replicas)
 
 
@@ -51,7 +52,7 @@ class ReplicaGroups:
     The ranks of the job are divided into `replicas` blocks of consecutive ranks. All ranks make it at the same
     place, after torch.distributed has been initialised. For models without tensor or pipeline parallelism.
 
-    Raises ValueError where the ranks do not divide.
+    Raises UserError where the ranks do not divide.
     """
 
     def __init__(self, replicas: int) -> None:

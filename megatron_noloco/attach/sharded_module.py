@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.outer import TorchWeights, Weights
 from megatron_noloco.outer.weights import check_sound
 from megatron_noloco.plans.canonical import Matrix, Rectangle, box
@@ -70,7 +71,7 @@ class ShardedWeights(Weights):
     Attributes:
         ranks: of this job, that have a piece of any of the parameters.
 
-    Raises ValueError for a parameter that is no DTensor, and as `check_sound` does.
+    Raises UserError for a parameter that is no DTensor, and as `check_sound` does.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
@@ -78,7 +79,7 @@ class ShardedWeights(Weights):
         self._parameters: Sequence[Any] = list(parameters.values())
         for name, parameter in parameters.items():
             if not is_divided(parameter):
-                raise ValueError(
+                raise UserError(
                     f"attach: {name} is no DTensor, others are: its gradient would not be reduced; apply "
                     "fully_shard to the whole model, too"
                 )

@@ -19,6 +19,7 @@ from megatron_noloco.attach.sharded_module import (
     places_of,
     reshard,
 )
+from megatron_noloco.errors import UserError
 from megatron_noloco.outer import TorchWeights, Weights
 from megatron_noloco.outer.weights import Joined, check_sound
 from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
@@ -38,7 +39,7 @@ _SHARDED_REMEDIES = (
 def torch_adapter(module: nn.Module) -> EngineAdapter:
     """Return the parameters of a module that are trained.
 
-    Raises ValueError for the flat parameters of FullyShardedDataParallel (FSDP1), and as `ShardedWeights` and
+    Raises UserError for the flat parameters of FullyShardedDataParallel (FSDP1), and as `ShardedWeights` and
     `check_sound` do.
     """
     module = getattr(module, "_orig_mod", module)  # of torch.compile
@@ -86,7 +87,7 @@ class ReplicatedWeights(TorchWeights):
         group: the ranks that hold copies; None: this rank alone.
         rounded: pairs of one of the tensors and its copy in the working precision, refreshed after a round.
 
-    Raises ValueError as `TorchWeights` does.
+    Raises UserError as `TorchWeights` does.
     """
 
     def __init__(
@@ -138,12 +139,12 @@ def _check_wrappers(module: nn.Module) -> None:
     for name, part in module.named_modules():
         # By its name, since importing FSDP takes a second.
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__):
-            raise ValueError(
+            raise UserError(
                 "attach: the flat parameters of FullyShardedDataParallel are not supported; use fully_shard "
                 "(FSDP2), or DeepSpeed's engine, whose ZeRO stages 1 to 3 divide the weights likewise"
             )
         if name and isinstance(part, DistributedDataParallel) and part.process_group.size() > 1:
-            raise ValueError(
+            raise UserError(
                 f"attach: the gradients of {name} are reduced by a DistributedDataParallel of its own; wrap the "
                 "whole model instead"
             )
@@ -153,7 +154,7 @@ def _check_no_others(module: nn.Module, attached: set[int]) -> None:
     reshard(module)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in attached:
-            raise ValueError(
+            raise UserError(
                 f"{name} is trained now, and was not when the model was attached: it would not be exchanged; call "
                 "average() and close() before more is trained, and attach again after it"
             )

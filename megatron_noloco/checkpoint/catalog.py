@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from megatron_noloco.engine.layout import FlatPart
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import write_text
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
@@ -25,7 +26,7 @@ _SET_ASIDE = ".set_aside"  # after the name of a step
 _READ_BYTES = 1 << 20
 
 
-class DamagedCheckpointError(ValueError):
+class DamagedCheckpointError(UserError):
     """A file is missing, cut short or altered; the message names it."""
 
 

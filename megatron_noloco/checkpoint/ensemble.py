@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest, verify
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position, Topology
@@ -28,7 +29,7 @@ class Ensemble:
     def read(cls, folders: Sequence[Path]) -> "Ensemble":
         """Read the replicas in several step folders as one ensemble.
 
-        Raises DamagedCheckpointError when a step is not complete, ValueError when the steps do not fit together.
+        Raises DamagedCheckpointError when a step is not complete, UserError when the steps do not fit together.
         """
         places: dict[int, Path] = {}
         manifests: list[Manifest] = []
@@ -36,10 +37,10 @@ class Ensemble:
             manifests += catalog.read_manifests(folder)
             for replica in manifests[-1].topology.numbers:
                 if replica in places:
-                    raise ValueError(f"replica {replica} is in {places[replica]} and in {folder}")
+                    raise UserError(f"replica {replica} is in {places[replica]} and in {folder}")
                 places[replica] = folder
             if _model(manifests[-1]) != _model(manifests[0]):
-                raise ValueError(f"{folders[0]} and {folder} are of different models")
+                raise UserError(f"{folders[0]} and {folder} are of different models")
         return cls(places, manifests)
 
     @property
@@ -119,7 +120,7 @@ def find_ensemble(paths: Sequence[Path]) -> Ensemble:
     A path is a step folder, or a run's `output_dir`, which stands for its latest checkpoint. The `output_dir`
     of a federation, and several paths, stand for the newest step that all their replicas have. Weights of
     different steps are averaged only if all paths are step folders.
-    Raises DamagedCheckpointError when there is no complete checkpoint, ValueError when they do not fit together.
+    Raises DamagedCheckpointError when there is no complete checkpoint, UserError when they do not fit together.
     """
     folders = [folder for path in paths for folder in _checkpoint_folders(path)]
     if all(catalog.step_of(folder) is not None for folder in folders):
@@ -194,7 +195,7 @@ def _newest_common_step(folders: list[Path]) -> list[Path]:
             f"{job} has {', '.join(map(str, sorted(folders))) or 'none'}"
             for job, folders in zip(folders, complete, strict=True)
         )
-        raise ValueError(f"no step that all have: {found}; leave some out, or give a step folder of each")
+        raise UserError(f"no step that all have: {found}; leave some out, or give a step folder of each")
     return [folders[max(common)] for folders in complete]
 
 

@@ -12,6 +12,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, IncompleteError
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0, wait_for_all
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -42,7 +43,7 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
 
     A run that has started from a step folder, and has saved since, continues from what it saved: a scheduler that
     starts the same command again must not lead it back.
-    Raises ValueError when `checkpoint.load` names a damaged checkpoint, and nothing newer is there.
+    Raises UserError when `checkpoint.load` names a damaged checkpoint, and nothing newer is there.
     """
     if settings.load == "none":
         return Start(None, [])
@@ -67,7 +68,7 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
                 )
             return Start(saved, notes)
         if folder == explicit:
-            raise ValueError(f"checkpoint.load: {problems[0]}")
+            raise UserError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
         if folder.name == complete or not isinstance(problems[0], IncompleteError):
             refused = refused or str(problems[0])
@@ -77,14 +78,14 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
 def settle_start(settings: CheckpointSettings, topology: Topology, found: Start) -> Start:
     """Set aside the steps that the run will write again; return what was found with more notes and the counters.
 
-    Every rank calls it. Raises ValueError when the config does not fit the checkpoint, and when there are
+    Every rank calls it. Raises UserError when the config does not fit the checkpoint, and when there are
     checkpoints of which none can be continued.
     """
     if found.refused:
         again = 'start anew with checkpoint.load "none"'
         if settings.load != "auto":
             again = f"delete its step folders to start from {settings.load} again"
-        raise ValueError(
+        raise UserError(
             f"{settings.folder}: no checkpoint there can be continued ({found.refused}); put it right, or {again}"
         )
     if found.saved is None:

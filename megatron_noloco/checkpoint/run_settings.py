@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.errors import UserError
+
 TOKENS, TEMPLATE = "digest", "template_digest"  # of a tokenizer, by which another one is told
 _TOKENIZER = "data.tokenizer_model"
 # Settings that say where data lie or how text is read, which may change if the tokens stay the same.
@@ -80,7 +82,7 @@ class CheckpointSettings:
     ) -> list[str]:
         """Return a line for each setting that differs from the JSON `saved` of a run.
 
-        Raises ValueError, a line per setting, for settings that a resume must not change.
+        Raises UserError, a line per setting, for settings that a resume must not change.
 
         Args:
             counters: those of the checkpoint.
@@ -123,7 +125,7 @@ class CheckpointSettings:
                     "a run that continues this step cannot change it: take that of the checkpoint, or leave "
                     "checkpoint.load out"
                 )
-            raise ValueError("\n".join(f"{line}; {remedy}" for line in refused))
+            raise UserError("\n".join(f"{line}; {remedy}" for line in refused))
         return allowed
 
     def _takes_another_peak(self, saved: dict[str, Any]) -> bool:

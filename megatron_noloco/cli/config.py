@@ -3,8 +3,9 @@
 import argparse
 import sys
 
-from megatron_noloco.cli.errors import naming
+from megatron_noloco.cli.exit_codes import naming
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.start_up import importing
 
 
@@ -27,19 +28,19 @@ def _config(args: argparse.Namespace) -> int:
     from megatron_noloco.config import explain
 
     if args.world_size is not None and not args.check:
-        raise ValueError("config: --world-size goes together with --check FILE")
+        raise UserError("config: --world-size goes together with --check FILE")
     if args.explain is not None:
         sys.stdout.write(explain(args.explain))
     elif args.check:
         with naming(args.check):
             _check(args.check, args.world_size)
     else:
-        raise ValueError("megatron_noloco config: give --explain or --check FILE")
+        raise UserError("megatron_noloco config: give --explain or --check FILE")
     return 0
 
 
 def _check(path: str, world_size: int | None) -> None:
-    """Write the banner of a run; raises ValueError when the file is wrong, or a run could not start from it.
+    """Write the banner of a run; raises UserError when the file is wrong, or a run could not start from it.
 
     When only the start would fail the banner is written all the same: on another machine it may succeed.
     """
@@ -63,7 +64,7 @@ def _check(path: str, world_size: int | None) -> None:
         if topology is not None:
             check_sizes(config, topology, tokenizer, architecture)
         say(f"{path}: ok")
-    except ValueError as error:
+    except UserError as error:
         problem = error
     if topology is None:
         say(*describe_rates(config), 'parallel.replicas is "auto": --world-size N shows the rest of the run')

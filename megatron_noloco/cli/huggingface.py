@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.options import (
     CHECKPOINT,
     Commands,
@@ -21,6 +21,7 @@ from megatron_noloco.cli.options import (
     size,
     utf8,
 )
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _import(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.pretrained import import_folder
 
     if Path(args.output).exists():
-        raise ValueError(f"{args.output}: exists; give another --output, or remove it")
+        raise UserError(f"{args.output}: exists; give another --output, or remove it")
     load_config(args.config)  # for its messages, which name the file
     template = json.loads(Path(args.config).read_text(encoding="utf-8-sig"))
     raw = import_folder(Path(args.folder), template)

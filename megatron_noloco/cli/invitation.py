@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_noloco import __version__
 from megatron_noloco.cli import preflight
 from megatron_noloco.cli.options import Commands, add_command, duration, host, port, say
+from megatron_noloco.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_noloco.invitation.newcomer import Link
@@ -90,13 +91,13 @@ def _invite(args: argparse.Namespace) -> int:
 
     config = load_config(args.config)
     if config.federation.slots is None or config.federation.key_file is None:
-        raise ValueError(
+        raise UserError(
             f"{args.config}: invite needs a federation with a key: federation.slots and federation.key_file"
         )
     network, key = network_for(config), Path(config.federation.key_file)
     own = args.address or reachable_address(network.rendezvous.hosts)
     if args.slot is not None and not 0 <= args.slot < config.federation.slots:
-        raise ValueError(f"invite: --slot {args.slot}: the slots are 0 to {config.federation.slots - 1}")
+        raise UserError(f"invite: --slot {args.slot}: the slots are 0 to {config.federation.slots - 1}")
     secret = new_secret(key.read_bytes(), args.valid, args.slot)
     place = f"[{own}]:{args.port}" if ":" in own else f"{own}:{args.port}"
     line = line_of(Ticket(__version__, [place], fingerprint_of(key), secret))
@@ -109,9 +110,7 @@ def _invite(args: argparse.Namespace) -> int:
     try:
         server = open_desk(desk, key, "", args.port)
     except OSError as error:
-        raise ValueError(
-            f"invite: cannot listen at port {args.port}: {error.strerror}; give --port"
-        ) from None
+        raise UserError(f"invite: cannot listen at port {args.port}: {error.strerror}; give --port") from None
     say(
         "On the other machine run `megatron-noloco join -`, and paste this line, which lets one machine join:",
         "",

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from megatron_noloco import __version__
 from megatron_noloco.cli import config, data, huggingface, invitation, preflight, reading, train, tune
-from megatron_noloco.cli.errors import report
+from megatron_noloco.cli.exit_codes import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
 
@@ -59,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
         hint = f"; did you mean {near[0]}?" if near else ""
         if "required: COMMAND" in message:
             hint = "; --help lists them"
-        sys.exit(usage_error(ValueError(f"{self.prog}: error: {message}{hint}")))
+        sys.exit(usage_error(UserError(f"{self.prog}: error: {message}{hint}")))
 
 
 def _parser() -> argparse.ArgumentParser:

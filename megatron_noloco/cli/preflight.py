@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.errors import naming
+from megatron_noloco.cli.exit_codes import naming
 from megatron_noloco.cli.options import (
     Commands,
     add_command,
@@ -20,6 +20,7 @@ from megatron_noloco.cli.options import (
     say,
     share,
 )
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.leaving import FAILURE
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.preflight.plan import computing_seconds, plan_of
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
-        raise ValueError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
+        raise UserError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
     config = load_config(args.config)
     ranks = config.world_size if args.gpus is None else args.gpus
     if ranks is None:
-        raise ValueError(f'{args.config}: parallel.replicas is "auto": give the number of ranks with --gpus')
+        raise UserError(f'{args.config}: parallel.replicas is "auto": give the number of ranks with --gpus')
     if args.gpus is not None:
         config = replace(config, parallel=config.parallel.model_copy(update={"replicas": "auto"}))
     with naming(args.config):
@@ -134,13 +135,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _network(args: argparse.Namespace, ranks: int, replica_size: int) -> "Network | None":
-    """Return the links that the options give; raises ValueError for options without effect."""
+    """Return the links that the options give; raises UserError for options without effect."""
     from megatron_noloco.preflight.plan import Network
 
     if args.bandwidth is None:
         for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
             if given:
-                raise ValueError(f"{option}: give --bandwidth as well; without it exchanges are left out")
+                raise UserError(f"{option}: give --bandwidth as well; without it exchanges are left out")
         return None
     # Of a job that would fit into one node, the ranks of a replica share a link.
     of_node = _RANKS_OF_GPU_NODE if ranks > _RANKS_OF_GPU_NODE else replica_size
@@ -154,15 +155,15 @@ def _departures(
     plan: "Plan",
     step: float | None,
 ) -> "list[Departures]":
-    """Return the costs of `--preemptions` without and with notice; raises ValueError where they are not known."""
+    """Return the costs of `--preemptions` without and with notice; raises UserError where they are not known."""
     from megatron_noloco.preflight.departures import departures_of
 
     if args.preemptions is None:
         if args.notice:
-            raise ValueError("--notice: give --preemptions as well")
+            raise UserError("--notice: give --preemptions as well")
         return []
     if step is None or not plan.topology.slots:
-        raise ValueError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
+        raise UserError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
     costs = (config, architecture, plan.topology.ensemble, step, args.preemptions)
     return [departures_of(*costs, notice) for notice in (0.0, args.notice)]
 
@@ -173,7 +174,7 @@ def _accelerator(name: str) -> "Accelerator":
     found = find_accelerator(name)
     if found is None:
         known = ", ".join(kind.words for kind in ACCELERATORS)
-        raise ValueError(f"--gpu {name}: not known; known are {known}. Leave it out, and give --step")
+        raise UserError(f"--gpu {name}: not known; known are {known}. Leave it out, and give --step")
     return found
 
 
@@ -307,11 +308,11 @@ def _doctor(args: argparse.Namespace) -> int:
     from megatron_noloco.preflight.mpi_check import check_mpi
 
     if args.hostfile is not None and not args.hostfile.is_file():
-        raise ValueError(f"--hostfile {args.hostfile}: there is no such file")
+        raise UserError(f"--hostfile {args.hostfile}: there is no such file")
     if args.hostfile is not None and not args.seconds:
-        raise ValueError("--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out")
+        raise UserError("--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out")
     if args.latency and args.bandwidth is None:
-        raise ValueError("--latency: give --bandwidth as well")
+        raise UserError("--latency: give --bandwidth as well")
     findings = [*machine.check_packages(), *machine.check_gpus(), *machine.check_network()]
     findings += machine.check_shared_memory()
     if args.seconds:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from megatron_noloco.cli.options import Commands, add_command, say
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 
 _LOOK_SECONDS = 2.0
@@ -79,7 +80,7 @@ def _stop(args: argparse.Namespace) -> int:
         folder = Path(load_config(folder).training.output_dir)
     if not is_under_way(folder):
         if not (folder / "run.json").exists():
-            raise ValueError(f"{folder}: no run has begun there (run.json); give its training.output_dir")
+            raise UserError(f"{folder}: no run has begun there (run.json); give its training.output_dir")
         say(f"{folder}: no run is under way there")
         return 0
     ask_to_stop(folder, args.leave)

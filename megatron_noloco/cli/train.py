@@ -5,7 +5,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
+from megatron_noloco.cli.exit_codes import LostError, StoppedError
 from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.job import activity
 from megatron_noloco.job.launcher import may_be_first
@@ -86,9 +86,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
         return 0
 
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
-        from megatron_noloco.data.samples import VocabularyError
         from megatron_noloco.federation.keeping_up import NotFiniteError, UntrainedError
-        from megatron_noloco.huggingface.weight_files import NotFiniteWeightError
         from megatron_noloco.outer import PartnerTimeoutError
         from megatron_noloco.training.build import build
 
@@ -98,7 +96,3 @@ def _run(prepared: "Prepared", progress: str) -> int:
         return 0 if run.train() else FAILURE
     except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None
-    except (VocabularyError, NotFiniteWeightError):  # of what is read only now
-        raise
-    except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
-        raise UnexpectedError from error

@@ -5,8 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_noloco.cli.errors import StoppedError, naming
+from megatron_noloco.cli.exit_codes import StoppedError, naming
 from megatron_noloco.cli.options import Commands, add_command, say
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 
 _MORE = """\
@@ -44,7 +45,7 @@ def _tune(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     if config.world_size != 1 and not args.launcher:
         ranks = "as many ranks as there are" if config.world_size is None else f"{config.world_size} ranks"
-        raise ValueError(
+        raise UserError(
             f'{args.config}: {ranks} need a launcher; give it after "--", as in tune {args.config} -- '
             f"launch/mpirun.sh {config.world_size or 'N'}"
         )

@@ -16,6 +16,7 @@ from megatron_noloco.data.sources import (
     TextSource,
     TokenizerChoice,
 )
+from megatron_noloco.errors import UserError
 
 _MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
 
@@ -127,7 +128,7 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
         yield f'data.split "{data.split}" has no effect: data.train_data_path is read whole; leave it out'
     try:
         _ = data.tokenizer
-    except ValueError as error:
+    except UserError as error:
         yield f"data.{error}"
     if not evaluation.iters:
         return

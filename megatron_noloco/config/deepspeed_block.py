@@ -14,6 +14,7 @@ from megatron_noloco.config import optimizer_block
 from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.wording import unknown_key, unknown_type
+from megatron_noloco.errors import UserError
 from megatron_noloco.fields import Also, problems_of
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -78,7 +79,7 @@ class ZeroConfig(Block):
     @classmethod
     def _is_run(cls, stage: int) -> int:
         if stage > 2:
-            raise ValueError(
+            raise UserError(
                 f"{stage} is not supported, use 0, 1 or 2: 3 needs DeepSpeed's own forward and backward, and "
                 "Megatron-core's schedule runs them outside of DeepSpeed; attach has 3 (docs/library.md)"
             )

@@ -12,6 +12,7 @@ from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import names_of_others, quoted
+from megatron_noloco.errors import UserError
 from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
 
 WIDTH = 100
@@ -32,7 +33,7 @@ def explain(only: str = "") -> str:
     Args:
         only: the block ("noloco") or the field ("noloco.local_steps") to explain; "": all.
 
-    Raises ValueError for a name that there is not.
+    Raises UserError for a name that there is not.
     """
     parts, known = [], [*BLOCKS, "optimizer", "scheduler"]
     for section in _sections():
@@ -51,7 +52,7 @@ def explain(only: str = "") -> str:
         near = difflib.get_close_matches(only, known, 1)
         blocks = f"the blocks are {', '.join(BLOCKS)}, optimizer, scheduler"
         hint = f"did you mean {near[0]}?" if near else blocks
-        raise ValueError(f"config --explain {only}: there is no such block or field; {hint}")
+        raise UserError(f"config --explain {only}: there is no such block or field; {hint}")
     return "\n\n".join(parts) + "\n"
 
 

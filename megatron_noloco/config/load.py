@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import ConfigError
+from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
 from megatron_noloco.files import check_utf_8, without_mark
 
@@ -20,22 +21,22 @@ def load_config(path: str | Path) -> RunConfig:
         return RunConfig.from_dict(_read(Path(path)))
     except RecursionError:
         problems = ["objects or lists are nested too deeply"]
-    except ValueError as error:
+    except UserError as error:
         problems = str(error).splitlines()
     raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a file; raises ValueError, with a line for each problem."""
+    """Return the object in a file; raises UserError, with a line for each problem."""
     try:
         written = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
+        raise UserError(f"cannot be read: {error.strerror}") from None
     try:
         check_utf_8(written)
         text = without_mark(written).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+        raise UserError(f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
     repeated: dict[int, list[str]] = {}  # by the object that has them
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -49,18 +50,18 @@ def _read(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         comment = text[error.pos :].lstrip().startswith(_COMMENTS)
         reason = "JSON has no comments; delete it" if comment else error.msg
-        raise ValueError(f"not valid JSON: line {error.lineno}, column {error.colno}: {reason}") from None
+        raise UserError(f"not valid JSON: line {error.lineno}, column {error.colno}: {reason}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"must hold a JSON object, got {shown(content)}")
+        raise UserError(f"must hold a JSON object, got {shown(content)}")
     if problems := list(_problems(content, repeated, "")):
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     return content
 
 
 def _whole(digits: str) -> int:
-    """Return a whole number; raises ValueError where products of such numbers would not fit into a float."""
+    """Return a whole number; raises UserError where products of such numbers would not fit into a float."""
     if len(digits) > _MOST_DIGITS:
-        raise ValueError(
+        raise UserError(
             f"{digits[:9]}... has {len(digits)} digits; no setting takes more than {_MOST_DIGITS}"
         )
     return int(digits)

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from megatron_noloco.config.blocks import Block, Positive, Size, field
 from megatron_noloco.config.wording import count, quoted
+from megatron_noloco.errors import UserError
 from megatron_noloco.fields import problems_of
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
@@ -154,13 +155,13 @@ class ModelConfig(Block):
         """Return the architecture for a tokenizer of `tokenizer_vocab` tokens; 0: not known, `vocab_size` decides.
 
         Padding does not depend on tensor parallelism, so that the model (and its checkpoint) does not depend on
-        the topology. Raises ValueError when the vocabulary is not known or smaller than the tokenizer's.
+        the topology. Raises UserError when the vocabulary is not known or smaller than the tokenizer's.
         """
         vocab = self.vocab_size or tokenizer_vocab
         if not vocab:
-            raise ValueError("model.vocab_size is null, and there is no tokenizer to take it from")
+            raise UserError("model.vocab_size is null, and there is no tokenizer to take it from")
         if vocab < tokenizer_vocab:
-            raise ValueError(
+            raise UserError(
                 f"model.vocab_size {vocab} is smaller than the tokenizer's {tokenizer_vocab}; "
                 f"set it to {tokenizer_vocab} or leave it out"
             )

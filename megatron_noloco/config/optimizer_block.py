@@ -7,6 +7,7 @@ from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.engine.schedules import WSD, DecayType
+from megatron_noloco.errors import UserError
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -208,7 +209,7 @@ def check_schedule(
     if schedule == "WSD":
         try:
             WSD(**params)
-        except ValueError as error:
+        except UserError as error:
             yield f"scheduler.params: {error}{source}"
         return
     total, (warm_up, by_default) = params.get("total_num_steps"), warm_up_of(schedule, params)

@@ -8,6 +8,7 @@ from typing import Literal
 from megatron_noloco.config.blocks import Block, Positive, field
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count, quoted
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture, PipelineSplit
 from megatron_noloco.model.families import families_with
 from megatron_noloco.plans.topology import Topology
@@ -65,7 +66,7 @@ class ParallelConfig(Block):
 
 
 def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) -> Topology:
-    """Return the topology of `world_size` ranks; raises ValueError with the equation when they do not fit.
+    """Return the topology of `world_size` ranks; raises UserError with the equation when they do not fit.
 
     Args:
         federated: whether the job is one replica of a federation.
@@ -86,7 +87,7 @@ def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) 
     if replicas == "auto":
         if rest:
             near = [n for n in (world_size - rest, world_size - rest + size) if n]
-            raise ValueError(
+            raise UserError(
                 f"{ranks} do not divide into replicas of {inside} = {count(size, 'rank')}; "
                 f"start {' or '.join(map(str, near))} ranks"
             )
@@ -96,7 +97,7 @@ def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) 
         other = "" if rest else f", or set parallel.replicas to {fitting}"
         if federated:
             other = ", or change the sizes in this job's block parallel"
-        raise ValueError(
+        raise UserError(
             f"{ranks} {'is' if world_size == 1 else 'are'} not {count(replicas, 'replica')} x "
             f"{inside} = {needed}; start {count(needed, 'rank')}{other}"
         )
@@ -106,25 +107,25 @@ def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) 
 def layers_of_chunks(split: PipelineSplit, num_layers: int, stages: int, virtual: int = 1) -> list[list[int]]:
     """Return the layers of the model chunks, [stage][virtual stage]; every one has a layer.
 
-    Raises ValueError, in one line, where there is no such division. A test compares the numbers with those of
+    Raises UserError, in one line, where there is no such division. A test compares the numbers with those of
     Megatron-core's own functions.
     """
     ends = [split.num_layers_in_first_pipeline_stage, split.num_layers_in_last_pipeline_stage]
     given = [layers for layers in ends if layers is not None]
     counted = split.account_for_embedding_in_pipeline_split + split.account_for_loss_in_pipeline_split
     if given and counted:
-        raise ValueError(
+        raise UserError(
             "parallel.num_layers_in_..._pipeline_stage and parallel.account_for_..._in_pipeline_split both "
             "say how many layers the first and the last stage have; give one of them"
         )
     if (given or counted) and stages == 1:
-        raise ValueError(
+        raise UserError(
             "parallel.num_layers_in_..._pipeline_stage and parallel.account_for_..._in_pipeline_split need "
             "parallel.pipeline_model_parallel_size > 1"
         )
     rest, others = num_layers + counted - sum(given), stages - len(given)
     if others == 0 and virtual > 1:
-        raise ValueError(
+        raise UserError(
             "with virtual stages and both parallel.num_layers_in_first_pipeline_stage and _last_ there must "
             "be stages between, by whose number Megatron-core divides; give one of the two"
         )
@@ -134,20 +135,20 @@ def layers_of_chunks(split: PipelineSplit, num_layers: int, stages: int, virtual
         what += f" less {' and '.join(map(str, given))} at the ends" * bool(given)
         into = count(others, "stage")
         into += f" x {count(virtual, 'virtual stage')} = {others * virtual}" * (virtual > 1)
-        raise ValueError(f"{what} do not divide into {into}")
+        raise UserError(f"{what} do not divide into {into}")
     of_stages = [rest // others if others else 0] * stages
     for stage, layers in zip((0, -1), ends, strict=True):
         if layers is not None:
             of_stages[stage] = layers
             if layers % virtual:
-                raise ValueError(
+                raise UserError(
                     f"{count(layers, 'layer')} of a stage do not divide into {count(virtual, 'virtual stage')}"
                 )
     chunks = [[layers // virtual] * virtual for layers in of_stages]
     chunks[0][0] -= split.account_for_embedding_in_pipeline_split
     chunks[-1][-1] -= split.account_for_loss_in_pipeline_split
     if min(map(min, chunks)) < 1:
-        raise ValueError(
+        raise UserError(
             f"{count(num_layers, 'layer')} (model.num_layers) leave a stage without any ({in_words(chunks)})"
         )
     return chunks
@@ -173,7 +174,7 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
     )
     try:
         of_chunks = list(chain(*layers_of_chunks(parallel.split, layers, stages, chunks)))
-    except ValueError as error:
+    except UserError as error:
         yield str(error)
     else:
         yield from _check_recomputed(model, of_chunks)

@@ -25,6 +25,7 @@ from megatron_noloco.config.old_forms import in_todays_form, of_saved_run
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, unknown_key
 from megatron_noloco.data.sources import DocumentBorders
+from megatron_noloco.errors import UserError
 from megatron_noloco.fields import fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.routing import Routing
@@ -170,7 +171,7 @@ class RunConfig:
             return self
         try:
             found = self._with_left_out(then)
-        except ValueError:  # for a value that is gone, such as payload "int16"
+        except UserError:  # for a value that is gone, such as payload "int16"
             return self
         return self if groups_problem(found.noloco, replicas) else found
 
@@ -197,7 +198,7 @@ class RunConfig:
             topology = parallel_block.lay_out(self.parallel, world_size, federated=slots is not None)
             if slots is not None:
                 topology = replace(topology, slot=slot, slots=slots)
-        except ValueError as error:
+        except UserError as error:
             raise ConfigError(str(error)) from None
         if problems := list(self._problems_among(topology.ensemble)):
             raise ConfigError("\n".join(problems))
@@ -218,7 +219,7 @@ class RunConfig:
         """
         try:
             architecture = self.model.architecture(tokenizer_vocab)
-        except ValueError as error:
+        except UserError as error:
             raise ConfigError(str(error)) from None
         if problems := list(parallel_block.check_vocabulary(architecture, self.parallel)):
             raise ConfigError("\n".join(problems))

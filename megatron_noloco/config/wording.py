@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.fields import Path, dotted, nearest, shown, unknown_field
 from megatron_noloco.model.families import FAMILIES
 
@@ -85,7 +86,7 @@ NOT_SUPPORTED = {
 }
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """Says what is wrong with a configuration: one line per problem."""
 
 

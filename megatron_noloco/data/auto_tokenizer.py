@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 
 # Spaces at the ends and in rows, lines, digits, signs, two forms of accents, a ligature, scripts, emoji, NUL.
 _TEXTS = (
@@ -52,9 +53,9 @@ def folder_problem(tokenizer: Tokenizer) -> str:
 
 
 def check_folder(tokenizer: Tokenizer) -> None:
-    """Raise ValueError, with the line of `folder_problem`, where there is one."""
+    """Raise UserError, with the line of `folder_problem`, where there is one."""
     if problem := folder_problem(tokenizer):
-        raise ValueError(problem)
+        raise UserError(problem)
 
 
 def folder_adds_bos(folder: Path) -> bool:
@@ -67,12 +68,12 @@ def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
     """Return a line where AutoTokenizer reads an export otherwise than training; "" where it reads the same.
 
     What training puts before each document counts, too. For some families AutoTokenizer takes a class of its own,
-    whatever the files say. Raises ValueError where the files themselves read a text as other tokens.
+    whatever the files say. Raises UserError where the files themselves read a text as other tokens.
     """
     if found := _first_difference(
         tokenizer, "the exported tokenizer", load_as_written(folder), with_ends=True
     ):
-        raise ValueError(f"{folder}: training reads {found}")
+        raise UserError(f"{folder}: training reads {found}")
     found = _first_difference(tokenizer, "AutoTokenizer", load_auto(folder), with_ends=True)
     return found and (
         f"{folder}: training reads {found}, whatever the exported files say; load the tokenizer with "

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_noloco.data.chat_template import ChatTemplate
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 
 _KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must occur in the chat template
 _NOT_RENDERED = ("role", "name", "tool_call_id")  # templates may leave them out, or write other words
@@ -23,7 +24,7 @@ def render_conversation(
 
     An answer is what the template adds to the messages before it, which are rendered with a generation prompt. Of
     each the first character is returned, and the one after its last; an answer of weight 0 is left out.
-    Raises ValueError for a message that holds anything unknown, and for a template that does not render all of it.
+    Raises UserError for a message that holds anything unknown, and for a template that does not render all of it.
     """
     text = template.text(tools)
     if tools is not None:
@@ -33,9 +34,9 @@ def render_conversation(
     if not any(learnt):
         some = any(message["role"] == "assistant" for message in given)
         reason = "each answer has weight 0" if some else 'no message has the role "assistant"'
-        raise ValueError(f"{reason}: there is nothing to learn")
+        raise UserError(f"{reason}: there is nothing to learn")
     if given[0]["role"] == "assistant":
-        raise ValueError(
+        raise UserError(
             'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
         )
     shown = [{key: value for key, value in message.items() if key != "weight"} for message in given]
@@ -54,7 +55,7 @@ def end_of_answer(tokenizer: Tokenizer) -> int | None:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     try:
         text = tokenizer.chat_template.render(messages)
-    except ValueError:  # no template, or one that takes no such messages
+    except UserError:  # no template, or one that takes no such messages
         return None
     _, found, end = text.rpartition(answer)
     tokens = tokenizer.encode_with_starts([end], from_template=True)[0][0].tolist() if found else []
@@ -77,9 +78,9 @@ def _kind(value: Any) -> str:
 
 def _check_tools(tools: Any, template: str) -> None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError('"tools" must be a list of objects')
+        raise UserError('"tools" must be a list of objects')
     if tools and not _mentions(template, "tools"):
-        raise ValueError('there are "tools", which the chat template does not read')
+        raise UserError('there are "tools", which the chat template does not read')
 
 
 # Messages
@@ -88,16 +89,16 @@ def _check_tools(tools: Any, template: str) -> None:
 def _read(number: int, message: Any, template: str) -> dict[str, Any]:
     """Return a message, its parts joined, without keys that are null.
 
-    Raises ValueError for what a message may not hold.
+    Raises UserError for what a message may not hold.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(
+        raise UserError(
             f'message {number} {in_words(message)}; each must be an object with "role" and "content"'
         )
     message = {key: value for key, value in message.items() if value is not None}
     for key, value in message.items():
         if key not in _KEYS and value not in _NOTHING and not _mentions(template, key):
-            raise ValueError(
+            raise UserError(
                 f'message {number} has the key "{key}", which the chat template does not read; there may be '
                 f"{', '.join(_KEYS)}, and what the template reads"
             )
@@ -105,11 +106,11 @@ def _read(number: int, message: Any, template: str) -> dict[str, Any]:
     if isinstance(content, list):
         message["content"] = "".join(_text_of(number, part) for part in content)
     elif content is not None and not isinstance(content, str):
-        raise ValueError(
+        raise UserError(
             f'message {number}: "content" must be text or a list of parts, not {json.dumps(content)[:40]}'
         )
     if content in (None, []) and not any(value for key, value in message.items() if key not in _KEYS):
-        raise ValueError(f'message {number} has no "content"')
+        raise UserError(f'message {number} has no "content"')
     return message
 
 
@@ -121,20 +122,20 @@ def _text_of(number: int, part: Any) -> str:
     match part:
         case {"type": "text", "text": str(text), **others} if not any(others.values()):
             return text
-    raise ValueError(
+    raise UserError(
         f'message {number}: a part of "content" must be {{"type": "text", "text": "..."}}, not '
         f"{json.dumps(part)[:60]}"
     )
 
 
 def _has_loss(number: int, message: dict[str, Any]) -> bool:
-    """Return whether a message is an answer that is learnt; raises ValueError for another weight than 0 or 1."""
+    """Return whether a message is an answer that is learnt; raises UserError for another weight than 0 or 1."""
     is_answer = message["role"] == "assistant"
     weight = message.get("weight", int(is_answer))
     if weight not in (0, 1):
-        raise ValueError(f'message {number}: "weight" must be 0 or 1, not {json.dumps(weight)[:40]}')
+        raise UserError(f'message {number}: "weight" must be 0 or 1, not {json.dumps(weight)[:40]}')
     if weight and not is_answer:
-        raise ValueError(
+        raise UserError(
             f'message {number}: "weight" 1 on the role "{message["role"]}", but only answers (the role '
             '"assistant") have a loss'
         )
@@ -158,11 +159,11 @@ def _find_answer(
         return len(before), len(through)
     unasked = template.render(messages[:place], tools)
     if through.startswith(unasked) and whole.startswith(through):
-        raise ValueError(
+        raise UserError(
             f"the chat template asks for an answer with other words than message {place + 1} begins with, so the "
             "answer cannot be found; use a template with the same words in both"
         )
-    raise ValueError(
+    raise UserError(
         f"the chat template renders messages 1 to {place + 1} differently when others follow, so the answer in "
         f"message {place + 1} cannot be found; split the conversation there, or use a template that renders a "
         "message regardless of later ones"
@@ -170,7 +171,7 @@ def _find_answer(
 
 
 def _check_rendered(whole: str, messages: list[dict[str, Any]]) -> None:
-    """Raise ValueError where a text of a message is not in the rendering, as often as in all messages together.
+    """Raise UserError where a text of a message is not in the rendering, as often as in all messages together.
 
     Spaces do not count, since templates trim. Some write the content of tools as JSON, where it is escaped.
     """
@@ -185,7 +186,7 @@ def _check_rendered(whole: str, messages: list[dict[str, Any]]) -> None:
             forms.add(_without_spaces(json.dumps(text, ensure_ascii=False)[1:-1]))
         if plain and sum(map(rendered.count, forms)) < sum(other.count(plain) for other in given):
             advice = "give them as an object" if key == "arguments" else "leave it out of the data"
-            raise ValueError(
+            raise UserError(
                 f'the chat template leaves out or changes the text of "{key}" in message {number} (role '
                 f'"{messages[number - 1]["role"]}"); use a template that writes it as it is, or {advice}'
             )
@@ -208,11 +209,11 @@ def _without_spaces(text: str) -> str:
 
 
 def _check_clock(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any) -> None:
-    """Raise ValueError where a conversation reads differently on another day."""
+    """Raise UserError where a conversation reads differently on another day."""
     clocks = [_CLOCK_THAT_STANDS.replace("DAY", day) for day in "12"]
     one, other = (template.render(messages, tools, template=clock + template.text(tools)) for clock in clocks)
     if one != other:
-        raise ValueError(
+        raise UserError(
             f"the chat template writes the present date ({_CLOCK}), so a resume would read other data; put a date "
             'in its place, such as "01 Jan 2025"'
         )

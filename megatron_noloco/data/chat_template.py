@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.activity import line_of
 
 
@@ -32,7 +33,7 @@ class ChatTemplate:
         return sha256_of(self._content) if self._content else ""
 
     def text(self, tools: Any = None) -> str:
-        """Return the template for conversations with these tools; raises ValueError where there is none."""
+        """Return the template for conversations with these tools; raises UserError where there is none."""
         return self._loaded.get_chat_template(tools=tools)
 
     def render(
@@ -44,7 +45,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation.
 
-        Raises ValueError where there is no template, or the template refuses the messages.
+        Raises UserError where there is no template, or the template refuses the messages.
 
         Args:
             tools: the tools that the assistant may call, in the form that the template takes.
@@ -61,19 +62,19 @@ class ChatTemplate:
                 tokenize=False,
             )
         except Exception as error:  # templates raise anything for messages that they do not expect
-            raise ValueError(f"the chat template refuses the messages: {line_of(error)}") from None
+            raise UserError(f"the chat template refuses the messages: {line_of(error)}") from None
 
     @cached_property
     def _loaded(self) -> Any:
         """The tokenizer as transformers loads it, which knows the texts that a template may name, such as BOS."""
         if self._folder is None or not self._content:
             whose = f"tokenizer_model {self._folder}" if self._folder else "the byte tokenizer"
-            raise ValueError(
+            raise UserError(
                 f"{whose} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give prompt and completion, or another tokenizer_model"
             )
         try:
             from transformers import PreTrainedTokenizerFast
         except ImportError:
-            raise ValueError("chat templates need a package: pip install transformers") from None
+            raise UserError("chat templates need a package: pip install transformers") from None
         return PreTrainedTokenizerFast.from_pretrained(self._folder)

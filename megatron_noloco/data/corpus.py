@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_utf_8, is_utf_8, without_mark
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -52,7 +53,7 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
             different Pythons would disagree about the data: `Corpus.name` carries the version.
         split: shares by which the files are divided, or each file where there are fewer than 20.
 
-    Raises ValueError where there is no text.
+    Raises UserError where there is no text.
     """
     name, path = text, find_text(text)
     if text == STANDARD_LIBRARY:
@@ -97,15 +98,15 @@ def _notes(names: Iterable[str], others: list[int]) -> str:
 
 
 def find_text(text: str) -> Path:
-    """Return the file or folder that `data.text` names; raises ValueError when it is not there."""
+    """Return the file or folder that `data.text` names; raises UserError when it is not there."""
     path = _library_folder() if text == STANDARD_LIBRARY else Path(text)
     if not path.exists():
-        raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {_ADVICE}")
+        raise UserError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {_ADVICE}")
     return path
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError when `text` is not there, or when none of its files begins with UTF-8 text."""
+    """Raise UserError when `text` is not there, or when none of its files begins with UTF-8 text."""
     path = find_text(text)
     if not any(map(_is_text, _files_of(path))):
         raise _no_text_error(path)
@@ -114,11 +115,11 @@ def check_text(text: str) -> None:
 def _files_of(path: Path) -> list[Path]:
     """Return `path` itself, or the files below that folder.
 
-    Raises ValueError where all have the names of files that hold records or are compressed.
+    Raises UserError where all have the names of files that hold records or are compressed.
     """
     files = files_below(path) if path.is_dir() else [path]
     if files and all(file.name.lower().endswith((*JSON_LINES, PARQUET, *COMPRESSIONS)) for file in files):
-        raise ValueError(
+        raise UserError(
             f"data.text: {files[0]}: JSON lines, Parquet and compressed files are not read as text; make a "
             'dataset with "data preprocess" and give its prefix (in a config: data.data_path; records for '
             "fine-tuning: data.sft_data_path)"
@@ -135,7 +136,7 @@ def standard_library_files() -> list[Path]:
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders.
 
-    Raises ValueError for a folder that cannot be read.
+    Raises UserError for a folder that cannot be read.
     """
     found = [
         path
@@ -166,7 +167,7 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
 
 def _refuse(error: OSError) -> NoReturn:
     remedy = "make the folder readable, or hide it by a name that begins with a dot"
-    raise ValueError(f"{error.filename}: {error.strerror}; {remedy}") from None
+    raise UserError(f"{error.filename}: {error.strerror}; {remedy}") from None
 
 
 def _identity(folder: str | Path) -> tuple[int, int]:
@@ -176,14 +177,14 @@ def _identity(folder: str | Path) -> tuple[int, int]:
 
 
 def check_outside(output: Path, option: str, folder: Path, folder_option: str) -> None:
-    """Raise ValueError when `output` lies in a folder of text, or in one that is linked there.
+    """Raise UserError when `output` lies in a folder of text, or in one that is linked there.
 
     `folder` may be a file, in which nothing lies.
     """
     real = output.resolve()
     above = {_identity(path) for path in (real, *real.parents) if path.exists()}
     if folder.is_dir() and any(_identity(parent) in above for parent, _ in _folders_from(folder, ())):
-        raise ValueError(
+        raise UserError(
             f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as text; "
             f"give another {option}"
         )
@@ -200,13 +201,13 @@ def _is_text(path: Path) -> bool:
     return content != b"" and is_utf_8([content])
 
 
-def _no_text_error(path: Path) -> ValueError:
+def _no_text_error(path: Path) -> UserError:
     if path.is_file():
         try:
             check_utf_8(path.read_bytes())
-        except ValueError as error:
-            return ValueError(f"data.text: {path}: {error}; {_ADVICE}")
-    return ValueError(f"data.text: no UTF-8 text in {path}; {_ADVICE}")
+        except UserError as error:
+            return UserError(f"data.text: {path}: {error}; {_ADVICE}")
+    return UserError(f"data.text: no UTF-8 text in {path}; {_ADVICE}")
 
 
 # Splits

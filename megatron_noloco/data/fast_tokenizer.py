@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_noloco.data.chat_template import ChatTemplate, sha256_of
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
@@ -35,7 +36,7 @@ class FastTokenizer:
     """
 
     def __init__(self, folder: Path, split_special_tokens: bool = True, prepend_bos: bool = False) -> None:
-        """Load the tokenizer.json in a folder; raises ValueError where there is none.
+        """Load the tokenizer.json in a folder; raises UserError where there is none.
 
         Args:
             split_special_tokens: whether a special token that a text spells out is text.
@@ -45,14 +46,14 @@ class FastTokenizer:
 
         self.folder, file = folder, folder / _TOKENIZER
         if not file.is_file():
-            raise ValueError(
+            raise UserError(
                 f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
                 "that of a Hugging Face fast tokenizer"
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"tokenizer_model {file}: not a tokenizer ({error})") from None
+            raise UserError(f"tokenizer_model {file}: not a tokenizer ({error})") from None
         # A file may set truncation and padding, which would cut or pad texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -67,7 +68,7 @@ class FastTokenizer:
         self.before_document: tuple[int, ...] = ()
         if prepend_bos:
             if self.beginning_of_document is None:
-                raise ValueError(
+                raise UserError(
                     f"prepend_bos: tokenizer_model {folder} has no BOS; name one as bos_token in its "
                     "tokenizer_config.json, or leave prepend_bos out"
                 )
@@ -191,7 +192,7 @@ class FastTokenizer:
             kept = FastTokenizer(folder)
             if (kept.digest, kept.chat_template.digest) == (self.digest, self.chat_template.digest):
                 return
-        except ValueError:  # none, or a broken one
+        except UserError:  # none, or a broken one
             pass
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -208,7 +209,7 @@ class FastTokenizer:
             shutil.copytree(self.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file beside tokenizer.json, empty where there is none; raises ValueError."""
+        """Return the JSON object in a file beside tokenizer.json, empty where there is none; raises UserError."""
         path = self.folder / name
         return read_object(path, "copy the tokenizer's files again") if path.is_file() else {}
 
@@ -229,7 +230,7 @@ class FastTokenizer:
         for text in (self._named("eos_token"), *_COMMON_END_TEXTS):
             if text in vocabulary:
                 return text
-        raise ValueError(
+        raise UserError(
             f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in "
             "tokenizer_config.json"
         )

@@ -17,6 +17,7 @@ from typing import IO
 import numpy as np
 
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, put_in_place, write_text, write_whole
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -35,12 +36,12 @@ class IndexedTokens:
     """
 
     def __init__(self, prefix: str) -> None:
-        """Raises ValueError, naming file and numbers, unless both files are complete and belong together."""
+        """Raises UserError, naming file and numbers, unless both files are complete and belong together."""
         self.prefix = prefix
         bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         for path in (idx_path, bin_path):
             if not path.is_file():
-                raise ValueError(
+                raise UserError(
                     f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
                     '`data preprocess` wrote, without ".bin"'
                 )
@@ -48,18 +49,18 @@ class IndexedTokens:
         sequences, size = len(self.lengths), bin_path.stat().st_size
         tokens = int(self.lengths.sum(dtype=np.int64))
         if size != tokens * self.dtype.itemsize:
-            raise ValueError(
+            raise UserError(
                 f"{bin_path}: {size} bytes, its index says {tokens} tokens x {self.dtype.itemsize} = "
                 f"{tokens * self.dtype.itemsize}; it is cut short, or belongs to another index"
             )
         if not tokens:
-            raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
+            raise UserError(f"{bin_path}: holds no tokens ({sequences} sequences)")
         ordered = np.array_equal(pointers, self.offsets[:-1] * self.dtype.itemsize)
         if not ordered or int(self.lengths.min()) < 0:
-            raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
+            raise UserError(f"{idx_path}: its sequences do not lie one after the other")
         bounds = self.document_bounds
         if bounds[:1] != 0 or bounds[-1:] != sequences or (np.diff(bounds) < 0).any():
-            raise ValueError(
+            raise UserError(
                 f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
             )
         self.tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
@@ -80,10 +81,10 @@ class IndexedTokens:
 
 
 def open_indexed(prefix: str, tokenizer: Tokenizer) -> IndexedTokens:
-    """Open a dataset; raises ValueError as `IndexedTokens` does, and where it was made with another tokenizer."""
+    """Open a dataset; raises UserError as `IndexedTokens` does, and where it was made with another tokenizer."""
     indexed, record = IndexedTokens(prefix), _record_of(prefix)
     if record.is_file() and record.read_text().strip() != tokenizer.digest:
-        raise ValueError(
+        raise UserError(
             f"{record}: the dataset was made with another tokenizer than that of the block data; set the same, or "
             "preprocess the text again (if this one has only further tokens, remove the file)"
         )
@@ -95,20 +96,20 @@ def _record_of(prefix: str | Path) -> Path:
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Map an .idx file into memory; raises ValueError unless it is complete.
+    """Map an .idx file into memory; raises UserError unless it is complete.
 
     Returns the type of tokens; the length of each sequence, int32 [sequences]; the byte of the .bin file at which
     each begins, int64 [sequences]; the first sequence of each document, and the end, int64 [documents + 1].
     """
     index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
     if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
-        raise ValueError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
+        raise UserError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
     _, version, code, sequences, bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
     if version != _VERSION or code not in _DTYPES:
-        raise ValueError(f"{path}: version {version} with token type {code} is not known")
+        raise UserError(f"{path}: version {version} with token type {code} is not known")
     needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
     if len(index) < needed:
-        raise ValueError(f"{path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short")
+        raise UserError(f"{path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short")
     starts = [_HEADER.size + sequences * size for size in (0, 4, 4 + 8)]
     return (
         np.dtype(_DTYPES[code]),
@@ -122,14 +123,14 @@ class IndexedWriter:
     """Writes one dataset; both files have another name until `finish`, so nobody can read half a dataset."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
-        """Raises ValueError where the dataset exists, or another process is writing it."""
+        """Raises UserError where the dataset exists, or another process is writing it."""
         self.prefix = prefix
         self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
         self._partial = Path(f"{prefix}.bin.partial")
         self._tokens = _open_alone(self._partial)
         if Path(f"{prefix}.idx").exists():
             self.discard()
-            raise ValueError(f"{prefix}.idx exists already; remove it or give another --output-prefix")
+            raise UserError(f"{prefix}.idx exists already; remove it or give another --output-prefix")
         self._lengths, self._bounds = array("i"), array("q", [0])
 
     def add(self, tokens: np.ndarray, ends_document: bool) -> None:
@@ -173,7 +174,7 @@ class IndexedWriter:
 
 
 def _open_alone(path: Path) -> IO[bytes]:
-    """Open a file for writing, empty; raises ValueError while another process writes it.
+    """Open a file for writing, empty; raises UserError while another process writes it.
 
     The system releases the lock with its process: what a killed one has left is written anew.
     """
@@ -188,7 +189,7 @@ def _open_alone(path: Path) -> IO[bytes]:
         alone = True
     if not alone:
         file.close()
-        raise ValueError(f"{path}: another process is writing this dataset; give another --output-prefix")
+        raise UserError(f"{path}: another process is writing this dataset; give another --output-prefix")
     file.truncate(0)
     return file
 

@@ -17,6 +17,7 @@ from megatron_noloco.data.corpus import (
     files_below,
     read_piece,
 )
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_utf_8, check_whole_characters, is_utf_8, without_mark
 
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
@@ -58,7 +59,7 @@ def plain_name(path: Path) -> str:
 
 
 def parse_json(line: bytes) -> Any:
-    """Parse one line of a file of JSON lines; raises ValueError."""
+    """Parse one line of a file of JSON lines; raises UserError."""
     check_utf_8(line)
     try:
         return json.loads(without_mark(line).decode())
@@ -66,26 +67,26 @@ def parse_json(line: bytes) -> Any:
         reason = f"{error.msg}, column {error.pos + 1}"
     except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply
         reason = str(error)
-    raise ValueError(f"not JSON ({reason}); each line must hold one whole JSON object")
+    raise UserError(f"not JSON ({reason}); each line must hold one whole JSON object")
 
 
 def _texts(record: Any, keys: tuple[str, ...], place: str) -> list[str]:
-    """Return the text under each key of a row, or of a line of JSON; raises ValueError that names the place."""
+    """Return the text under each key of a row, or of a line of JSON; raises UserError that names the place."""
     try:
         fields = parse_json(record) if isinstance(record, bytes) else record
         return [_text(fields, key) for key in keys]
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def _text(fields: Any, key: str) -> str:
     if not isinstance(fields, dict):
-        raise ValueError("not a JSON object; each line must hold one")
+        raise UserError("not a JSON object; each line must hold one")
     if key not in fields:
-        raise ValueError(f"no key {key!r}; there are {', '.join(fields)} (--json-keys)")
+        raise UserError(f"no key {key!r}; there are {', '.join(fields)} (--json-keys)")
     text = fields[key]
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{key!r} holds {type(text).__name__}, not text (--json-keys)")
+        raise UserError(f"{key!r} holds {type(text).__name__}, not text (--json-keys)")
     check_whole_characters(text or "")
     return text or ""
 
@@ -93,17 +94,17 @@ def _text(fields: Any, key: str) -> str:
 def find_inputs(paths: Iterable[str]) -> list[Input]:
     """Return the files named by `paths`; folders are searched recursively, without hidden files.
 
-    Raises ValueError when a path is missing or there is nothing to read.
+    Raises UserError when a path is missing or there is nothing to read.
     """
     found: list[tuple[Path, Path | None]] = []
     for given in paths:
         path = Path(given).expanduser()
         if not path.exists():
-            raise ValueError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
+            raise UserError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
         found += [(file, path) for file in files_below(path)] if path.is_dir() else [(path, None)]
     inputs = [Input(*file) for file in found]
     if not any(item.bytes for item in inputs):
-        raise ValueError(f"--input {' '.join(paths)}: holds no files with text")
+        raise UserError(f"--input {' '.join(paths)}: holds no files with text")
     return inputs
 
 
@@ -111,7 +112,7 @@ def read_pieces(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
     """Read the documents of one input in order, without blank lines.
 
     JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
-    type under a key in every line. Raises ValueError that names the file, and the line or row, where it cannot.
+    type under a key in every line. Raises UserError that names the file, and the line or row, where it cannot.
 
     Args:
         keys: of JSON, or columns of a Parquet file.
@@ -134,7 +135,7 @@ def is_text(item: Input) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file, and what it holds before compression; raises ValueError where it cannot be decompressed."""
+    """Open a file, and what it holds before compression; raises UserError where it cannot be decompressed."""
     try:
         with path.open("rb") as raw:
             compression = COMPRESSIONS.get(path.suffix.lower())
@@ -148,7 +149,7 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     except OSError as error:
         if path.suffix.lower() not in COMPRESSIONS:
             raise
-        raise ValueError(f"{path}: cannot be decompressed ({error})") from None
+        raise UserError(f"{path}: cannot be decompressed ({error})") from None
 
 
 def _read_lines(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
@@ -172,9 +173,9 @@ def _read_text(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[byte
             yield Piece([piece.decode()], place - before, begins, not following)
             begins, before, piece = False, place, following
     except UnicodeDecodeError as error:
-        raise ValueError(f"{item.path}: not UTF-8 text ({error.reason})") from None
-    except ValueError as error:
-        raise ValueError(f"{item.path}: {error}") from None
+        raise UserError(f"{item.path}: not UTF-8 text ({error.reason})") from None
+    except UserError as error:
+        raise UserError(f"{item.path}: {error}") from None
 
 
 def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
@@ -187,7 +188,7 @@ def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
             names = file.schema_arrow.names
             missing = [name for name in keys if name not in names]
             if missing:
-                raise ValueError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
+                raise UserError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
             rows = max(1, file.metadata.num_rows)
             for batch in file.iter_batches(_PARQUET_ROWS, columns=list(keys)):
                 for row in batch.to_pylist():
@@ -195,6 +196,6 @@ def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
                     texts = _texts(row, keys, f"{item.path}, row {number}")
                     yield Piece(texts, item.bytes * number // rows - item.bytes * (number - 1) // rows)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{item.path}, after row {number}: not UTF-8 text ({error.reason})") from None
+        raise UserError(f"{item.path}, after row {number}: not UTF-8 text ({error.reason})") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{item.path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{item.path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.data.samples import SampleDataset, in_samples
+from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder
@@ -64,7 +65,7 @@ class ValidationSource:
         weight: float = 1.0,
         multiple_of: int = 1,
     ) -> None:
-        """Raises ValueError when the split has too few samples.
+        """Raises UserError when the split has too few samples.
 
         Args:
             count: number of microbatches, rounded up to a multiple of `multiple_of`; None: as many as the split
@@ -78,7 +79,7 @@ class ValidationSource:
             count = -(-count // multiple_of) * multiple_of
         needed = count * micro_batch_size
         if needed > len(dataset):
-            raise ValueError(
+            raise UserError(
                 f"corpus too small: microbatches x samples in each = {count} x {micro_batch_size} need "
                 f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}; "
                 "lower evaluation.iters"

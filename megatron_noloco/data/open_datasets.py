@@ -15,6 +15,7 @@ from megatron_noloco.data.records import RecordDataset, load_records
 from megatron_noloco.data.samples import ShuffledDataset, TokenDataset, check_vocabulary, in_samples
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.sample_order import slots_of
 
 _SPLIT_NAMES = ("training", "validation")
@@ -23,7 +24,7 @@ _OpenIndexed = Callable[[str], IndexedTokens]
 
 
 def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datasets:
-    """Build the datasets of a run; raises ValueError, in one line, when one is missing, damaged or too small.
+    """Build the datasets of a run; raises UserError, in one line, when one is missing, damaged or too small.
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
@@ -32,7 +33,7 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     validation = others[0] if others else []
     datasets = Datasets(training, validation, summary, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
-        raise ValueError(
+        raise UserError(
             f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
             f"{datasets.train.name} has {len(datasets.train)}"
         )
@@ -42,13 +43,13 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 def validation_datasets(
     source: Source, tokenizer: Tokenizer, needs: Needs
 ) -> list[TokenDataset | RecordDataset]:
-    """Return a run's validation datasets without building its training datasets; raises ValueError."""
+    """Return a run's validation datasets without building its training datasets; raises UserError."""
     (parts,), _ = _read(source, tokenizer, needs, (_VALIDATION,))
     return [part.dataset for part in parts]
 
 
 def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
-    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises ValueError."""
+    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises UserError."""
     indexed = Path(f"{data}.idx").exists()
     try:
         tokens: np.ndarray
@@ -56,8 +57,8 @@ def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset
             tokens = open_indexed(data, tokenizer).tokens
         else:
             tokens = load_corpus(data, Split(1, 0, 0), tokenizer).train
-    except ValueError as error:
-        raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
+    except UserError as error:
+        raise UserError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     dataset = TokenDataset(tokens, needs, data)
     _check_tokens(dataset, needs.vocab_size)
     return dataset
@@ -76,7 +77,7 @@ def _read(
 ) -> tuple[list[list[Part]], str]:
     """Return the parts of each of the splits, and a summary if training is among them.
 
-    Raises ValueError for a part without samples, and for wrong tokens.
+    Raises UserError for a part without samples, and for wrong tokens.
     """
     match source:
         case TextSource():
@@ -112,7 +113,7 @@ def _read_records(
         first, stop = split_bounds(source.split, len(records))[split : split + 2]
         if first == stop:
             problem = _no_share(source.split, split, source.path)
-            raise ValueError(f"{problem} ({len(records)} records); raise its weight or add records")
+            raise UserError(f"{problem} ({len(records)} records); raise its weight or add records")
         name, padding = _name(split, source.path), tokenizer.end_of_document
         datasets.append(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding))
     spelled = (
@@ -174,14 +175,14 @@ def _check_beginnings(
 ) -> Iterator[str]:
     """Yield the end of a summary that names each dataset with a BOS that nobody asks for.
 
-    Raises ValueError for a dataset that lacks a BOS that the run's documents are to begin with.
+    Raises UserError for a dataset that lacks a BOS that the run's documents are to begin with.
     """
     bos = tokenizer.beginning_of_document
     parts = source.train.parts + (source.validation.parts if source.validation else ())
     for prefix in dict.fromkeys(prefix for prefix, _ in parts):
         begins = open_indexed(prefix).tokens[0] == bos
         if tokenizer.before_document and not begins:
-            raise ValueError(
+            raise UserError(
                 f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
                 "--prepend-bos, or leave data.prepend_bos out"
             )
@@ -195,7 +196,7 @@ def _split_of_blend(
     """Yield each dataset of a blend, the bounds of its sequences in `split`, their name and their weight."""
     blend = source.train if source.split is not None else (source.train, source.validation)[split]
     if blend is None:
-        raise ValueError(
+        raise UserError(
             "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
         )
     for prefix, weight in blend.parts:
@@ -208,11 +209,11 @@ def _split_of_blend(
         if not len(indexed.part(first, stop)):
             share = _no_share(source.split, split, prefix)
             if sequences == 1:
-                raise ValueError(
+                raise UserError(
                     f"{share}: one sequence cannot be divided; preprocess several documents, such as JSON lines, "
                     "or give the text itself as data.text"
                 )
-            raise ValueError(
+            raise UserError(
                 f"{share} ({sequences} sequences); raise its weight, or give data.train_data_path and "
                 "data.valid_data_path"
             )
@@ -226,7 +227,7 @@ def split_bounds(split: Split, sequences: int) -> list[int]:
 
 
 def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
-    """Raise ValueError for a token outside the vocabulary, or where documents are separated but none ends."""
+    """Raise UserError for a token outside the vocabulary, or where documents are separated but none ends."""
     tokens = excerpt(dataset.contents[0])
     check_vocabulary(tokens, vocab_size, dataset.name)
     documents = None if isinstance(dataset, RecordDataset) else dataset.documents
@@ -234,7 +235,7 @@ def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> Non
         return
     if not (tokens == documents.end_of_document).any():
         field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
-        raise ValueError(
+        raise UserError(
             f"data.{field}: {dataset.name} holds no end-of-document token ({documents.end_of_document}), so its "
             "documents cannot be separated; preprocess it with --append-eod"
         )

@@ -16,6 +16,7 @@ from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Input, Piece, is_text, read_pieces
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 
 # Encoded at once: many texts, also of small files, for many cores. It takes about 0.3 GB of memory.
@@ -56,19 +57,19 @@ class Tally:
 
 
 def check(job: Job) -> None:
-    """Raise ValueError when a job cannot be carried out; nothing is written."""
+    """Raise UserError when a job cannot be carried out; nothing is written."""
     if not job.prefix.name:
-        raise ValueError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
+        raise UserError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
     for place, key in enumerate(job.encoding.json_keys):
         if key in job.encoding.json_keys[:place]:
-            raise ValueError(f"--json-keys {key}: is given more than once; give each key once")
+            raise UserError(f"--json-keys {key}: is given more than once; give each key once")
         if "/" in key:
-            raise ValueError(
+            raise UserError(
                 f'--json-keys {key}: its dataset would be a file with this name, which cannot have "/"'
             )
     text = next((item.path for item in job.inputs if item.kind == "text"), None)
     if text is not None and len(job.encoding.json_keys) > 1:
-        raise ValueError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
+        raise UserError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
     for folder in {item.folder for item in job.inputs if item.folder is not None}:
         check_outside(job.prefix, "--output-prefix", folder, "--input")
     check_folder(build_tokenizer(job.encoding.tokenizer))
@@ -77,7 +78,7 @@ def check(job: Job) -> None:
 def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     """Carry out a job that passed `check`, and call `advance` with the input bytes of what is written.
 
-    Raises ValueError for an input that cannot be read, and for a dataset that exists or is being written. A file
+    Raises UserError for an input that cannot be read, and for a dataset that exists or is being written. A file
     gets its name when it is complete.
     """
     tokenizer = build_tokenizer(job.encoding.tokenizer)
@@ -107,7 +108,7 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
                     tally.documents += piece.ends
             advance(sum(piece.read_bytes for piece in group))
         if not tally.documents:
-            raise ValueError(
+            raise UserError(
                 f"nothing was written: {tally.empty} documents are empty, {tally.not_text} files are no UTF-8 text"
             )
         for writer in writers.values():

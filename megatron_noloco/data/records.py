@@ -15,6 +15,7 @@ from megatron_noloco.data.corpus import files_below
 from megatron_noloco.data.inputs import opened, parse_json, plain_name
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
 
 _UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
@@ -42,15 +43,15 @@ class _Text(NamedTuple):
 
 
 def record_files(path: str) -> list[Path]:
-    """Return the file, or all .jsonl files below the folder, compressed or not; raises ValueError without any."""
+    """Return the file, or all .jsonl files below the folder, compressed or not; raises UserError without any."""
     given = Path(path)
     if not given.exists():
-        raise ValueError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
+        raise UserError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
     files = [given]
     if given.is_dir():
         files = [file for file in files_below(given) if plain_name(file).endswith(".jsonl")]
     if not files:
-        raise ValueError(f"data.sft_data_path: no .jsonl file in {given}")
+        raise UserError(f"data.sft_data_path: no .jsonl file in {given}")
     return files
 
 
@@ -59,7 +60,7 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
 
     A record is a JSON object with `messages` or with `prompt` and `completion`. The tokenizer's chat template
     renders messages, whose answers are those of the role "assistant"; otherwise the completion is the answer.
-    Raises ValueError that names file and line of the first line that is not a record.
+    Raises UserError that names file and line of the first line that is not a record.
     """
     texts = (text for file in record_files(path) for text in _read(file, tokenizer))
     records = []
@@ -92,8 +93,8 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
                     record = parse_json(line)
                     check_whole_characters(json.dumps(record, ensure_ascii=False))
                     text = _text_of(record, tokenizer)
-                except ValueError as error:
-                    raise ValueError(f"{file}, line {number}: {error}") from None
+                except UserError as error:
+                    raise UserError(f"{file}, line {number}: {error}") from None
                 yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
 
 
@@ -112,20 +113,20 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
         given = {key: value for key, value in record.items() if value is not None}
     match given:
         case {"messages": _, "prompt": _} | {"messages": _, "completion": _}:
-            raise ValueError(
+            raise UserError(
                 'has "messages" and also "prompt" or "completion"; leave out what is not to be learnt'
             )
         case {"weight": weight} if weight != 1:
-            raise ValueError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
+            raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
         case {"messages": [_, *_] as messages}:
             for key in _UNREAD:
                 if given.get(key):
-                    raise ValueError(f'"{key}" is not given to the chat template; messages and "tools" are')
+                    raise UserError(f'"{key}" is not given to the chat template; messages and "tools" are')
             return _Text(*render_conversation(messages, given.get("tools"), tokenizer.chat_template), True)
         case {"prompt": str(prompt), "completion": str(completion)}:
             answer = (len(prompt), len(prompt + completion))
             return _Text(prompt + completion, [answer], int(not completion.strip()), False)
-    raise ValueError(
+    raise UserError(
         f'{in_words(record)}; a record is an object with "messages", a list of objects with "role" and "content", '
         'or with "prompt" and "completion", both text'
     )
@@ -144,7 +145,7 @@ class RecordDataset:
     def __init__(
         self, records: Sequence[Record], seq_length: int, name: str, packed: bool, padding: int
     ) -> None:
-        """Raises ValueError when all records are left out.
+        """Raises UserError when all records are left out.
 
         Args:
             packed: whether a sample holds as many records as fit, as separate documents; otherwise one.
@@ -158,7 +159,7 @@ class RecordDataset:
         ]
         self._records = [record for record in fitting if record.answer[1:].any()]
         if not self._records:
-            raise ValueError(
+            raise UserError(
                 f"{name}: none of {len(records)} records has an answer within {seq_length} tokens"
             )
         lengths = [len(record.tokens) - 1 for record in self._records]  # the last token is a label only

@@ -19,16 +19,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_noloco.data.sources import Needs
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.draws import Shuffle, Stream
 
 IGNORED = -100  # label without a loss, as in torch and transformers
 
 _BLOCK = 64  # sequences; one offset is kept for each block: 1/8 byte of memory per sequence
 _BATCH_BLOCKS = 1 << 14  # blocks whose lengths are added up at once
-
-
-class VocabularyError(ValueError):
-    """Tokens that the model does not have."""
 
 
 class Sample(NamedTuple):
@@ -58,10 +55,10 @@ class TokenDataset:
     """
 
     def __init__(self, tokens: np.ndarray, needs: Needs, name: str = "dataset") -> None:
-        """Raises ValueError when there are fewer than S + 1 tokens."""
+        """Raises UserError when there are fewer than S + 1 tokens."""
         self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
         if len(tokens) < self.seq_length + 1:
-            raise ValueError(
+            raise UserError(
                 f"corpus too small: {name} has {len(tokens)} tokens, one sample needs "
                 f"seq_length + 1 = {self.seq_length + 1}"
             )
@@ -77,7 +74,7 @@ class TokenDataset:
         return (len(self.tokens) - 1) // self.seq_length
 
     def __getitem__(self, index: int) -> Sample:
-        """Return a sample; raises VocabularyError for tokens that no check at the start has read."""
+        """Return a sample; raises UserError for tokens that no check at the start has read."""
         check_index(self, index)
         read, lasts = self._read(index * self.seq_length)
         check_vocabulary(read, self.vocab_size, f"sample {index} of {self.name}")
@@ -105,7 +102,7 @@ class ShuffledDataset(TokenDataset):
     """
 
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, needs: Needs, name: str) -> None:
-        """Raises ValueError where there is no whole sample.
+        """Raises UserError where there is no whole sample.
 
         Args:
             tokens: the tokens of all sequences, in the order of the file, shape [tokens].
@@ -183,10 +180,10 @@ def in_samples(number: int, seq_length: int) -> str:
 
 
 def check_vocabulary(tokens: np.ndarray, vocab_size: int, name: str) -> None:
-    """Raise VocabularyError for a token outside the vocabulary. `name` says what holds the tokens."""
+    """Raise UserError for a token outside the vocabulary. `name` says what holds the tokens."""
     smallest, largest = int(tokens.min()), int(tokens.max())
     if smallest < 0 or largest >= vocab_size:
-        raise VocabularyError(
+        raise UserError(
             f"{name} holds token {smallest if smallest < 0 else largest}, the vocabulary has {vocab_size} (from 0 "
             "on): it is damaged, or was made with another tokenizer (data.tokenizer_type, data.tokenizer_model)"
         )

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.sample_order import slots_of
 
 
@@ -26,10 +27,10 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Parse Megatron's "949,50,1": weights >= 0, the first > 0, missing ones zero. Raises ValueError."""
+        """Parse Megatron's "949,50,1": weights >= 0, the first > 0, missing ones zero. Raises UserError."""
         weights = _weights(text.split(","))
         if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or weights[0] == 0:
-            raise ValueError(
+            raise UserError(
                 "must be up to three weights >= 0 for train, validation and test, the first > 0, "
                 f'such as "949,50,1", got {text!r}'
             )
@@ -45,11 +46,11 @@ class Blend:
 
     @classmethod
     def parse(cls, paths: str | Sequence[str | float]) -> "Blend":
-        """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises ValueError."""
+        """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises UserError."""
         if isinstance(paths, str):
             words = paths.split()
             if len(words) > 2 and _weights(words[::2]) and len(words) % 2 == 0:
-                raise ValueError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
+                raise UserError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
             paths = [paths]
         if len(paths) == 1 and isinstance(paths[0], str):
             return cls(((paths[0], 1.0),))
@@ -57,7 +58,7 @@ class Blend:
         prefixes = [prefix for prefix in paths[1::2] if isinstance(prefix, str) and prefix]
         positive = all(0 < weight < math.inf for weight in weights)
         if not weights or len(weights) != len(prefixes) or not positive:
-            raise ValueError(
+            raise UserError(
                 "must be one prefix, or weights > 0 and prefixes in turn, like "
                 f'["0.3", "prefixA", "0.7", "prefixB"], got {paths!r}'
             )
@@ -120,7 +121,7 @@ class Needs:
 class TokenizerChoice:
     """A tokenizer by name, "byte" or a Hugging Face fast tokenizer with its folder, and how it reads text.
 
-    Raises ValueError for fields that contradict one another.
+    Raises UserError for fields that contradict one another.
     """
 
     tokenizer_type: str = "byte"
@@ -131,8 +132,8 @@ class TokenizerChoice:
     def __post_init__(self) -> None:
         if self.tokenizer_type != "byte":
             if self.tokenizer_model is None:
-                raise ValueError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
+                raise UserError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
         elif self.tokenizer_model is not None:
-            raise ValueError('tokenizer_model needs tokenizer_type "HuggingFaceTokenizer"')
+            raise UserError('tokenizer_model needs tokenizer_type "HuggingFaceTokenizer"')
         elif self.prepend_bos:
-            raise ValueError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")
+            raise UserError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")

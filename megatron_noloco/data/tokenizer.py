@@ -15,6 +15,7 @@ import numpy as np
 from megatron_noloco.data.chat_template import ChatTemplate
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.sources import TokenizerChoice
+from megatron_noloco.errors import UserError
 
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # name of the token in an export; in a text it is encoded as bytes
@@ -89,7 +90,7 @@ Tokenizer = ByteTokenizer | FastTokenizer
 
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """Build the tokenizer of a run; raises ValueError when its files are missing or broken, or it lacks a BOS."""
+    """Build the tokenizer of a run; raises UserError when its files are missing or broken, or it lacks a BOS."""
     if choice.tokenizer_model is None:
         return ByteTokenizer()
     return FastTokenizer(Path(choice.tokenizer_model), choice.split_special_tokens, choice.prepend_bos)
@@ -98,7 +99,7 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
 def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str = "") -> Tokenizer:
     """Build a run's tokenizer from the first of `places`, or from its own, that has the run's tokens.
 
-    Raises ValueError, which says what is wrong with each place, where none has.
+    Raises UserError, which says what is wrong with each place, where none has.
 
     Args:
         digest: of the run's tokenizer; "": not known, so that the first place with a tokenizer is taken.
@@ -109,10 +110,10 @@ def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str 
     for place in (*places, Path(choice.tokenizer_model)):
         try:
             found = build_tokenizer(replace(choice, tokenizer_model=str(place)))
-        except ValueError as error:
+        except UserError as error:
             problems.append(str(error))
             continue
         if digest in ("", found.digest):
             return found
         problems.append(f"{place}: reads other tokens than the run")
-    raise ValueError("; ".join(problems))
+    raise UserError("; ".join(problems))

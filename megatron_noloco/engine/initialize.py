@@ -19,6 +19,7 @@ from megatron_noloco.engine.gradients import read_norm_once
 from megatron_noloco.engine.layout import EXPERTS, parameter_groups
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.schedules import build_schedule
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.start_up import quiet
 from megatron_noloco.model.stage import Stage
@@ -138,7 +139,7 @@ def fused_adam_loads() -> bool:
         return False
     try:
         load_kernel("FusedAdamBuilder")
-    except ValueError:
+    except UserError:
         return False
     return True
 
@@ -157,7 +158,7 @@ def all_have_fused_adam() -> bool:
 
 
 def load_kernel(builder: str) -> None:
-    """Load a kernel of DeepSpeed by the name of its builder. Raises ValueError where it cannot be had.
+    """Load a kernel of DeepSpeed by the name of its builder. Raises UserError where it cannot be had.
 
     Where it is not built yet, DeepSpeed compiles it, which needs ninja, a compiler (for a GPU the CUDA toolkit)
     and a minute.
@@ -166,7 +167,7 @@ def load_kernel(builder: str) -> None:
         get_accelerator().create_op_builder(builder).load(verbose=False)
     except Exception as error:  # from a compiler, its absence, or a CUDA toolkit that does not match torch
         reason = str(error).partition("\n")[0].partition(": [")[0]  # less ninja's command
-        raise ValueError(
+        raise UserError(
             f"DeepSpeed compiles its kernel, which failed ({reason}): install ninja and a compiler, for a GPU the "
             "CUDA toolkit"
         ) from None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.start_up import before_engines, quiet
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class WSD:
     The decay "1-sqrt" is that of Hägele et al., arXiv 2405.18392. Without a stable phase this is Megatron's
     lr_decay_style "linear" or "cosine".
 
-    Raises ValueError when warm-up and decay together are longer than the run.
+    Raises UserError when warm-up and decay together are longer than the run.
     """
 
     total_num_steps: int
@@ -39,7 +40,7 @@ class WSD:
 
     def __post_init__(self) -> None:
         if self.stable_num_steps < 0:
-            raise ValueError(
+            raise UserError(
                 f"warmup_num_steps {self.warmup_num_steps} + decay_num_steps {self.decay_num_steps} is more than "
                 f"total_num_steps {self.total_num_steps}"
             )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.engine.state import PARTITIONS, MasterWeights, bit16_groups
+from megatron_noloco.errors import UserError
 from megatron_noloco.outer.weights import TorchWeights, Weights
 from megatron_noloco.plans.canonical import Piece, in_turn
 
@@ -23,10 +24,10 @@ from megatron_noloco.plans.canonical import Piece, in_turn
 def owned_weights(optimizer: Any) -> "Zero12Weights | Zero3Weights | None":
     """Return the fp32 weights that ZeRO 1 to 3 leave to this rank; None where each rank has all of them.
 
-    Raises ValueError for weights on NVMe.
+    Raises UserError for weights on NVMe.
     """
     if getattr(optimizer, "swap_optimizer", False):
-        raise ValueError("zero_optimization.offload_optimizer: weights on NVMe cannot be exchanged; use cpu")
+        raise UserError("zero_optimization.offload_optimizer: weights on NVMe cannot be exchanged; use cpu")
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return Zero3Weights(optimizer)
     return Zero12Weights(optimizer) if any(hasattr(optimizer, name) for name in PARTITIONS) else None
@@ -45,7 +46,7 @@ def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]
     """Return the fp32 weights of an engine without ZeRO, pairs of them and their copies in 16 bits, and for each
     weight the parameters in it.
 
-    Raises ValueError for an optimizer that keeps no weights in fp32.
+    Raises UserError for an optimizer that keeps no weights in fp32.
     """
     optimizer, rounded = engine.optimizer, []
     if hasattr(optimizer, "fp32_groups_flat"):
@@ -62,7 +63,7 @@ def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]
         exact = [one for one in engine.module.parameters() if one.requires_grad]
         in_each = [[one] for one in exact]
     if any(weight.dtype != torch.float32 for weight in exact):
-        raise ValueError(
+        raise UserError(
             f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
         )
     return exact, rounded, in_each

@@ -65,11 +65,11 @@ class Keeper(Protocol):
         ...
 
     def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
-        """Return where the vectors of these names go; raises ValueError where such a state does not fit."""
+        """Return where the vectors of these names go; raises UserError where such a state does not fit."""
         ...
 
     def use(self, state: State) -> None:
-        """Continue with a state that has come as a whole. Raises ValueError where `rest` does not fit."""
+        """Continue with a state that has come as a whole. Raises UserError where `rest` does not fit."""
         ...
 
 

@@ -9,6 +9,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_noloco.errors import UserError
+
 _NAME = "megatron_noloco federation"
 _BEGIN = "-----BEGIN CERTIFICATE-----"
 _OLD = '{"'  # up to version 0.2 the file was JSON, with keys for ZeroMQ
@@ -35,7 +37,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Read a key; raises ValueError, with one clear line, for a file that is missing or holds no key."""
+        """Read a key; raises UserError, with one clear line, for a file that is missing or holds no key."""
         why = "holds no key"
         try:
             if path.read_text(errors="replace").startswith(_OLD):
@@ -44,14 +46,14 @@ class Keys:
         except ssl.SSLError:
             pass
         except OSError as error:
-            raise ValueError(f"federation.key_file: {path}: {error.strerror}") from None
-        raise ValueError(
+            raise UserError(f"federation.key_file: {path}: {error.strerror}") from None
+        raise UserError(
             f"federation.key_file: {path} {why}; `megatron-noloco keys FILE` makes a new one, for all replicas"
         )
 
 
 def fingerprint_of(path: Path) -> str:
-    """Return the SHA-256 of the certificate in a key file, hexadecimal. Raises ValueError and OSError."""
+    """Return the SHA-256 of the certificate in a key file, hexadecimal. Raises UserError and OSError."""
     certificate = path.read_text().partition(_BEGIN)
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert("".join(certificate[1:]))).hexdigest()
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.commit import Replica, committing
 from megatron_noloco.federation.handover import Handover, Keeper, Taken
 from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, Health, KeepingUp, UntrainedError
@@ -114,7 +115,7 @@ class Membership:
         Args:
             done: local steps of the checkpoint; 0: there is none.
 
-        Raises ValueError where the rendezvous has only led to jobs with which a new job can never exchange.
+        Raises UserError where the rendezvous has only led to jobs with which a new job can never exchange.
         """
         came, refusal = True, ""
         self.handover.trains_from(done)
@@ -129,7 +130,7 @@ class Membership:
         came, refusal = of_rank_0((came or done > 0, refusal))
         if refusal:
             self.leave()
-            raise ValueError(refusal)
+            raise UserError(refusal)
         return came
 
     def announce(self, done: int) -> None:
@@ -285,7 +286,7 @@ def join_federation(
         steps: local steps of the whole training, the last of which is never left out; None: not known.
         stopped: see `FederationTransport`.
 
-    Raises ValueError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
+    Raises UserError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
     address cannot be announced.
     """
     transport, problem = None, None
@@ -306,7 +307,7 @@ def join_federation(
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Alike) -> Network:
-    """Return how this job's ranks reach the others; opens nothing. Raises ValueError as `join_federation` does."""
+    """Return how this job's ranks reach the others; opens nothing. Raises UserError as `join_federation` does."""
     assert federation.rendezvous is not None
     alike = alike._replace(shared={"noloco": shared(noloco), **alike.shared})
     run, digests = run_number(alike.shared), alike.digests

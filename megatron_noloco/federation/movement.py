@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch.distributed as dist
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.outer.weights import Weights
@@ -104,6 +105,6 @@ def movement_of(weights: Weights, fragments: int, held: Held | None = None) -> M
 
 def _intervals(length: int, fragments: int) -> list[range]:
     if fragments > length:
-        raise ValueError(f"fragments {fragments} are more than the {length} weights of the model")
+        raise UserError(f"fragments {fragments} are more than the {length} weights of the model")
     edges = [length * part // fragments for part in range(fragments + 1)]
     return [range(*ends) for ends in pairwise(edges)]

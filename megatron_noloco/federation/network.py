@@ -16,6 +16,7 @@ from itertools import count, groupby
 from typing import Any
 from weakref import WeakSet
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.control import LARGEST, LONGEST, LONGEST_ROW, Address, Member, Offer, packed
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keys import Keys
@@ -63,7 +64,7 @@ class Network:
         advertise: where the others reach this replica; None: where it listens.
         chunk_bytes: the same for all replicas.
 
-    Raises ValueError for an address to listen at or to advertise that is not one, or leads to no known port.
+    Raises UserError for an address to listen at or to advertise that is not one, or leads to no known port.
     """
 
     rendezvous: Rendezvous
@@ -80,7 +81,7 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.listen is not None and not can_listen(self.listen):
-            raise ValueError(
+            raise UserError(
                 f'federation.listen: "{self.listen}" is not "tcp://HOST:PORT", with a HOST that is a name, an '
                 "IPv4 address, an IPv6 address in [], or * for all, and a PORT up to 65535, or 0 for any, such as "
                 '"tcp://*:0"'
@@ -88,9 +89,9 @@ class Network:
         if self.advertise is None or self.listen is None:
             return
         if not is_endpoint(self.advertise):
-            raise ValueError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT", {PLACES}')
+            raise UserError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT", {PLACES}')
         if not split(self.listen)[1]:
-            raise ValueError(
+            raise UserError(
                 f"federation.advertise {self.advertise} must lead to a known port, but this replica listens at "
                 'any; set federation.listen, such as "tcp://*:29600"'
             )
@@ -110,7 +111,7 @@ class FederationTransport:
         address: where the others reach it.
         chunk_bytes: of the longest chunk.
 
-    Raises ValueError when it cannot listen, OSError when its address cannot be published.
+    Raises UserError when it cannot listen, OSError when its address cannot be published.
     """
 
     name = "federation"
@@ -156,7 +157,7 @@ class FederationTransport:
         check_messages([*sends, *receives], self.rank, self.world_size)
         for message in (*sends, *receives):
             if message.buffer.dtype not in DTYPES:
-                raise ValueError(f"{message.buffer.dtype} cannot be sent; the types are {DTYPES}")
+                raise UserError(f"{message.buffer.dtype} cannot be sent; the types are {DTYPES}")
         pieces, whole = cut(receives, self.chunk_bytes), cut(sends, LARGEST)
         received, sent = ReportedTransfers(pieces, tag), ReportedTransfers(whole, tag)
         of_each = groupby(pieces, lambda chunk: chunk.arrival.message)
@@ -309,7 +310,7 @@ def _announced(network: Network, listener: socket.socket | None) -> str:
 
 
 def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
-    """Listen at an endpoint; waits for a port that a job holds which was killed. Raises ValueError."""
+    """Listen at an endpoint; waits for a port that a job holds which was killed. Raises UserError."""
     host, port = split(endpoint)
     deadline, told = time.monotonic() + _PORT_SECONDS, False
     while True:
@@ -320,10 +321,10 @@ def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
             problem = f"federation.listen: cannot listen at {endpoint}: {why}"
             if error.errno == errno.EADDRINUSE and any(_port_of(one) == port for one in _LISTENERS):
                 problem += ", by this process: close() what attach returned before"
-                raise ValueError(problem) from None
+                raise UserError(problem) from None
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 remedy = _free_port(network, port) if error.errno == errno.EADDRINUSE else _NO_ADDRESS
-                raise ValueError(problem + remedy) from None
+                raise UserError(problem + remedy) from None
             if not told:
                 sys.stderr.write(f"replica {slot}: {problem}; trying for {_PORT_SECONDS} s\n")
                 told = True

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.control import LARGEST, VERSION, Address
 from megatron_noloco.federation.likeness import differences
 from megatron_noloco.federation.wires import SocketAddress
@@ -245,11 +246,11 @@ class Seeds:
 
     @classmethod
     def of(cls, text: str) -> "Seeds":
-        """Parse "host:port,host:port"; raises ValueError."""
+        """Parse "host:port,host:port"; raises UserError."""
         places = []
         for entry in map(str.strip, text.split(",")):
             if not is_endpoint(f"tcp://{entry}"):
-                raise ValueError(f'federation.rendezvous: "{entry}" is not HOST:PORT, {PLACES}')
+                raise UserError(f'federation.rendezvous: "{entry}" is not HOST:PORT, {PLACES}')
             places.append(split(entry))
         return cls(places)
 
@@ -263,10 +264,10 @@ class Seeds:
 
     @property
     def listen(self) -> str:
-        """The port that all seeds have, on all interfaces. Raises ValueError if their ports differ."""
+        """The port that all seeds have, on all interfaces. Raises UserError if their ports differ."""
         ports = self.ports
         if len(ports) > 1:
-            raise ValueError(
+            raise UserError(
                 f"federation.listen is missing: the addresses in federation.rendezvous have the ports {ports}, so "
                 'say where this replica listens, such as "tcp://*:0" for any port'
             )
@@ -292,7 +293,7 @@ Rendezvous = SharedFolder | Seeds
 def rendezvous_of(text: str, run: int, digests: Mapping[str, str]) -> Rendezvous:
     """Make a rendezvous from the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
 
-    "~" is the home folder. Raises ValueError for any other text.
+    "~" is the home folder. Raises UserError for any other text.
     """
     if text.startswith(_FOLDER) and text != _FOLDER:
         folder = Path(text.removeprefix(_FOLDER))
@@ -300,10 +301,10 @@ def rendezvous_of(text: str, run: int, digests: Mapping[str, str]) -> Rendezvous
             return SharedFolder(folder.expanduser(), run, digests)
         except RuntimeError:
             home = f'there is no home folder of "{folder.parts[0]}"'
-            raise ValueError(f'federation.rendezvous: "{text}": {home}') from None
+            raise UserError(f'federation.rendezvous: "{text}": {home}') from None
     if text.startswith(_SEEDS):
         return Seeds.of(text.removeprefix(_SEEDS))
-    raise ValueError(
+    raise UserError(
         f'federation.rendezvous: "{text}" is neither "file://FOLDER", a folder that all replicas can write, nor '
         '"tcp://HOST:PORT,...", addresses of one or more replicas'
     )

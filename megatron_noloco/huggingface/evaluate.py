@@ -18,6 +18,7 @@ from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.open_datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
+from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import read_architecture, tokenizer_of
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -90,12 +91,12 @@ def open_weights(
 
     Where samples are longer than the model's context, a line on stderr says so.
 
-    Raises ValueError when the model, or the data to evaluate it on, is missing.
+    Raises UserError when the model, or the data to evaluate it on, is missing.
     """
     folder = paths[0]
     if is_hugging_face(paths, tokenizer_place):
         if data is None:
-            raise ValueError(f"{folder}: a Hugging Face folder has no validation split; give --data")
+            raise UserError(f"{folder}: a Hugging Face folder has no validation split; give --data")
         trained, source = read_architecture(folder), None
         readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
         check_folder(tokenizer := tokenizer_of(folder))

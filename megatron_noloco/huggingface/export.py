@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.sources import RecordSource
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, write_tensors, write_text, writing
 from megatron_noloco.huggingface.pretrained import UNFINISHED, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
@@ -30,12 +31,12 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
 
     Peak memory is that of one weight file and a few parameters: 1.35 GB for 1.3 billion parameters in files of
     500 MB (two files at a time took 1.98 GB).
-    Raises ValueError when `output` exists and is not an unfinished export.
+    Raises UserError when `output` exists and is not an unfinished export.
     """
     if output.exists() and not output.is_dir():
-        raise ValueError(f"{output}: is a file; give another --output")
+        raise UserError(f"{output}: is a file; give another --output")
     if output.exists() and any(output.iterdir()) and not (output / UNFINISHED).exists():
-        raise ValueError(f"{output}: exists and is not empty; give another --output, or remove it")
+        raise UserError(f"{output}: exists and is not empty; give another --output, or remove it")
     mark = output / UNFINISHED
     with writing(output, "--output"):
         output.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ def check_export(source: ModelSource, output: Path) -> float:
 
     Returns the largest difference on the same tokens, both models in fp32, and removes the mark of an unfinished
     export if it is below TOLERANCE. The trainer's model is loaded from the checkpoint, not from the export, and
-    rounded like the export. Raises ValueError where the export cannot be imported again.
+    rounded like the export. Raises UserError where the export cannot be imported again.
     """
     PretrainedWeights(output, read_architecture(output)).close()
     architecture = source.architecture

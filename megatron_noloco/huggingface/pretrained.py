@@ -10,6 +10,7 @@ from megatron_noloco.config.model_block import model_problems
 from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.architecture import Architecture
@@ -21,7 +22,7 @@ UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not ch
 def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    No weights are copied. Raises ValueError, in one line, when no run can start from the folder.
+    No weights are copied. Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
@@ -49,7 +50,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
-    """Raise ValueError, one line per problem, unless the folder has all weights of this model, and is finished."""
+    """Raise UserError, one line per problem, unless the folder has all weights of this model, and is finished."""
     check_finished(folder)
     ours = model_fields(architecture)
     lines = [
@@ -58,7 +59,7 @@ def check_fits(folder: Path, architecture: Architecture) -> None:
         if name != "seq_length" and ours.get(name) != value
     ]
     if lines:
-        raise ValueError("\n".join(lines))
+        raise UserError("\n".join(lines))
     PretrainedWeights(folder, architecture).close()
 
 
@@ -98,7 +99,7 @@ def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
 def tokenizer_of(folder: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face model: the byte-level one where it is the same, as in our exports.
 
-    Raises ValueError where there is none.
+    Raises UserError where there is none.
     """
     theirs, byte = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder)), ByteTokenizer()
     ends = (theirs.before_document, theirs.end_of_document) == (byte.before_document, byte.end_of_document)
@@ -106,24 +107,24 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError when the token ids of a Hugging Face model are not those of the run's tokenizer.
+    """Raise UserError when the token ids of a Hugging Face model are not those of the run's tokenizer.
 
     A folder without a tokenizer is accepted: its model may have been trained with the run's tokenizer.
     """
     if vocab_size < ours.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{folder}: a vocabulary of {vocab_size} is smaller than the run's tokenizer's {ours.vocab_size} "
             "(the byte-level tokenizer has 257)"
         )
     if (folder / "tokenizer.json").exists():
         if not _same_tokens(FastTokenizer(folder), ours):
             place = f"in {ours.folder}" if isinstance(ours, FastTokenizer) else "of bytes"
-            raise ValueError(
+            raise UserError(
                 f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "
                 f'model\'s, set data.tokenizer_type "HuggingFaceTokenizer" and data.tokenizer_model {folder}'
             )
     elif (folder / "tokenizer.model").exists():
-        raise ValueError(
+        raise UserError(
             f"{folder}: its tokenizer is a tokenizer.model, and a tokenizer.json is needed; "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one"
         )
@@ -140,24 +141,24 @@ def _same_tokens(theirs: FastTokenizer, ours: Tokenizer) -> bool:
 
 
 def check_finished(folder: Path) -> None:
-    """Raise ValueError for an export that was not checked, or failed the check."""
+    """Raise UserError for an export that was not checked, or failed the check."""
     if (folder / UNFINISHED).exists():
-        raise ValueError(
+        raise UserError(
             f"{folder / UNFINISHED}: this export ended before its check, or failed it; export the model again, or "
             "remove the file to use the folder as it is"
         )
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Return the model that config.json describes; raises ValueError, a line per problem."""
+    """Return the model that config.json describes; raises UserError, a line per problem."""
     theirs = _config_of(folder)
     try:
         architecture = architecture_of(theirs)
         if problems := _problems(architecture, theirs):
             raise ConfigError("\n".join(problems))
-    except ValueError as error:
+    except UserError as error:
         lines = (f"{folder / 'config.json'}: {line}" for line in str(error).splitlines())
-        raise ValueError("\n".join(lines)) from None
+        raise UserError("\n".join(lines)) from None
     return architecture
 
 

@@ -13,6 +13,7 @@ from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer, find_tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import check_finished
 from megatron_noloco.model.architecture import Architecture
 
@@ -28,14 +29,14 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer: at a given place, the run's copy, or its own; raises ValueError where none is."""
+        """The run's tokenizer: at a given place, the run's copy, or its own; raises UserError where none is."""
         run_folders = [step.absolute().parents[1] for step in self.saved.folders.values()]
         places = [self.tokenizer_place] if self.tokenizer_place else map(tokenizer_folder, run_folders)
         manifest = self.saved.manifests[0]
         try:
             return find_tokenizer(self.config.data.tokenizer, places, manifest.tokenizer.get(TOKENS, ""))
-        except ValueError as error:
-            raise ValueError(f"the run's tokenizer is not found (give --tokenizer FOLDER): {error}") from None
+        except UserError as error:
+            raise UserError(f"the run's tokenizer is not found (give --tokenizer FOLDER): {error}") from None
 
     @property
     def architecture(self) -> Architecture:
@@ -57,16 +58,16 @@ class ModelSource:
 def is_hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> bool:
     """Return whether a model is a Hugging Face folder, not a checkpoint.
 
-    Raises ValueError for several folders, for one with another `tokenizer`, and as `check_finished` does.
+    Raises UserError for several folders, for one with another `tokenizer`, and as `check_finished` does.
     """
     first = paths[0]
     is_run = (first / "checkpoints").is_dir()  # which may have a config.json
     if is_run or not (first / "config.json").is_file():
         return False
     if len(paths) > 1:
-        raise ValueError(f"{first}: a Hugging Face folder is one model; give it alone")
+        raise UserError(f"{first}: a Hugging Face folder is one model; give it alone")
     if tokenizer is not None:
-        raise ValueError(f"--tokenizer: {first} is a Hugging Face folder, which has its own; leave it out")
+        raise UserError(f"--tokenizer: {first} is a Hugging Face folder, which has its own; leave it out")
     check_finished(first)
     return True
 
@@ -74,7 +75,7 @@ def is_hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> bool:
 def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = None) -> ModelSource:
     """Find a checkpoint, verify its weights, and choose replicas.
 
-    Raises ValueError when the checkpoint is incomplete or damaged, or has no replica as `combine` requires.
+    Raises UserError when the checkpoint is incomplete or damaged, or has no replica as `combine` requires.
 
     Args:
         paths: of the checkpoint, see `find_ensemble`.
@@ -92,20 +93,18 @@ def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = No
 
 
 def _choose(source: ModelSource, combine: str) -> list[int]:
-    """Return the replicas whose mean is the model; raises ValueError."""
+    """Return the replicas whose mean is the model; raises UserError."""
     if combine == "mean":
         return source.replicas
     if combine == "best":
         losses = {replica: figures["validation_loss"] for replica, figures in source.saved.losses.items()}
         if not losses:
-            raise ValueError(
-                f"{source.saved}: no validation losses recorded; use --combine mean or replica=K"
-            )
+            raise UserError(f"{source.saved}: no validation losses recorded; use --combine mean or replica=K")
         return [min(losses, key=losses.__getitem__)]  # NaN is not recorded
     match = re.fullmatch(r"replica=(\d+)", combine)
     if match is None:
-        raise ValueError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
+        raise UserError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
     if int(match[1]) not in source.replicas:
         replicas = ", ".join(map(str, source.replicas))
-        raise ValueError(f"--combine {combine}: the checkpoint has replicas {replicas}")
+        raise UserError(f"--combine {combine}: the checkpoint has replicas {replicas}")
     return [int(match[1])]

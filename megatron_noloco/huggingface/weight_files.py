@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import HEAD, Index, Stored, stored_tensors, table_of
@@ -34,7 +35,7 @@ class _Held(NamedTuple):
         return self.file.get_slice(self.name)
 
 
-class NotFiniteWeightError(ValueError):
+class NotFiniteWeightError(UserError):
     """A weight of a Hugging Face folder is NaN or infinite."""
 
 
@@ -48,7 +49,7 @@ class PretrainedWeights:
     def __init__(self, folder: Path, architecture: Architecture) -> None:
         """Open the files; only their headers are read, and tensors that are there twice.
 
-        Raises ValueError, in one line, unless all tensors of the model are there, and nothing else, with the right
+        Raises UserError, in one line, unless all tensors of the model are there, and nothing else, with the right
         shapes, in floating-point numbers.
         """
         self.folder = folder
@@ -96,7 +97,7 @@ class PretrainedWeights:
         return tensor
 
     def _account(self) -> None:
-        """Find the place of every tensor of the table; raises ValueError."""
+        """Find the place of every tensor of the table; raises UserError."""
         known, unknown = stored_tensors(self._architecture), []
         for name in sorted(self._held):
             if name in known:
@@ -122,21 +123,21 @@ class PretrainedWeights:
                     ".save_pretrained(other) leave them out"
                 )
         if problems:
-            raise ValueError(f"{self.folder}: {'; '.join(problems)}")
+            raise UserError(f"{self.folder}: {'; '.join(problems)}")
 
     def _add(self, name: str, stored: Stored) -> None:
-        """Check a tensor's header, and note where the tensors of the table are in it; raises ValueError."""
+        """Check a tensor's header, and note where the tensors of the table are in it; raises UserError."""
         header = self._held[name].slice
         where, dtype, found = f"{self._held[name].path}: {name}", header.get_dtype(), header.get_shape()
         if dtype not in ("F32", "BF16", "F16"):
-            raise ValueError(f"{where} is {dtype}; weights must be F32, BF16 or F16, not quantized")
+            raise UserError(f"{where} is {dtype}; weights must be F32, BF16 or F16, not quantized")
         if found != list(stored.shape):
-            raise ValueError(f"{where} is {found}, not {list(stored.shape)}")
+            raise UserError(f"{where} is {found}, not {list(stored.shape)}")
         for part, index in stored.parts.items():
             other, at = self._places.setdefault(part, (name, index))
             if other != name and not torch.equal(header[index].float(), self._held[other].slice[at].float()):
                 why = "; set tie_word_embeddings to false in config.json if the head has weights of its own"
-                raise ValueError(
+                raise UserError(
                     f"{where} differs from {other}, but the two are the same tensor of this model"
                     f"{why if HEAD in (name, other) else ''}"
                 )
@@ -149,10 +150,10 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, _Held]:
     """Open the files `model*.safetensors`, read their headers, and return all tensors by name.
 
     The files say what they hold; an index must say the same. Buffers that a model computes itself are left out.
-    Raises ValueError, in one line, when files are missing, damaged, or of more than one model.
+    Raises UserError, in one line, when files are missing, damaged, or of more than one model.
     """
     if (folder / "adapter_config.json").exists():
-        raise ValueError(
+        raise UserError(
             f"{folder / 'adapter_config.json'}: an adapter beside the model; merge it (merge_and_unload of "
             "peft), or remove it"
         )
@@ -161,10 +162,10 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, _Held]:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: cut short, or no safetensors file ({error}); copy it again") from None
+            raise UserError(f"{path}: cut short, or no safetensors file ({error}); copy it again") from None
         for name in file.keys():  # noqa: SIM118, not a dict
             if name in held:
-                raise ValueError(f"{path}: {name} is in {held[name].path.name}, too; remove one of the files")
+                raise UserError(f"{path}: {name} is in {held[name].path.name}, too; remove one of the files")
             if not _BUFFER.search(name):
                 held[name] = _Held(path, file, name)
     if listed is not None:
@@ -173,24 +174,24 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, _Held]:
 
 
 def _compare(listed: dict[str, str], held: dict[str, _Held], folder: Path) -> None:
-    """Raise ValueError unless the index says what the files hold."""
+    """Raise UserError unless the index says what the files hold."""
     there = {name: str(tensor.path.relative_to(folder)) for name, tensor in held.items()}
     said = {name: file for name, file in listed.items() if not _BUFFER.search(name)}
     for name in sorted(there.keys() | said.keys()):
         if there.get(name) != said.get(name):
-            raise ValueError(
+            raise UserError(
                 f"{folder / INDEX}: {name} is listed in {said.get(name, 'no file')}, but is in "
                 f"{there.get(name, 'none of the files')}; without an index the files themselves are asked"
             )
 
 
 def _choose(folder: Path, listed: dict[str, str] | None) -> list[Path]:
-    """Return the files of the model; raises ValueError where one is missing, or one of another model is there."""
+    """Return the files of the model; raises UserError where one is missing, or one of another model is there."""
     there = {path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)}
     if not there and listed is None:
         others = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_FORMATS)
         what = f"{others[0]} is not read; " if others else ""
-        raise ValueError(
+        raise UserError(
             f"{folder / SINGLE}: missing; {what}weights must be safetensors, which "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other) writes"
         )
@@ -198,9 +199,9 @@ def _choose(folder: Path, listed: dict[str, str] | None) -> list[Path]:
     wanted = _shards(first) if listed is None else set(listed.values())
     missing = sorted(name for name in wanted if not (folder / name).exists())
     if missing:
-        raise ValueError(f"{folder / missing[0]}: missing, though {first} is there and needs it")
+        raise UserError(f"{folder / missing[0]}: missing, though {first} is there and needs it")
     if extra := sorted(there - wanted):
-        raise ValueError(f"{folder / extra[0]}: not a part of the model of {first} beside it; remove either")
+        raise UserError(f"{folder / extra[0]}: not a part of the model of {first} beside it; remove either")
     return [folder / name for name in sorted(wanted)]
 
 
@@ -215,12 +216,12 @@ def _shards(name: str) -> set[str]:
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
-    """Return the name of each tensor's file, from the index; None without one. Raises ValueError."""
+    """Return the name of each tensor's file, from the index; None without one. Raises UserError."""
     if not path.exists():
         return None
     listed = read_object(path, "remove it, or write it again").get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        raise ValueError(f"{path}: no weight_map, an object of file names")
+        raise UserError(f"{path}: no weight_map, an object of file names")
     return listed
 
 

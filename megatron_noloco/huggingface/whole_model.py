@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import adds_bos
+from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import config_for_any_version, read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.activity import line_of
@@ -26,7 +27,7 @@ _SPACIOUS = 1.2  # of the memory of a model's weights: its cache of keys and val
 class WholeModel:
     """The trainer's model, unsplit, in fp32, on the GPU if there is one. Call `load` first.
 
-    Raises ValueError where the GPU has no room for the weights.
+    Raises UserError where the GPU has no room for the weights.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -70,10 +71,10 @@ class WholeModel:
 
 
 def check_room(weights_bytes: int) -> None:
-    """Raise ValueError where there is a GPU, but no room on it for this many bytes."""
+    """Raise UserError where there is a GPU, but no room on it for this many bytes."""
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else weights_bytes
     if weights_bytes > free:
-        raise ValueError(
+        raise UserError(
             f"the whole model needs {weights_bytes / 1e9:.0f} GB in fp32, the GPU has {free / 1e9:.0f} GB free; "
             "put CUDA_VISIBLE_DEVICES= before the command to compute on the host"
         )
@@ -89,7 +90,7 @@ def generate(
     Args:
         load: returns the tokenizer of the folder, of transformers.
 
-    Raises ValueError when the folder cannot be loaded, or the model cannot read the prompt.
+    Raises UserError when the folder cannot be loaded, or the model cannot read the prompt.
     """
     from transformers import TextStreamer
     from transformers.utils import logging
@@ -102,10 +103,10 @@ def generate(
     if adds_bos(tokenizer):
         ids = [tokenizer.bos_token_id, *ids]
     elif not ids and tokenizer.eos_token is None:
-        raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
+        raise UserError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     ids = ids or [tokenizer.eos_token_id]  # a document begins after the end of another
     if max(ids) >= model.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--prompt: the tokenizer of {folder} reads token {max(ids)}, the model's vocabulary has "
             f"{model.config.vocab_size} (from 0 on)"
         )
@@ -116,7 +117,7 @@ def generate(
     prompted = inputs.size(1)
     room = context - prompted
     if room <= 0:
-        raise ValueError(
+        raise UserError(
             f"--prompt: {prompted} tokens, which leave no room in the model's context of {context} tokens"
         )
     sampling = (
@@ -134,7 +135,7 @@ def generate(
     except RuntimeError as error:
         if not _is_of_a_distribution(error):
             raise
-        raise ValueError(
+        raise UserError(
             f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
             "or another checkpoint where the model has diverged"
         ) from None
@@ -155,7 +156,7 @@ def _is_of_code_to_run(error: Exception) -> bool:
 
 
 def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
-    """Return tokenizer and model, with the weights that `evaluate` reads; raises ValueError, in one line."""
+    """Return tokenizer and model, with the weights that `evaluate` reads; raises UserError, in one line."""
     import transformers
 
     architecture = read_architecture(folder)
@@ -176,12 +177,12 @@ def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises anything for files that it does not expect
         if _is_of_code_to_run(error):
-            raise ValueError(
+            raise UserError(
                 f"{folder}: needs Python code of its own (auto_map in its JSON files), which is not run; give a "
                 "model that transformers has itself"
             ) from None
         reason = f"{type(error).__name__}: {line_of(error)}"
-        raise ValueError(f"{folder}: transformers cannot load it ({reason})") from None
+        raise UserError(f"{folder}: transformers cannot load it ({reason})") from None
     if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise ValueError(f"{folder}: transformers finds no tensor {min(wrong)} of the shape that it needs")
+        raise UserError(f"{folder}: transformers finds no tensor {min(wrong)} of the shape that it needs")
     return tokenizer, model

@@ -19,6 +19,7 @@ from megatron_noloco import __version__
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.rendezvous import can_listen
 from megatron_noloco.files import write_text
 from megatron_noloco.invitation.desk import ABOUT, DATA, MOST_BYTES, WELCOME, About, Welcome
@@ -42,12 +43,12 @@ class Link(NamedTuple):
 class Visit:
     """A connection to the machine that invites. As a context: it is closed at the end.
 
-    Raises ValueError where nobody answers, or somebody else does.
+    Raises UserError where nobody answers, or somebody else does.
     """
 
     def __init__(self, ticket: Ticket) -> None:
         if ticket.version != __version__:
-            raise ValueError(
+            raise UserError(
                 f"join: the other side has megatron_noloco {ticket.version}, this machine {__version__}; install "
                 "the same version"
             )
@@ -59,7 +60,7 @@ class Visit:
                 return
             except (OSError, http.client.HTTPException) as error:
                 reasons.append(f"{address}: {error}")
-        raise ValueError(
+        raise UserError(
             f"join: nobody answers ({'; '.join(reasons)}); is `megatron-noloco invite --serve` running there, and "
             "its port open?"
         )
@@ -100,7 +101,7 @@ class Visit:
         try:
             return kind.validate_json(self._request("GET", path))
         except ValidationError:
-            raise ValueError("join: the other side answers what it should not") from None
+            raise UserError("join: the other side answers what it should not") from None
 
     def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
         try:
@@ -108,9 +109,9 @@ class Visit:
             answer = self._connection.getresponse()
             content = answer.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(f"join: the connection was lost: {error}; try again") from None
+            raise UserError(f"join: the connection was lost: {error}; try again") from None
         if answer.status != 200:
-            raise ValueError(f"join: {json.loads(content)['problem']}")
+            raise UserError(f"join: {json.loads(content)['problem']}")
         return content
 
 
@@ -154,28 +155,28 @@ def gpus_here() -> tuple[int, ...]:
 
 
 def check_local(about: About, local: Local) -> None:
-    """Raise ValueError where this machine lacks what it must have itself, or what is said of it is wrong."""
+    """Raise UserError where this machine lacks what it must have itself, or what is said of it is wrong."""
     if local.listen != "off" and not can_listen(local.listen):
-        raise ValueError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
+        raise UserError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
     for name, path in local.data.items():
         if name and name not in DATA:
-            raise ValueError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
+            raise UserError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
         if (
             (name or _field(about)) in ("text", "sft_data_path")
             and path != STANDARD_LIBRARY
             and not Path(path).exists()
         ):
-            raise ValueError(f"join: --data {path}: there is no such file or folder")
+            raise UserError(f"join: --data {path}: there is no such file or folder")
     if local.pretrained is not None and not Path(local.pretrained).is_dir():
-        raise ValueError(f"join: --pretrained {local.pretrained}: there is no such folder")
+        raise UserError(f"join: --pretrained {local.pretrained}: there is no such folder")
     if about.data and not local.data:
-        raise ValueError(f"join: --data is missing: what this machine reads (data.{about.data[0]})")
+        raise UserError(f"join: --data is missing: what this machine reads (data.{about.data[0]})")
     if about.pretrained and local.pretrained is None:
-        raise ValueError(
+        raise UserError(
             "join: --pretrained is missing: the folder with the weights with which the run began, as elsewhere"
         )
     if local.folder.exists() and not (local.folder.is_dir() and not any(local.folder.iterdir())):
-        raise ValueError(
+        raise UserError(
             f"join: {local.folder} is there already, and is no empty folder; give another --folder"
         )
 
@@ -188,7 +189,7 @@ def _field(about: About) -> str:
 def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
     """Write config, key and tokenizer; return the config's file, and how many ranks the job has.
 
-    Raises ValueError for a config that is none.
+    Raises UserError for a config that is none.
     """
     folder = local.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +227,7 @@ def _from_anywhere(path: str) -> str:
 def _write_file(folder: Path, name: str, content: bytes) -> None:
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or PurePosixPath(name).is_absolute():
-        raise ValueError(f"join: the other side sends a file {name!a}, which has no place here")
+        raise UserError(f"join: the other side sends a file {name!a}, which has no place here")
     path = folder.joinpath(*parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)

@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from megatron_noloco.errors import UserError
+
 _BEGINNING = "noloco-"
 _CHECK_BYTES, _MAC_BYTES = 4, 16
 
@@ -48,8 +50,8 @@ def line_of(ticket: Ticket) -> str:
 
 
 def ticket_of(line: str) -> Ticket:
-    """Return the ticket of a line; raises ValueError for one that is not as it was printed."""
-    refused = ValueError(
+    """Return the ticket of a line; raises UserError for one that is not as it was printed."""
+    refused = UserError(
         f"join: this is no invitation as `megatron-noloco invite` prints it (it has {len(line)} characters); copy "
         "the whole line once more"
     )

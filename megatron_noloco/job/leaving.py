@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.launcher import may_be_first, rank_here
 
 USAGE_ERROR = 2  # an error that the user can correct
@@ -69,7 +70,7 @@ def abandon_job() -> None:
     keep_serving_store()
 
 
-def usage_error(error: ValueError | OSError) -> int:
+def usage_error(error: UserError) -> int:
     """Write one line per problem, from one rank of the job; return the exit code.
 
     Most errors are the same on all ranks. Launchers end the job when the first rank leaves, so the other ranks

@@ -4,6 +4,8 @@ import importlib.util
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from megatron_noloco.errors import UserError
+
 Precision = Literal["fp32", "bf16", "fp16"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]
 
@@ -83,13 +85,13 @@ class Compute:
     def uses_transformer_engine(self) -> bool:
         """Return whether Transformer Engine is used: it is installed, there is a GPU, and "local" is not set.
 
-        Raises ValueError when it is required but cannot be used.
+        Raises UserError when it is required but cannot be used.
         """
         import torch
 
         available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
         if self.transformer_impl == "transformer_engine" and not available:
-            raise ValueError(
+            raise UserError(
                 'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine '
                 'package; use "auto" or "local"'
             )

@@ -74,7 +74,7 @@ class Chunk(LanguageModel):
         return cast(Tensor, losses).T.contiguous()
 
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
-        """Yield every parameter with its row of the family's table; raises ValueError where they do not match."""
+        """Yield every parameter with its row of the family's table; raises UserError where they do not match."""
         first_layer = self.decoder.layers[0].layer_number - 1  # core counts from 1
         return parameters.match_rows(self, table_of(self.architecture), first_layer, self.experts)
 
@@ -106,7 +106,7 @@ class Stage(nn.Module):
     def fill(self, read: parameters.Read) -> None:
         """Fill this stage's weights by `read`, which returns full tensors by their names in the unsplit model.
 
-        Raises ValueError when a tensor has the wrong shape.
+        Raises UserError when a tensor has the wrong shape.
         """
         tp = cast(Chunk, self.chunks[0]).pg_collection.tp
         for row, parameter in self.named_rows():
@@ -135,7 +135,7 @@ def build_stage(
         seed: of the initial weights and of dropout.
         read: returns full tensors by their names in the unsplit model; None: initial weights are drawn.
 
-    Raises ValueError when the model and the table of its family do not match.
+    Raises UserError when the model and the table of its family do not match.
     """
     seed_dropout(seed, groups)
     stage = empty_stage(architecture, compute, groups)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.writers import METRICS, OTHERS, Row, is_row, parsed
 
 SAID = ("parallel", "batch in total", "method", "optimizer", "schedule")  # lines of the banner in `run.json`
@@ -95,13 +96,13 @@ class RunLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the folder; raises ValueError where no replica has written anything."""
+        """Read the folder; raises UserError where no replica has written anything."""
         self.folder = folder
         self.facts: dict[str, Any] = {}
         self.replicas: list[ReplicaLog] = []
         self.update()
         if not self.replicas:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: no replica has written metrics there (replica_00/metrics.jsonl); give the "
                 "training.output_dir of a run, or wait for its first training.log_interval local steps"
             )
@@ -112,7 +113,7 @@ class RunLog:
         if path.exists():
             facts = parsed(path.read_bytes())
             if not _are_facts(facts):
-                raise ValueError(f"{path}: not what a run writes there; remove the file to go without")
+                raise UserError(f"{path}: not what a run writes there; remove the file to go without")
             self.facts = facts
         known = {log.folder: log for log in self.replicas}
         count = self.facts.get("replicas", math.inf)

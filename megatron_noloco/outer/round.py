@@ -42,6 +42,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.outer.exchange import AnyExchange
 from megatron_noloco.outer.finite_mean import MEASURED, ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
@@ -72,12 +73,12 @@ def cut(length: int, copied: Ranges, fragments: int) -> list[Fragment]:
     Args:
         copied: see `Weights.copied`; ascending.
 
-    Raises ValueError for more fragments than elements.
+    Raises UserError for more fragments than elements.
     """
     if fragments == 1:
         return [Fragment([(0, length)], exact=copied)]
     if fragments > length:
-        raise ValueError(f"fragments {fragments} are more than the {length} weights of a rank")
+        raise UserError(f"fragments {fragments} are more than the {length} weights of a rank")
     edges = [0, *(edge for range_ in copied for edge in range_), length]
     others = [range_ for range_ in zip(edges[::2], edges[1::2], strict=True) if range_[0] < range_[1]]
     order, copies = Spans([*copied, *others]), Spans(copied).length

@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from megatron_noloco.errors import UserError
+
 
 def wait_for(device: torch.device) -> None:
     """Wait until the current stream has done what is queued."""
@@ -128,17 +130,17 @@ class TorchWeights(Weights):
     Parameters in bf16 or fp16 round what is written to them, and the next round takes this rounding for a part of
     the outer gradient. Prefer fp32 parameters (with autocast).
 
-    Raises ValueError for no parameters, for parameters on several devices, and as `check_sound` does.
+    Raises UserError for no parameters, for parameters on several devices, and as `check_sound` does.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
         if not self.parameters:
-            raise ValueError("there are no weights that are trained, to be averaged")
+            raise UserError("there are no weights that are trained, to be averaged")
         for index, parameter in enumerate(self.parameters):
             check_sound(f"parameter {index}", parameter)
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
-            raise ValueError(f"the weights lie on {' and '.join(sorted(devices))}; all must be on one device")
+            raise UserError(f"the weights lie on {' and '.join(sorted(devices))}; all must be on one device")
 
     def parts(self) -> list[Tensor]:
         return [parameter.detach().view(-1) for parameter in self.parameters]
@@ -148,14 +150,14 @@ class TorchWeights(Weights):
 
 
 def check_sound(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor that is not floating, not contiguous, or that fp32 would round."""
+    """Raise UserError for a tensor that is not floating, not contiguous, or that fp32 would round."""
     problem = ""
     if not (tensor.is_floating_point() and tensor.is_contiguous()):
         problem = "must be floating and contiguous (torch.contiguous_format)"
     elif tensor.dtype == torch.float64:
         problem = "must be of 32 bits or less: rounds are in fp32, which would round it"
     if problem:
-        raise ValueError(f"{name}, of shape {list(tensor.shape)} and {tensor.dtype}, {problem}")
+        raise UserError(f"{name}, of shape {list(tensor.shape)} and {tensor.dtype}, {problem}")
 
 
 class Joined:
@@ -168,11 +170,11 @@ class Joined:
     def overlaps(self, start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
         """Yield views of the tensors that hold elements start..start + length, each with its place among those.
 
-        Raises ValueError when the vector has no such elements.
+        Raises UserError when the vector has no such elements.
         """
         stop, all_of = start + length, self._ends[-1] if self._ends else 0
         if not 0 <= start <= stop <= all_of:
-            raise ValueError(f"elements {start} to {stop} lie outside a vector of {all_of}")
+            raise UserError(f"elements {start} to {stop} lie outside a vector of {all_of}")
         for index in range(bisect_right(self._ends, start), len(self._parts)):
             part, end = self._parts[index], self._ends[index]
             begin = end - part.numel()

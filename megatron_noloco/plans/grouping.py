@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.draws import Stream, draw_permutation
 
 Group = tuple[int, ...]
@@ -120,7 +121,7 @@ class Grouping:
         seed: of the draws, at least 0, the same on all ranks.
         pairing: see above.
 
-    Raises ValueError for a seed that is negative or no integer.
+    Raises UserError for a seed that is negative or no integer.
     """
 
     replicas: int
@@ -131,9 +132,9 @@ class Grouping:
 
     def __post_init__(self) -> None:
         if not isinstance(self.seed, Integral):
-            raise ValueError(f"seed must be an integer, not {self.seed!r}")
+            raise UserError(f"seed must be an integer, not {self.seed!r}")
         if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, not {self.seed}")
+            raise UserError(f"seed must be at least 0, not {self.seed}")
 
     @property
     def cycle(self) -> Cycle:

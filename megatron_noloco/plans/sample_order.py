@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.draws import Shuffle, Stream
 
 BLEND_RESOLUTION = 10_000  # places in the cycle of a blend, about
@@ -27,7 +28,7 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ValueError(f"a sample order needs at least one sample, not {self.samples}")
+            raise UserError(f"a sample order needs at least one sample, not {self.samples}")
 
     def ids(self, first: int, count: int) -> np.ndarray:
         """Return the sample ids at places first .. first+count-1 of the sequence, shape [count]."""
@@ -94,7 +95,7 @@ class BlendedOrder:
 def slots_of(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the places of each part in a cycle: its weight to 1/10000, and at least one.
 
-    Raises ValueError where so many weights are so small that a cycle of a million places cannot have them.
+    Raises UserError where so many weights are so small that a cycle of a million places cannot have them.
     """
     for resolution in (BLEND_RESOLUTION, *_FINER):
         slots = slots_at(weights, resolution)
@@ -103,7 +104,7 @@ def slots_of(weights: Sequence[float]) -> tuple[int, ...]:
         if max(errors) <= _BLEND_ERROR:
             return slots
     place = errors.index(max(errors))
-    raise ValueError(
+    raise UserError(
         f"has weights too small for 1/10000: the share {weights[place]:.5f} would be {shares[place]:.5f}, since "
         f"each part has at least 1/{resolution:,}; leave out the smallest, or raise them"
     )

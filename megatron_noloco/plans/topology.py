@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_noloco.errors import UserError
+
 
 @dataclass(frozen=True)
 class Position:
@@ -27,7 +29,7 @@ class Place:
         rank: its rank in the transport; by default the first rank of the replica.
         ranks_per_replica: replicas are contiguous blocks of this many ranks.
 
-    Raises ValueError for a replica that is not among them, and for a rank that is not in the replica.
+    Raises UserError for a replica that is not among them, and for a rank that is not in the replica.
     """
 
     replica: int
@@ -37,13 +39,13 @@ class Place:
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.replicas:
-            raise ValueError(
+            raise UserError(
                 f"replica {self.replica} must lie between 0 and replicas - 1 = {self.replicas - 1}"
             )
         if self.rank == -1:
             object.__setattr__(self, "rank", self.replica * self.ranks_per_replica)
         if self.rank // self.ranks_per_replica != self.replica:
-            raise ValueError(
+            raise UserError(
                 f"rank {self.rank} is not in replica {self.replica} of {self.ranks_per_replica} ranks each"
             )
 
@@ -85,11 +87,11 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("replicas", "pp", "dp", "tp", "vpp", "ep"):
             if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}")
+                raise UserError(f"{name} must be at least 1, not {size}")
         if self.dp % self.ep:
-            raise ValueError(f"dp {self.dp} does not divide into groups of ep {self.ep}")
+            raise UserError(f"dp {self.dp} does not divide into groups of ep {self.ep}")
         if self.slots and not (self.replicas == 1 and 0 <= self.slot < self.slots):
-            raise ValueError(f"slot {self.slot} of {self.slots} must be that of one replica, from 0")
+            raise UserError(f"slot {self.slot} of {self.slots} must be that of one replica, from 0")
 
     @property
     def ensemble(self) -> int:
@@ -149,14 +151,14 @@ class Topology:
         return (position.replica - self.slot) * self.replica_size + within
 
     def position(self, rank: int) -> Position:
-        """Return the coordinates of a rank; raises ValueError when it is not in this topology."""
+        """Return the coordinates of a rank; raises UserError when it is not in this topology."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+            raise UserError(f"rank {rank} is outside a world of {self.world_size}")
         replica, stage, dp, tp = np.unravel_index(rank, self.grid.shape)
         return Position(self.slot + int(replica), int(stage), int(dp), int(tp))
 
     def place(self, rank: int) -> Place:
-        """Return the place of a rank for its outer optimizer; raises ValueError as `position` does."""
+        """Return the place of a rank for its outer optimizer; raises UserError as `position` does."""
         at = self.position(rank)
         number = self.slot * self.replica_size + rank  # in the federation
         return Place(at.replica, self.ensemble, number, self.replica_size)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.preflight.machine import Finding
 
 _START_SECONDS = 60.0  # beside the measurement
@@ -32,7 +33,7 @@ def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
         return
     try:
         mpirun = find_mpirun()
-    except ValueError as error:
+    except UserError as error:
         yield Finding("MPI", "problem", str(error), "name one that there is, or unset MPIRUN")
         return
     if mpirun is None:
@@ -86,12 +87,12 @@ def _of_exchange(found: Mapping[str, Any]) -> Iterator[Finding]:
 def find_mpirun() -> str | None:
     """Return the mpirun that the launch scripts take: MPIRUN, the one beside this Python, or that on PATH.
 
-    Raises ValueError where there is no such program as MPIRUN, a path or a name on PATH.
+    Raises UserError where there is no such program as MPIRUN, a path or a name on PATH.
     """
     if chosen := os.environ.get("MPIRUN"):
         if found := shutil.which(chosen):
             return found
-        raise ValueError(f"MPIRUN={chosen}: there is no such program")
+        raise UserError(f"MPIRUN={chosen}: there is no such program")
     return shutil.which(str(Path(sys.executable).parent / "mpirun")) or shutil.which("mpirun")
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.mpi import MpiTransport, library
@@ -39,12 +40,12 @@ class Pair(NamedTuple):
 def measure(seconds: float) -> Pair:
     """Measure exchanges for about `seconds`: alone, and during a computation that takes as long.
 
-    Raises ValueError where there are not 2 ranks.
+    Raises UserError where there are not 2 ranks.
     """
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
     if world.size != 2:
-        raise ValueError(
+        raise UserError(
             f"each of the ranks is alone: mpi4py runs on {library()}, which is not the MPI of this mpirun"
         )
     transport = MpiTransport()
@@ -92,7 +93,7 @@ def compute(seconds: float) -> None:
 if __name__ == "__main__":
     try:
         found = measure(float(sys.argv[1]))
-    except ValueError as error:
+    except UserError as error:
         sys.exit(str(error))
     if MPI.COMM_WORLD.rank == 0:
         sys.stdout.write(json.dumps(found._asdict()) + "\n")

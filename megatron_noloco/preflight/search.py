@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 
+from megatron_noloco.errors import UserError
+
 # So many times the best rates of the whole run are those of a run of a tenth of its local steps: 1.4 to 6.7 times
 # on four texts, with rounds and without (docs/evidence-details.md, "Rates of short runs").
 TOO_HIGH = 2.7
@@ -16,7 +18,7 @@ def bracket(loss: Callable[[float], float], start: float) -> dict[float, float]:
     Args:
         loss: at a factor of the learning rates; infinity for a run that has diverged.
 
-    Raises ValueError where all have, and where the best is still the lowest or the highest after ten doublings.
+    Raises UserError where all have, and where the best is still the lowest or the highest after ten doublings.
     """
     losses = {factor: loss(factor) for factor in (start, _STEP * start, start / _STEP)}
 
@@ -26,7 +28,7 @@ def bracket(loss: Callable[[float], float], start: float) -> dict[float, float]:
     while (best := min(losses, key=order)) in (max(losses), min(losses)):
         rises = best == max(losses)
         if max(best / start, start / best) >= _MOST:
-            raise ValueError(
+            raise UserError(
                 f"training diverges at the learning rates of the file, and at {best:g} times these"
                 if losses[best] == math.inf
                 else f"the loss is best at the {'highest' if rises else 'lowest'} learning rates that were tried, "

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
+from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.monitor.writers import parsed
 from megatron_noloco.preflight.search import TOO_HIGH, best_factor, bracket
@@ -75,7 +76,7 @@ class Trials:
     def search(self) -> float:
         """Return the factor of the learning rates that is to be expected as the best one of the whole run.
 
-        Raises ValueError where all runs diverge, RuntimeError as `loss` does.
+        Raises UserError where all runs diverge, RuntimeError as `loss` does.
         """
         return best_factor(bracket(self.loss, TOO_HIGH)) / TOO_HIGH
 
@@ -129,7 +130,7 @@ class Trials:
             try:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             except OSError as error:
-                raise ValueError(f"{self.command[0]}: cannot be started: {error.strerror}") from None
+                raise UserError(f"{self.command[0]}: cannot be started: {error.strerror}") from None
             try:
                 process.wait()
             except KeyboardInterrupt:

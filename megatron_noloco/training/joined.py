@@ -18,6 +18,7 @@ from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.old_forms import of_saved_run
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.likeness import differences, digests_of
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
@@ -69,7 +70,7 @@ def join_job(prepared: Prepared) -> Joined:
     """Join the job, open the transport, find where to start.
 
     Raises StoppedAtStartError, on all ranks, where a job of a federation was asked to stop while it waited.
-    Raises ValueError when the other ranks or the transport cannot be reached, or the checkpoint to continue from
+    Raises UserError when the other ranks or the transport cannot be reached, or the checkpoint to continue from
     does not fit, OSError when it cannot be read. Other ranks may then wait for this one: see
     `job.leaving.abandon_job`.
     """
@@ -84,7 +85,7 @@ def join_job(prepared: Prepared) -> Joined:
     tokenizer_copy = tokenizer_folder(settings.folder.parent)
     notes += _check_tokenizer(prepared, tokenizer_copy)
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
-        raise ValueError(taken)
+        raise UserError(taken)
     start = find_start(settings, topology)
     if start.saved is not None:
         config = config.continuing(start.saved.manifests[0].config, topology.ensemble)
@@ -118,7 +119,7 @@ def join_job(prepared: Prepared) -> Joined:
 
 
 def check_ranks(prepared: Prepared) -> None:
-    """Raise ValueError on all ranks of the job unless they have read the same config, tokenizer and data.
+    """Raise UserError on all ranks of the job unless they have read the same config, tokenizer and data.
 
     Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
     another rank has read.
@@ -127,13 +128,13 @@ def check_ranks(prepared: Prepared) -> None:
     told = of_all_ranks(digests_of(compared) | prepared.alike.digests)
     for rank, digests in enumerate(told):
         if names := differences(told[0], digests):
-            raise ValueError(
+            raise UserError(
                 f"rank {rank} differs from rank 0 in {names}: all ranks of a job need the same config and files"
             )
 
 
 def _at_hosts(config: RunConfig, topology: Topology) -> RunConfig:
-    """Return the config with hosts as sites where it says so; raises ValueError where they do not fit."""
+    """Return the config with hosts as sites where it says so; raises UserError where they do not fit."""
     if config.noloco.sites != "hosts":
         return config
     hosts = of_all_ranks(socket.gethostname())[:: topology.replica_size]
@@ -180,11 +181,11 @@ def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
 def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
     """Return notes about the tokenizer for the user; a collective.
 
-    Raises ValueError, on all ranks, where AutoTokenizer would read other tokens.
+    Raises UserError, on all ranks, where AutoTokenizer would read other tokens.
     """
     # It imports transformers: one rank of the job does.
     if problem := of_rank_0(folder_problem(prepared.tokenizer) if dist.get_rank() == 0 else ""):
-        raise ValueError(problem)
+        raise UserError(problem)
     place = prepared.config.data.tokenizer.tokenizer_model
     if place is None or Path(place).exists():
         return []

@@ -16,6 +16,7 @@ from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
@@ -171,7 +172,7 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
         text = tokenizer.chat_template.render(
             [{"role": "user", "content": "Hello"}], add_generation_prompt=True
         )
-    except ValueError:  # no template, or it takes no such messages
+    except UserError:  # no template, or it takes no such messages
         text = "a prompt such as those of the records"
     text = text.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n")
     return f"$'{text}'" if "\\" in text else f"'{text}'"

@@ -28,6 +28,7 @@ from megatron_noloco.data.open_datasets import build_datasets
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
@@ -67,7 +68,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:
-    """Check the config against the launch and the data; raises ValueError, one line per problem.
+    """Check the config against the launch and the data; raises UserError, one line per problem.
 
     Args:
         replica: in a federation, the number of this job's replica.
@@ -85,7 +86,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
 def check_sizes(
     config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
 ) -> None:
-    """Raise ValueError where there are too few samples, as far as their number is known: of indexed datasets.
+    """Raise UserError where there are too few samples, as far as their number is known: of indexed datasets.
 
     Of text and records it is known when they are tokenized, at the start of a run.
     """
@@ -96,7 +97,7 @@ def check_sizes(
 def _read(
     config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
 ) -> tuple[Datasets, BatchPlan, list[ValidationSource]]:
-    """Read the data; raises ValueError where they are too few."""
+    """Read the data; raises UserError where they are too few."""
     plan = BatchPlan(topology.ensemble, topology.dp, config.microbatches, config.micro_batch_size)
     evaluation = config.evaluation
     needs = Needs(
@@ -124,23 +125,21 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
         if world.launcher != "single":
             raise
         reason = "no launcher has started this process: use launch/mpirun.sh, torchrun (docs/launchers.md)"
-        raise ValueError(f"{error}; {reason}") from None
+        raise UserError(f"{error}; {reason}") from None
 
 
 def _slot(config: RunConfig, replica: int | None) -> int:
-    """Return the slot of this job, 0 without a federation. Raises ValueError when `--replica` does not fit."""
+    """Return the slot of this job, 0 without a federation. Raises UserError when `--replica` does not fit."""
     slots = config.federation.slots
     if slots is None:
         if replica is not None:
-            raise ValueError(
+            raise UserError(
                 "--replica: the config has no federation.slots; without, all replicas are one job"
             )
         return 0
     if replica is None or not 0 <= replica < slots:
         wrong = "is missing" if replica is None else f"{replica} is out of range"
-        raise ValueError(
-            f"--replica {wrong}: federation.slots {slots} are 0 to {slots - 1}, one for each job"
-        )
+        raise UserError(f"--replica {wrong}: federation.slots {slots} are 0 to {slots - 1}, one for each job")
     return replica
 
 
@@ -170,7 +169,7 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
 def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
     """Return a digest of the pretrained weights, whatever their files and precision; None where there are none.
 
-    Reads all of them. Raises ValueError as `PretrainedWeights` does.
+    Reads all of them. Raises UserError as `PretrainedWeights` does.
     """
     if config.training.pretrained is None:
         return None
@@ -201,7 +200,7 @@ def with_first_weights(alike: Alike, digest: str | None) -> Alike:
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     """Return tokenizer and model of a run that this machine could start; `config --check` calls it, too.
 
-    Changes nothing on disk, and reads only the beginning of the data. Raises ValueError, one line per problem.
+    Changes nothing on disk, and reads only the beginning of the data. Raises UserError, one line per problem.
     """
     _check_machine(config)
     _check_writable(Path(config.training.output_dir))
@@ -228,25 +227,25 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def _check_machine(config: RunConfig) -> None:
-    """Raise ValueError for what this machine's hardware and packages cannot do."""
+    """Raise UserError for what this machine's hardware and packages cannot do."""
     cuda = torch.cuda.is_available()
     if config.precision == "fp16" and not cuda and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        raise ValueError(
+        raise UserError(
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
     config.compute.uses_transformer_engine()  # raises where it is not installed
     if config.deepspeed["optimizer"]["type"] == "Lion" and not cuda:
-        raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
+        raise UserError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
     _check_kernel(config.deepspeed["optimizer"])
     wandb = find_spec("wandb")
     if config.wandb.enabled and (wandb is None or wandb.origin is None):  # a folder `wandb` has no origin
-        raise ValueError(
+        raise UserError(
             "wandb.enabled: the package wandb is not installed; pip install wandb, or set wandb.enabled to false"
         )
 
 
 def _check_kernel(optimizer: Mapping[str, Any]) -> None:
-    """Raise ValueError where a kernel of DeepSpeed that the file asks for cannot be had."""
+    """Raise UserError where a kernel of DeepSpeed that the file asks for cannot be had."""
     if optimizer["type"] == "Lion":
         kernel, asked = "FusedLionBuilder", "type"
     elif optimizer["params"].get("torch_adam") is False:
@@ -258,12 +257,12 @@ def _check_kernel(optimizer: Mapping[str, Any]) -> None:
 
     try:
         load_kernel(kernel)
-    except ValueError as error:
-        raise ValueError(f"optimizer.{asked}: {error}; or use AdamW with torch's kernel") from None
+    except UserError as error:
+        raise UserError(f"optimizer.{asked}: {error}; or use AdamW with torch's kernel") from None
 
 
 def _check_writable(output_dir: Path) -> None:
-    """Raise ValueError where no file can be made in the folder, or in the existing one that will contain it."""
+    """Raise UserError where no file can be made in the folder, or in the existing one that will contain it."""
     folder = output_dir.absolute()
     with writing(output_dir, "training.output_dir"):
         there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -272,7 +271,7 @@ def _check_writable(output_dir: Path) -> None:
 
 
 def _check_load(load: str, output_dir: Path) -> None:
-    """Raise ValueError for a checkpoint that lacks manifests; its files are verified once all ranks are there.
+    """Raise UserError for a checkpoint that lacks manifests; its files are verified once all ranks are there.
 
     One from which a run has started before may have been removed since: see `resume.find_start`.
     """
@@ -283,10 +282,10 @@ def _check_load(load: str, output_dir: Path) -> None:
         return
     try:
         if (wrong := _not_a_step(Path(load))) is not None:
-            raise ValueError(f"{load}: {wrong}")
+            raise UserError(f"{load}: {wrong}")
         read_manifests(Path(load))
-    except ValueError as error:
-        raise ValueError(f"checkpoint.load: {error}") from None
+    except UserError as error:
+        raise UserError(f"checkpoint.load: {error}") from None
 
 
 def _not_a_step(folder: Path) -> str | None:
@@ -301,7 +300,7 @@ def _not_a_step(folder: Path) -> str | None:
 
 
 def _check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
-    """Raise ValueError where nothing can be read, or what the run writes would be."""
+    """Raise UserError where nothing can be read, or what the run writes would be."""
     if isinstance(source, TextSource):
         check_text(source.text)
         if source.text != STANDARD_LIBRARY:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, check_messages, cut
 from megatron_noloco.transport.interface import Arrival, Chunk, Flight, Message, Transfers
 
@@ -66,7 +67,7 @@ class MpiTransport:
     Args:
         chunk_bytes: of the pieces into which messages are cut, below 2^31.
 
-    Raises ValueError for `chunk_bytes` out of range, and when MPI was started with THREAD_SINGLE.
+    Raises UserError for `chunk_bytes` out of range, and when MPI was started with THREAD_SINGLE.
     """
 
     name = "mpi"
@@ -74,11 +75,11 @@ class MpiTransport:
 
     def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         if not 1 <= chunk_bytes < _COUNT_LIMIT:
-            raise ValueError(f"chunk_bytes {chunk_bytes} must lie between 1 and {_COUNT_LIMIT - 1}")
+            raise UserError(f"chunk_bytes {chunk_bytes} must lie between 1 and {_COUNT_LIMIT - 1}")
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_FUNNELED:
-            raise ValueError(
+            raise UserError(
                 "MPI was started with THREAD_SINGLE, but gloo and the writer of checkpoints are threads; "
                 'leave mpi4py.rc.thread_level at "multiple", or set it to "funneled"'
             )

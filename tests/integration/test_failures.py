@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.main import main
 from megatron_noloco.job import watchdog
 from tests.harness import REPOSITORY, by_hand, free_port, run_launcher

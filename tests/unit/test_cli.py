@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_noloco.cli import config, main, options
-from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.exit_codes import StoppedError
+from megatron_noloco.errors import UserError
 from tests.harness import REPOSITORY
 
 
@@ -44,8 +45,8 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_message(command: str) -
 @pytest.mark.parametrize(
     ("error", "exit_code", "line"),
     [
-        (ValueError("heads: 3 is odd"), 2, "heads: 3 is odd"),
-        (FileNotFoundError(2, "No such file", "run.json"), 2, "[Errno 2] No such file: 'run.json'"),
+        (UserError("heads: 3 is odd"), 2, "heads: 3 is odd"),
+        (PermissionError(13, "Permission denied", "a.bin"), 2, "[Errno 13] Permission denied: 'a.bin'"),
         (StoppedError("replica 3 did not answer"), 1, "replica 3 did not answer"),
         (
             PackageNotFoundError("megatron-core"),  # as of `doctor` beside DeepSpeed alone
@@ -66,7 +67,15 @@ def test_a_known_error_is_one_line_with_its_exit_code(
     assert capsys.readouterr() == ("", f"{line}\n")
 
 
-@pytest.mark.parametrize("make", [lambda: KeyError("x"), lambda: ModuleNotFoundError("no", name="mine")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KeyError("x"),
+        lambda: ModuleNotFoundError("no", name="mine"),
+        lambda: ValueError("operands of shapes (2,) and (3,)"),
+        lambda: FileNotFoundError(2, "No such file", "a file that this program did not write"),
+    ],
+)
 def test_an_unknown_error_is_a_traceback(
     make: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from megatron_noloco.config import ConfigError, RunConfig, describe
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.data.sources import Blend, IndexedSource, Split, TextSource, TokenizerChoice
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.training import prepare
@@ -421,7 +422,7 @@ def test_config_check_says_what_the_run_is_or_what_is_wrong(
     def run(*arguments: str, problem: str = "") -> tuple[int, str, str]:
         def check_start(config: RunConfig) -> tuple[None, Architecture]:
             if problem:
-                raise ValueError(problem)
+                raise UserError(problem)
             return None, config.architecture(257)
 
         monkeypatch.setattr(prepare, "check_start", check_start)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.huggingface import _say_losses
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_noloco.cli.errors import LostError, StoppedError, report
+from megatron_noloco.cli.exit_codes import LostError, StoppedError, report
 from tests.harness import REPOSITORY
 
 PROGRAM = """

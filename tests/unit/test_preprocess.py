@@ -422,7 +422,7 @@ def test_a_package_that_is_missing_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # what an import then raises is a ModuleNotFoundError
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(ModuleNotFoundError, match="pyarrow"):  # cli/errors.py says how to install it
+    with pytest.raises(ModuleNotFoundError, match="pyarrow"):  # cli/exit_codes.py says how to install it
         run(tmp_path, [tmp_path / name])
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from megatron_noloco.data import samples as samples_module
 from megatron_noloco.data.microbatches import ValidationSource, gather
 from megatron_noloco.data.open_datasets import build_datasets
-from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset, VocabularyError
+from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset
 from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource, Needs
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.layers import document_mask
 from megatron_noloco.plans.draws import Shuffle, Stream
 from tests.unit.datasets import write_dataset
@@ -58,7 +59,7 @@ def test_a_token_outside_the_vocabulary_is_found_when_its_sample_is_read(token: 
     ]
     for made in datasets:
         assert made[5].tokens[0] == 40
-        with pytest.raises(VocabularyError, match=f"^sample 6 of the data holds token {token}, the"):
+        with pytest.raises(UserError, match=f"^sample 6 of the data holds token {token}, the"):
             gather(made, np.array([0, 6]))
 
 

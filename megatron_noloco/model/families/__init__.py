@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families.family import EMBEDDING, HEAD, Family
 from megatron_noloco.model.families.llama import Llama
@@ -78,11 +79,11 @@ def stored_tensors(architecture: Architecture) -> dict[str, Stored]:
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that Hugging Face's `config.json` describes; raises ValueError, in one line."""
+    """Return the architecture that Hugging Face's `config.json` describes; raises UserError, in one line."""
     family = FAMILIES.get(str(hf_config.get("model_type")))
     if family is None:
         known = ", ".join(f'"{name}"' for name in FAMILIES)
-        raise ValueError(f"model_type is {hf_config.get('model_type')!r}; only {known} can be imported")
+        raise UserError(f"model_type is {hf_config.get('model_type')!r}; only {known} can be imported")
     return family.architecture(hf_config)
 
 

@@ -10,6 +10,7 @@ permutation of the rows of queries and keys.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.table import Parameter, Rows, Stored
@@ -192,13 +193,13 @@ class Family:
     def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
         """Return the architecture that a `config.json` describes, without padding of the vocabulary.
 
-        The inverse of `hf_config`. Raises ValueError, in one line, for a model that is not supported.
+        The inverse of `hf_config`. Raises UserError, in one line, for a model that is not supported.
         """
         theirs = {**self.hf_defaults, **hf_config}
         for key, value in {"hidden_act": self.hf_activation, **self.hf_fixed}.items():
             given = self.hf_defaults.get(key, value) if hf_config.get(key) is None else hf_config[key]
             if given != value:
-                raise ValueError(f"{key} is {given!r}; in {self.name} only {value!r} is supported")
+                raise UserError(f"{key} is {given!r}; in {self.name} only {value!r} is supported")
         hf_keys.refuse_other_models(theirs, self.hf_class)
         hf_keys.refuse_two_rotations(hf_config)
         own = self.own_values(theirs)
@@ -220,7 +221,7 @@ class Family:
     def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
         """Return the values of `own_fields` from Hugging Face's config, whose missing keys have their defaults.
 
-        The inverse of `own_keys`. Raises ValueError, in one line, for keys of a model that cannot be built here.
+        The inverse of `own_keys`. Raises UserError, in one line, for keys of a model that cannot be built here.
         """
         return {}
 

@@ -1,10 +1,12 @@
 """Read values of Hugging Face's `config.json`, and refuse those that no family here supports.
 
-Every function raises ValueError, in one line.
+Every function raises UserError, in one line.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from megatron_noloco.errors import UserError
 
 Keys = Mapping[str, Any]
 
@@ -25,7 +27,7 @@ def size(theirs: Keys, key: str, default: int | None = None) -> int:
     """Return a positive whole number; null counts as absent."""
     value = _value(theirs, key, default)
     if type(value) is not int or value < 1:
-        raise ValueError(f"{key} is {value!r}; it must be a whole number >= 1")
+        raise UserError(f"{key} is {value!r}; it must be a whole number >= 1")
     return value
 
 
@@ -33,7 +35,7 @@ def number(theirs: Keys, key: str, default: float | None = None) -> float:
     """Return a number > 0; null counts as absent."""
     value = _value(theirs, key, default)
     if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise ValueError(f"{key} is {value!r}; it must be a number > 0")
+        raise UserError(f"{key} is {value!r}; it must be a number > 0")
     return float(value)
 
 
@@ -41,14 +43,14 @@ def flag(theirs: Keys, key: str, default: bool = False) -> bool:
     """Return true or false; null counts as absent."""
     value = default if theirs.get(key) is None else theirs[key]
     if type(value) is not bool:
-        raise ValueError(f"{key} is {value!r}; it must be true or false")
+        raise UserError(f"{key} is {value!r}; it must be true or false")
     return value
 
 
 def _value(theirs: Keys, key: str, default: float | None) -> Any:
     value = default if theirs.get(key) is None else theirs[key]
     if value is None:
-        raise ValueError(f"{key} is missing")
+        raise UserError(f"{key} is missing")
     return value
 
 
@@ -56,13 +58,13 @@ def refuse_flags(theirs: Keys, keys: Sequence[str], reason: str) -> None:
     """Refuse a model in which one of these keys is set, for this reason."""
     for key in keys:
         if theirs.get(key):
-            raise ValueError(f"{key} is {theirs[key]!r}; {reason}")
+            raise UserError(f"{key} is {theirs[key]!r}; {reason}")
 
 
 def refuse_other_models(theirs: Keys, hf_class: str) -> None:
     """Refuse keys with which another model than that of transformers' class is computed, or other weights."""
     if "AutoModelForCausalLM" in str(theirs.get("auto_map")):
-        raise ValueError(
+        raise UserError(
             "auto_map names Python code of the model's own, which is not run; remove it if the model is a "
             f"{hf_class} of transformers"
         )
@@ -70,17 +72,17 @@ def refuse_other_models(theirs: Keys, hf_class: str) -> None:
     refuse_flags(theirs, ("pruned_heads",), "all layers must have all heads")
     refuse_flags(theirs, ("transformers_weights",), "weights are read from model*.safetensors")
     if not flag(theirs, "is_causal", default=True):
-        raise ValueError("is_causal is false; a token must attend to those before it only")
+        raise UserError("is_causal is false; a token must attend to those before it only")
 
 
 def refuse_layer_types(theirs: Keys, only: str) -> None:
     """Refuse a model unless all of its `layer_types`, the attention of each layer, are `only`."""
     types = theirs.get("layer_types") or []
     if not isinstance(types, list):
-        raise ValueError(f"layer_types is {types!r}; it must be a list of text")
+        raise UserError(f"layer_types is {types!r}; it must be a list of text")
     others = sorted({str(layer_type) for layer_type in types} - {only})
     if others:
-        raise ValueError(f'layer_types has "{others[0]}"; all layers must be "{only}" in this model')
+        raise UserError(f'layer_types has "{others[0]}"; all layers must be "{only}" in this model')
 
 
 # Rotary embeddings
@@ -95,18 +97,18 @@ def refuse_two_rotations(theirs: Keys) -> None:
     scaling, parameters = (theirs.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     for key, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if not isinstance(rope, Mapping):
-            raise ValueError(f"{key} is {rope!r}; it must be an object")
+            raise UserError(f"{key} is {rope!r}; it must be an object")
     places = {"": theirs, "of rope_scaling ": scaling, "of rope_parameters ": parameters}
     bases = {
         where: keys["rope_theta"] for where, keys in places.items() if keys.get("rope_theta") is not None
     }
     if any(base != next(iter(bases.values())) for base in bases.values()):
         said = " and ".join(f"rope_theta {where}is {base!r}" for where, base in bases.items())
-        raise ValueError(f"{said}; they must be the same")
+        raise UserError(f"{said}; they must be the same")
     if not scaling or not parameters:
         return
     if list(bases) == ["of rope_parameters "]:
-        raise ValueError(
+        raise UserError(
             "rope_theta of rope_parameters is not read beside rope_scaling; give rope_theta as a key of its own"
         )
     ours, others = ({**rope, "rope_type": _rope_type(rope)} for rope in (scaling, parameters))
@@ -114,7 +116,7 @@ def refuse_two_rotations(theirs: Keys) -> None:
         different = [key for key in ours.keys() & others.keys() if ours[key] != others[key]]
         if different:
             key = min(different)
-            raise ValueError(
+            raise UserError(
                 f"{key} of rope_scaling is {ours[key]!r} and of rope_parameters {others[key]!r}; "
                 "they must be the same"
             )
@@ -129,10 +131,10 @@ def rotary(theirs: Keys) -> Keys:
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
     if nested:
-        raise ValueError(f'rope_parameters has its own for "{nested[0]}"; all layers must have the same')
+        raise UserError(f'rope_parameters has its own for "{nested[0]}"; all layers must have the same')
     partial = rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))
     if partial not in (None, 1):
-        raise ValueError(f"partial_rotary_factor is {partial!r}; heads must be rotated whole")
+        raise UserError(f"partial_rotary_factor is {partial!r}; heads must be rotated whole")
     return {
         **rope,
         "rope_type": _rope_type(rope),
@@ -155,7 +157,7 @@ def scaling(theirs: Keys, rope_types: Sequence[str]) -> dict[str, Any]:
         return {}
     if rope_type not in rope_types:
         known = " and ".join(f'"{name}"' for name in rope_types)
-        raise ValueError(f"rope_scaling is of type {rope_type!r}; this family has only {known}")
+        raise UserError(f"rope_scaling is of type {rope_type!r}; this family has only {known}")
     # The context before it was extended, from the same keys and in the same order as in transformers.
     longest = rope.get("original_max_position_embeddings", theirs.get("max_position_embeddings"))
     before = theirs.get("original_max_position_embeddings", longest)
@@ -165,7 +167,7 @@ def scaling(theirs: Keys, rope_types: Sequence[str]) -> dict[str, Any]:
 def _llama3(rope: Keys) -> dict[str, Any]:
     for key, value in LLAMA3_SCALING.items():
         if rope.get(key) != value:
-            raise ValueError(
+            raise UserError(
                 f"rope_scaling has {key} {rope.get(key)!r}; Megatron-core computes {value:g} only"
             )
     return {"rope_scaling_factor": number(rope, "factor")}
@@ -175,7 +177,7 @@ def _yarn(rope: Keys) -> dict[str, Any]:
     for key, value in YARN_DEFAULTS.items():
         if rope.get(key) not in (None, value):
             known = "left out" if value is None else f"{value!r}"
-            raise ValueError(f"rope_scaling has {key} {rope[key]!r}; it must be {known} with YaRN")
+            raise UserError(f"rope_scaling has {key} {rope[key]!r}; it must be {known} with YaRN")
     return {
         "yarn_rotary_scaling_factor": number(rope, "factor"),
         "yarn_original_max_position_embeddings": size(rope, "original_max_position_embeddings"),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import OURS, Family, mlp_matrices
@@ -84,9 +85,9 @@ class Mixture(Family):
         counts = {key: hf_keys.size(theirs, key) for key in self.hf_counts if theirs.get(key) is not None}
         if len(set(counts.values())) > 1:
             said = " and ".join(f"{key} is {value}" for key, value in counts.items())
-            raise ValueError(f"{said}; they must be the same")
+            raise UserError(f"{said}; they must be the same")
         experts = next(iter(counts.values()), self.own_fields["num_moe_experts"])
         chosen = hf_keys.size(theirs, "num_experts_per_tok")
         if chosen < 2:
-            raise ValueError(f"num_experts_per_tok is {chosen}; it must be at least 2")
+            raise UserError(f"num_experts_per_tok is {chosen}; it must be at least 2")
         return super().own_values(theirs) | {"num_moe_experts": experts, "moe_router_topk": chosen}

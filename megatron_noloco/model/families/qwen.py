@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import OURS, THEIRS, Family
@@ -21,7 +22,7 @@ class Qwen(Family):
         layers, first = hf_keys.size(theirs, "num_hidden_layers"), theirs.get("max_window_layers", 28)
         windows = theirs.get("use_sliding_window") and theirs.get("sliding_window", 4096) is not None
         if windows and not theirs.get("layer_types") and not (type(first) is int and first >= layers):
-            raise ValueError(
+            raise UserError(
                 f"use_sliding_window is true, and max_window_layers {first!r} of {layers} layers; windows on "
                 "layers are not supported"
             )

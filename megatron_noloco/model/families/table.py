@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Literal
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.plans.canonical import Block, Matrix, Rectangle, matrices
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if self._rows.repeats * sum(self._rows.sizes) != self.shape[0]:
-            raise ValueError(f"{self.name}: {self.rows} do not make up its {self.shape[0]} rows")
+            raise UserError(f"{self.name}: {self.rows} do not make up its {self.shape[0]} rows")
 
     @property
     def source(self) -> str:
@@ -286,7 +287,7 @@ class Table:
     def find(self, name: str, first_layer: int = 0, first_expert: int = 0) -> Parameter:
         """Return the parameter of that name in a model chunk that begins with these numbers of layer and expert.
 
-        Raises ValueError when the table has no such row.
+        Raises UserError when the table has no such row.
         """
         key = name, first_layer, first_expert
         if key not in self._found:
@@ -299,7 +300,7 @@ class Table:
         general = _EXPERT_NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", general)
         row = self._by_name.get(general)
         if row is None:
-            raise ValueError(
+            raise UserError(
                 f"the model has a parameter {name}, but the table of its family has no row for it"
             )
         return row.at(int(number[2]) + first_layer) if number else row

@@ -1,5 +1,6 @@
 """Turns the errors of commands into a line or a traceback on stderr, and an exit code."""
 
+import errno
 import re
 import time
 import traceback
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_error
 
 # Names of the modules that each extra installs. `pip install .` alone installs torch, numpy and pydantic.
@@ -18,6 +20,11 @@ _EXTRAS = {
     "report": "plotly",
     "data": "pyarrow",
 }
+# Why a system refuses a file, through no fault of this program: rights, a full or failing disk, limits, odd names.
+_REFUSALS = {
+    getattr(errno, name)
+    for name in "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EIO ESTALE EMFILE ENFILE ENAMETOOLONG ELOOP".split()
+}
 
 
 class StoppedError(Exception):
@@ -28,18 +35,14 @@ class LostError(StoppedError):
     """This process has lost the connection to another one of the job."""
 
 
-class UnexpectedError(Exception):
-    """An error of any type whose cause needs a traceback: the user's input was checked before."""
-
-
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Begin each line of a ValueError that leaves the context with the file that it is about."""
+    """Begin each line of a UserError that leaves the context with the file that it is about."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         lines = [line.removeprefix(f"{path}: ") for line in str(error).splitlines()]
-        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from None
+        raise UserError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
 def report(error: Exception) -> int:
@@ -50,7 +53,9 @@ def report(error: Exception) -> int:
     """
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error) or error
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _REFUSALS:
+        error = UserError(str(error))
+    if isinstance(error, UserError):
         return usage_error(error)
     if isinstance(error, StoppedError):
         is_cause = not isinstance(error, LostError)
@@ -58,18 +63,16 @@ def report(error: Exception) -> int:
         if not is_cause:
             time.sleep(GRACE_SECONDS)  # launchers blame the first process that leaves, and look at intervals
         return exit_code
-    cause = error.__cause__ if isinstance(error, UnexpectedError) else error
-    assert cause is not None
-    return fail("".join(traceback.format_exception(cause)).rstrip(), FAILURE)
+    return fail("".join(traceback.format_exception(error)).rstrip(), FAILURE)
 
 
-def _missing_extra(error: ModuleNotFoundError) -> ValueError | None:
+def _missing_extra(error: ModuleNotFoundError) -> UserError | None:
     """Return the error for the user where a package of an extra is missing."""
     for extra, names in _EXTRAS.items():
         packages = names.split()
         if re.split("[.-]", error.name or "")[0] in packages:  # of a module, or of a distribution
             missing = [name for name in packages if find_spec(name) is None]
-            return ValueError(
+            return UserError(
                 f"megatron-noloco: this command needs packages that are not installed ({', '.join(missing)}); "
                 f"pip install 'megatron-noloco[{extra}]'"
             )
