@@ -22,8 +22,8 @@ _EXTRAS = {
 }
 # Why a system refuses a file, through no fault of this program: rights, a full or failing disk, limits, odd names.
 _REFUSALS = {
-    getattr(errno, name)
-    for name in "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EIO ESTALE EMFILE ENFILE ENAMETOOLONG ELOOP".split()
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE, errno.ENFILE),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE),
 }
 
 
