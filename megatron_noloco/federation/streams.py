@@ -1,0 +1,107 @@
+"""Conversations of two processes: an ordered stream of bytes in each direction, whose end ends both directions.
+
+    async with await carrier.dial(endpoint) as stream, asyncio.timeout(seconds):
+        await stream.send(header, slab)
+        await stream.fill(slab)
+
+Both sides of a conversation read from top to bottom. A block that ends without an error closes the stream: both
+sides have sent and received everything. An error, a time-out or a cancellation aborts the stream with a reason,
+which the next call on the other side raises. So nothing of a conversation outlives it, and no message says to
+which conversation it belongs.
+
+A `Carrier` opens streams: `tcp` between hosts, and the tests' carrier inside one process.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self, TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_CLOSE_SECONDS = 5.0
+_REASONS = {
+    TimeoutError: "the time is over",
+    asyncio.CancelledError: "the other side has ended the conversation",
+}
+
+
+class StreamEndedError(ConnectionError):
+    """The other side has ended the conversation, or the connection is lost. The message is the reason."""
+
+
+class Stream(ABC):
+    """One side of a conversation. At most one task sends, and one receives."""
+
+    @abstractmethod
+    async def send(self, *buffers: Buffer) -> None:
+        """Send buffers, in order. When it returns, the buffers may be changed. Raises StreamEndedError."""
+
+    @abstractmethod
+    async def fill(self, buffer: Buffer) -> None:
+        """Receive as many bytes as a writable buffer has. Raises StreamEndedError.
+
+        After a cancellation the stream can only be aborted: a part of the bytes is lost.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the conversation after its last byte; returns when the other side has closed, too.
+
+        Raises StreamEndedError if the other side sends more than was received.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """End the conversation now. The other side raises the reason, at once, or after bytes under way.
+
+        Does nothing after the end.
+        """
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Note that the other side has shown that it is a member; before, it is a stranger with little time."""
+
+    async def receive(self, length: int) -> bytes:
+        """Return the next bytes. Raises StreamEndedError."""
+        buffer = bytearray(length)
+        await self.fill(buffer)
+        return bytes(buffer)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(str(error) or _REASONS.get(type(error), type(error).__name__))
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self.close()
+        except BaseException as failure:
+            self.abort(f"was not closed: {failure or type(failure).__name__}")
+            if not isinstance(failure, TimeoutError | ConnectionError):
+                raise
+
+
+Serve = Callable[[Stream], Awaitable[None]]
+"""Runs this side of a stream that another process has opened. When it returns or raises, the stream has ended."""
+
+
+class Carrier(ABC):
+    """Opens streams to other processes, and accepts theirs. Used by one event loop."""
+
+    @abstractmethod
+    async def listen(self, serve: Serve) -> None:
+        """Accept streams of other processes from now on."""
+
+    @abstractmethod
+    async def dial(self, endpoint: str) -> Stream:
+        """Open a stream. Raises ConnectionError, which names the endpoint and the reason."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all streams, and accept no more."""

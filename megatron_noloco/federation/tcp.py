@@ -1,0 +1,370 @@
+"""Streams over TCP, encrypted by TLS 1.3 of the standard library. A stream has a connection for itself.
+
+A connection carries frames: a kind, the length of its content in three bytes, and the content.
+
+| frame | content |
+|---|---|
+| begin | empty: a stream begins; the side that has connected sends it |
+| data | the next bytes of the stream |
+| close | empty: the stream has no more data in this direction |
+| abort | the reason, UTF-8: the stream has ended, and the connection ends as well |
+
+After a close in both directions the connection stays. The next stream to the same endpoint takes it, and
+needs neither a handshake nor a slow start.
+"""
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import split
+from megatron_noloco.federation.streams import Buffer, Carrier, Serve, Stream, StreamEndedError
+
+_BEGIN, _DATA, _CLOSE, _ABORT = range(4)
+_HEADER_BYTES = 4
+_FRAME_BYTES = 2**18  # of data; written as a whole, so that an abort never falls into a frame
+_EARLY_BYTES = 2**18  # received before anybody wants them; then the sender waits
+_REASON_BYTES = 2**10
+_LENGTHS = {
+    _BEGIN: range(1),
+    _DATA: range(1, _FRAME_BYTES + 1),
+    _CLOSE: range(1),
+    _ABORT: range(1, _REASON_BYTES + 1),
+}
+_JOIN_BYTES = 2**12  # a small frame is one packet with its header
+_OPEN_SECONDS = 10.0  # for handshake and first frame
+_LINGER_SECONDS = 2.0  # for a reason to be delivered
+_MOST_STRANGERS = 64  # connections of others on which no stream has begun
+_ACCEPT_PAUSE_SECONDS = 0.5  # when this process has too many open files
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """A TCP connection. Data goes where `fill` wants it, without a copy.
+
+    Attributes:
+        error: why the connection has ended; None: it has not.
+    """
+
+    def __init__(self) -> None:
+        self.error: StreamEndedError | None = None
+        self._begun = self._served = self._closed = 0  # numbers of streams; closed by the other side
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._waiting = set[asyncio.Future[None]]()
+        self._writable = True
+        self._header, self._kind, self._left = bytearray(), _DATA, 0
+        self._place = memoryview(b"")
+        self._early, self._reason = bytearray(), bytearray()
+        self._scratch = memoryview(bytearray(2**16))
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        # A write ends when the kernel has everything, since until then Python refers to the caller's buffer.
+        # Python's TLS pauses at its limit, not above it.
+        transport.set_write_buffer_limits(high=1 if transport.get_extra_info("sslcontext") else 0, low=0)
+        # No TCP_USER_TIMEOUT: it would end a stream whose receiver is not ready for the next bytes.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._left and self._kind == _DATA and self._place:
+            return self._place[: self._left]
+        return self._scratch[: self._left or _HEADER_BYTES - len(self._header)]
+
+    def buffer_updated(self, count: int) -> None:
+        if not self._left:
+            self._header += self._scratch[:count]
+            if len(self._header) == _HEADER_BYTES:
+                self._kind, self._left = self._header[0], int.from_bytes(self._header[1:])
+                self._header.clear()
+                self._begin_frame()
+            return
+        self._left -= count
+        if self._kind == _ABORT:
+            self._reason += self._scratch[:count]
+            if not self._left:
+                self._end(StreamEndedError(self._reason.decode(errors="replace")))
+        elif self._place:
+            self._place = self._place[count:]
+            if not self._place:
+                self._wake()
+        else:
+            self._early += self._scratch[:count]
+            if len(self._early) >= _EARLY_BYTES:
+                self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._wake()
+
+    def eof_received(self) -> None:
+        self.connection_lost(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(StreamEndedError(f"the connection was lost{f' ({error})' if error else ''}"))
+
+    # Called by streams.
+
+    async def write(self, *buffers: Buffer) -> None:
+        for buffer in buffers:
+            content = memoryview(buffer).cast("B")
+            for start in range(0, len(content), _FRAME_BYTES):
+                self._write_frame(_DATA, content[start : start + _FRAME_BYTES])
+                await self._until(lambda: self._writable)
+                self.check()
+
+    async def fill(self, buffer: Buffer) -> None:
+        place = memoryview(buffer).cast("B")
+        if early := min(len(self._early), len(place)):
+            place[:early] = self._early[:early]
+            del self._early[:early]
+            place = place[early:]
+            self._transport.resume_reading()
+        if place:
+            self._place = place
+            try:
+                await self._until(lambda: not self._place or self._closed == self._begun)
+            finally:
+                complete, self._place = not self._place, memoryview(b"")
+            if not complete:
+                raise StreamEndedError("the other side closed the stream before its end")
+
+    async def begin(self) -> None:
+        """Begin a stream to the other side."""
+        self._write_frame(_BEGIN)
+        self._begun += 1
+
+    async def wait_begin(self) -> None:
+        """Wait until the other side begins a stream."""
+        await self._until(lambda: self._begun > self._served)
+        self._served += 1
+
+    async def close_stream(self) -> None:
+        self._write_frame(_CLOSE)
+        stream = self._begun
+        await self._until(lambda: self._closed >= stream)
+        if self._early and self._begun == stream:
+            raise StreamEndedError("the other side sends more than is received")
+
+    def abort(self, reason: str) -> None:
+        """End the connection; the other side gets the reason, if it reads within two seconds."""
+        if self.error is None:
+            with suppress(StreamEndedError):
+                self._write_frame(_ABORT, reason.encode()[:_REASON_BYTES] or b"?")
+            self._end(StreamEndedError(reason))
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise StreamEndedError(str(self.error))
+
+    def _begin_frame(self) -> None:
+        if self._left not in _LENGTHS.get(self._kind, ()):
+            self._end(StreamEndedError("malformed frame"))
+        elif self._kind in (_BEGIN, _CLOSE):
+            self._begun += self._kind == _BEGIN
+            self._closed += self._kind == _CLOSE
+            if self._closed not in (self._begun, self._begun - 1) or (self._kind == _BEGIN and self._early):
+                self._end(StreamEndedError("unexpected frame"))
+            self._wake()
+
+    def _write_frame(self, kind: int, content: bytes | memoryview = b"") -> None:
+        self.check()
+        header = bytes([kind]) + len(content).to_bytes(3)
+        if len(content) <= _JOIN_BYTES:
+            self._transport.write(header + content)
+        else:
+            self._transport.write(header)
+            self._transport.write(content)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.check()
+            waiting = self._loop.create_future()
+            self._waiting.add(waiting)
+            try:
+                await waiting
+            finally:
+                self._waiting.discard(waiting)
+
+    def _wake(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def _end(self, error: StreamEndedError) -> None:
+        if self.error is None:
+            self.error = error
+            self._transport.close()  # sends what waits to be sent
+            self._loop.call_later(_LINGER_SECONDS, self._transport.abort)
+        self._wake()
+
+
+class _TcpStream(Stream):
+    """A stream on a connection.
+
+    Args:
+        over: called once at the end; whether the connection may carry another stream.
+        admit: see `Stream.admit`.
+    """
+
+    def __init__(
+        self,
+        connection: _Connection,
+        over: Callable[[bool], None] = lambda reusable: None,
+        admit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._connection = connection
+        self._over = over
+        self._admit = admit
+        self._ended = ""
+
+    def admit(self) -> None:
+        self._admit()
+
+    async def send(self, *buffers: Buffer) -> None:
+        self._check()
+        await self._connection.write(*buffers)
+
+    async def fill(self, buffer: Buffer) -> None:
+        self._check()
+        await self._connection.fill(buffer)
+
+    async def close(self) -> None:
+        if not self._ended:
+            await self._connection.close_stream()
+            self._end("the stream is closed", True)
+
+    def abort(self, reason: str) -> None:
+        if not self._ended:
+            self._connection.abort(reason)
+            self._end(reason, False)
+
+    def _check(self) -> None:
+        if self._ended:
+            raise StreamEndedError(self._ended)
+
+    def _end(self, reason: str, reusable: bool) -> None:
+        self._ended = reason
+        self._over(reusable)
+
+
+class TcpCarrier(Carrier):
+    """Carries streams over TCP.
+
+    Args:
+        keys: of the federation; None: nothing is encrypted, and everybody who connects is accepted.
+        listener: where this process listens, closed by `close`; None: nobody can connect to this process.
+    """
+
+    def __init__(self, keys: Keys | None, listener: socket.socket | None = None) -> None:
+        self._keys, self._listener = keys, listener
+        self._idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by endpoint
+        self._connections = set[_Connection]()
+        self._visits = set[asyncio.Task[None]]()
+        self._strangers = deque[asyncio.Task[None]]()
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def listen(self, serve: Serve) -> None:
+        if self._listener is not None:
+            self._listener.setblocking(False)
+            self._accepting = asyncio.create_task(self._accept(self._listener, serve))
+
+    async def dial(self, endpoint: str) -> Stream:
+        idle = self._idle[endpoint]
+        while idle:
+            if (connection := idle.pop()).error is None:
+                break
+        else:
+            connection = await self._connect(endpoint)
+
+        def over(reusable: bool) -> None:
+            if reusable and connection.error is None:
+                self._idle[endpoint].append(connection)
+            else:
+                self._connections.discard(connection)
+
+        await connection.begin()
+        return _TcpStream(connection, over)
+
+    async def close(self) -> None:
+        tasks = [*self._visits, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.abort("this process leaves")
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _connect(self, endpoint: str) -> _Connection:
+        context = self._keys.dials if self._keys else None
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    _Connection, *split(endpoint), ssl=context, server_hostname="" if context else None
+                )
+        except ssl.SSLError as error:
+            raise ConnectionError(f"the process at {endpoint} has another key ({error.reason})") from None
+        except TimeoutError:
+            raise ConnectionError(f"nobody answers at {endpoint}") from None
+        except OSError as error:
+            raise ConnectionError(f"nobody answers at {endpoint}: {error.strerror or error}") from None
+        self._connections.add(connection)
+        return connection
+
+    async def _accept(self, listener: socket.socket, serve: Serve) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            visit = asyncio.create_task(self._visit(accepted, serve))
+            self._visits.add(visit)
+            visit.add_done_callback(self._visits.discard)
+            self._strangers.append(visit)
+            if len(self._strangers) > _MOST_STRANGERS:
+                self._strangers.popleft().cancel()
+
+    async def _visit(self, accepted: socket.socket, serve: Serve) -> None:
+        """Serve the streams of a connection, one after the other."""
+        task: Any = asyncio.current_task()
+        connection = None
+
+        def admit() -> None:
+            if task in self._strangers:
+                self._strangers.remove(task)
+                limit.reschedule(None)
+
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS) as limit:
+                _, connection = await asyncio.get_running_loop().connect_accepted_socket(
+                    _Connection, accepted, ssl=self._keys.listens if self._keys else None
+                )
+                self._connections.add(connection)
+                while True:
+                    await connection.wait_begin()
+                    async with _TcpStream(connection, admit=admit) as stream:
+                        await serve(stream)
+        except (OSError, TimeoutError):  # of this connection alone
+            pass
+        finally:
+            if task in self._strangers:
+                self._strangers.remove(task)
+            if connection is None:
+                accepted.close()
+            else:
+                connection.abort("this process ends the connection")
+                self._connections.discard(connection)
