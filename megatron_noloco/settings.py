@@ -348,15 +348,9 @@ class FederationSettings:
     )
     leave_seconds: Size = field(
         10.0,
-        "Longest time in seconds that a job which is told to leave (SIGTERM, SIGUSR1, `stop --leave`, "
-        "notice_command) takes for one more exchange, so that the others keep what it has learned since its last "
-        "round; it then saves and ends. 0: no exchange.",
-    )
-    notice_command: StrictStr | None = field(
-        None,
-        "Command for the shell that `train` runs every 5 seconds on the host of rank 0; after 10 seconds it is "
-        "killed. Exit code 0 tells the job to leave, for example when a cloud announces that it will take the "
-        "machine back.",
+        "Longest time in seconds that a job which is told to leave (SIGTERM, SIGUSR1, `stop --leave`) takes for "
+        "one more exchange, so that the others keep what it has learned since its last round; it then saves and "
+        "ends. 0: no exchange.",
     )
     start_with: Positive = field(
         1,

@@ -72,7 +72,6 @@ def add_commands(commands: Commands) -> None:
         '"off" behind a router (default: tcp://*:0, any free port)'
     )
     add("--listen", default="tcp://*:0", help=listen)
-    add("--notice-command", metavar="COMMAND", help="see federation.notice_command")
     add("--start", action="store_true", help="start the job, instead of printing how to start it")
     join.set_defaults(run=_join)
 
@@ -138,7 +137,6 @@ def _join(args: argparse.Namespace) -> int:
         dict(_field(entry) for entry in args.data),
         None if args.pretrained is None else str(args.pretrained),
         args.listen,
-        args.notice_command,
         newcomer.gpus_here(),
     )
     with newcomer.Visit(ticket_of(line)) as visit:

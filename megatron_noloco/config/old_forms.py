@@ -33,7 +33,7 @@ def of_saved_run(saved: dict[str, Any]) -> dict[str, Any]:
     federation = saved.get("federation") or {}
     if not federation.get("slots"):
         federation = {}  # the other settings had no effect, and other defaults
-    federation = {name: value for name, value in federation.items() if name != "relay"}  # which is gone
+    federation = {name: value for name, value in federation.items() if name not in _GONE}
     data = dict(saved.get("data") or {})
     data.pop("reset_position_ids", None)  # it had no effect
     if data.get("train_data_path") is not None:
@@ -84,4 +84,6 @@ _TRANSLATIONS: tuple[tuple[str, str, Callable[[Any], dict[str, Any] | None]], ..
     ("federation", "encryption", _encryption),
     ("federation", "local_steps", _local_steps),
     ("federation", "relay", _only(False)),
+    ("federation", "notice_command", _only(None)),
 )
+_GONE = ("relay", "notice_command")  # from the block `federation`

@@ -39,7 +39,7 @@ DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_pat
 _OWN = {  # of each job: its files, its machine, and how it is reached
     "training": ("output_dir", "pretrained", "peak_tflops", "exit_duration_minutes"),
     "checkpoint": ("load", "keep_last", "async_save"),
-    "federation": ("key_file", "rendezvous", "listen", "advertise", "site", "notice_command"),
+    "federation": ("key_file", "rendezvous", "listen", "advertise", "site"),
     "data": (*DATA, "tokenizer_model"),
 }
 

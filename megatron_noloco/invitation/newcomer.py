@@ -136,7 +136,7 @@ class Local(NamedTuple):
         folder: for config, key, tokenizer and the run.
         data: what is read, by field of the block `data`; "" for the field that the run has elsewhere.
         pretrained: the folder with the weights with which the run began.
-        listen, notice_command: see `FederationSettings`.
+        listen: see `FederationSettings`.
         gpus: bytes of memory of each.
     """
 
@@ -144,7 +144,6 @@ class Local(NamedTuple):
     data: Mapping[str, str]
     pretrained: str | None = None
     listen: str = "tcp://*:0"
-    notice_command: str | None = None
     gpus: tuple[int, ...] = ()
 
 
@@ -200,8 +199,6 @@ def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
     if local.pretrained is not None:
         raw["training"]["pretrained"] = _from_anywhere(local.pretrained)
     raw["federation"] |= {"rendezvous": welcome.rendezvous, "listen": local.listen}
-    if local.notice_command is not None:
-        raw["federation"]["notice_command"] = local.notice_command
     if local.data:
         raw["data"].pop("text", None)
     for name, path in local.data.items():

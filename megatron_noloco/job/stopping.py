@@ -1,8 +1,7 @@
 """Stops a run early, at the same step on every rank, without a collective.
 
-A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, a notice
-(`notice_of`), or the stop file. Rank 0 looks for the last two. A request to one rank is enough. The ranks then
-agree through the job's key-value store:
+A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, or the stop file,
+for which rank 0 looks. A request to one rank is enough. The ranks then agree through the job's key-value store:
 
 1. The rank that received the request writes it into the store, which the others poll twice a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more until every rank has
@@ -21,13 +20,10 @@ without it, so the job ends then.
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -39,40 +35,12 @@ from megatron_noloco.job.launcher import tell_launch_script
 from megatron_noloco.job.run_folder import asks_to_leave, stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_NOTICE, _LEAVE = "federation.notice_command", "the command stop --leave"
-_LEAVING = ("SIGTERM", "SIGUSR1", _NOTICE, _LEAVE)
+_LEAVE = "the command stop --leave"
+_LEAVING = ("SIGTERM", "SIGUSR1", _LEAVE)
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 30.0
-_NOTICE_SECONDS, _LONGEST_NOTICE_SECONDS = 5.0, 10.0
 _PARTS = 1 << 24  # more than an evaluation has; the numbers of two steps are as far apart
 _REQUEST, _BEGUN, _UNSAVED = "stop/request", "stop/begun", "stop/unsaved"
-
-
-def notice_of(command: str | None) -> Callable[[], bool]:
-    """Return what tells whether a command of the shell has ended with exit code 0, and runs it every 5 seconds.
-
-    What is returned does not block. A command that takes more than 10 seconds is killed, and run again.
-
-    Args:
-        command: None: there is none, and never a notice.
-    """
-    return (lambda: False) if command is None else partial(next, _notices(command))
-
-
-def _notices(command: str) -> Iterator[bool]:
-    nothing = subprocess.DEVNULL
-    while True:
-        began = time.monotonic()
-        running = subprocess.Popen(
-            command, shell=True, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing
-        )
-        while (code := running.poll()) is None:
-            if time.monotonic() - began > _LONGEST_NOTICE_SECONDS:
-                os.killpg(running.pid, signal.SIGKILL)  # with what it has started
-            yield False
-        yield code == 0
-        while time.monotonic() - began < _NOTICE_SECONDS:
-            yield False
 
 
 class Stopping:
@@ -80,17 +48,10 @@ class Stopping:
 
     Args:
         old_request: the content of `output_dir`'s stop file before this job began, which is no request to it.
-        notice: whether rank 0 was given notice that its machine is taken away; asked often, and must not block.
     """
 
-    def __init__(
-        self,
-        exit_duration_minutes: float | None,
-        output_dir: Path,
-        old_request: str,
-        notice: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._output_dir, self._old_request, self._notice = output_dir, old_request, notice
+    def __init__(self, exit_duration_minutes: float | None, output_dir: Path, old_request: str) -> None:
+        self._output_dir, self._old_request = output_dir, old_request
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
@@ -202,8 +163,6 @@ class Stopping:
         return self.reason is not None
 
     def _asked_of_rank_0(self) -> str | None:
-        if self._notice():
-            return _NOTICE
         request = stop_request(self._output_dir)
         if request in ("", self._old_request):
             return None

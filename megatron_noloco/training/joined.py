@@ -32,7 +32,7 @@ from megatron_noloco.job.join import (
 )
 from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.run_folder import occupy, stop_request
-from megatron_noloco.job.stopping import Stopping, notice_of
+from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
@@ -92,8 +92,7 @@ def join_job(prepared: Prepared) -> Joined:
         settings = replace(settings, run=config.to_dict())
     # From here on no signal ends this process at once: what follows must look.
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
-    notice = notice_of(config.federation.notice_command if dist.get_rank() == 0 else None)
-    stopping = Stopping(limit_minutes, output_dir, old_stop_request, notice)
+    stopping = Stopping(limit_minutes, output_dir, old_stop_request)
     transport: Transport | None = None
     if topology.slots:
         steps, place = config.training.train_iters, Place(topology.slot, topology.slots)

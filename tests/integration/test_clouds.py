@@ -4,6 +4,7 @@ import argparse
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ def test_a_spot_machine_joins_once_and_then_goes_on(tmp_path: Path) -> None:
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat\n')
     python.chmod(0o700)
     (tmp_path / "invitation").write_text("noloco-line")
+    notice, told = tmp_path / "megatron_noloco" / "launch" / "notice.sh", tmp_path / "told"
+    notice.parent.mkdir()
+    notice.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}.new; mv {told}.new {told}; exec sleep 60 >&-\n'
+    )
+    notice.chmod(0o700)
 
     def output() -> str:
         return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
@@ -93,7 +100,11 @@ def test_a_spot_machine_joins_once_and_then_goes_on(tmp_path: Path) -> None:
     args = parser.parse_args(called.splitlines()[2:])
     assert (args.line, args.start, args.folder) == ("-", True, Path("joined"))
     assert args.data == [f"text={tmp_path}/texts"]
-    assert args.notice_command.endswith("instance/preempted | grep -q TRUE")
+    while not told.exists():
+        time.sleep(0.01)
+    run, command = told.read_text().splitlines()
+    assert run == f"{args.folder}/run"
+    assert command.endswith("instance/preempted | grep -q TRUE")
     (tmp_path / "joined").mkdir()
     (tmp_path / "joined" / "start.sh").write_text("echo goes on\n")
     assert output() == "goes on\n"

@@ -2,9 +2,12 @@
 
 import itertools
 import math
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -18,11 +21,10 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation import membership
 from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.job import stopping
 from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.training.replica_state import ReplicaState
-from tests.harness import free_port, run_ranks
+from tests.harness import REPOSITORY, free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, assert_same, begin_alone, state_of
@@ -367,35 +369,28 @@ def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
         assert "stopped before the first local step (SIGTERM)" in federation.log(0)
 
 
-def slow_and_attentive() -> None:
-    """Have this process run its notice_command all the time."""
-    stopping._NOTICE_SECONDS = 0.0
-    pause(0.06)
-
-
 @pytest.mark.parametrize(
     "way",
     ["signal", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop --leave", "notice"))],
 )
 def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, way: str) -> None:
     """In the middle of a local phase. The round counts, for both, and it goes on behind it when it comes back."""
-    k, flag = 40, tmp_path / "flag"
+    k = 40
     more: dict[str, Any] = ENDLESS | {
         "noloco": {"local_steps": k},
         "federation": {"start_with": 2, "skip_local_steps": False, "leave_seconds": 60.0},
         "training": {"train_iters": 10**5, "log_interval": 1},
     }
     with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
-        command = {"federation": {"notice_command": f"test -e {flag}"}}
         federation.start(0, disturb=WITH_PAUSES)
-        federation.start(
-            1, changes=command, disturb=slow_and_attentive
-        )  # so it waits for nobody at its rounds
+        federation.start(1, disturb=partial(pause, 0.06))  # so it waits for nobody at its rounds
         federation.until(1, k + k // 4)
         if way == "signal":
             federation.signal(1, signal.SIGTERM)
         elif way == "notice":
-            flag.touch()
+            script = REPOSITORY / "launch" / "notice.sh"
+            beside = [script, federation.output_dir(1), "true"]
+            subprocess.run(beside, env={**os.environ, "PYTHON": sys.executable}, check=True)
         else:
             ask_to_stop(federation.output_dir(1), leave=True)
         assert federation.exit_codes(1) == [0], federation.log(1)

@@ -416,3 +416,24 @@ def test_setup_refuses_the_environment_of_another_copy(tmp_path: Path) -> None:
         f"set-up: {tmp_path} is the environment of {tmp_path}/other; remove the link, or name another one with "
         "VENV\n"
     )
+
+
+def test_a_notice_makes_the_job_leave(tmp_path: Path) -> None:
+    """The command fails, then takes too long, and is killed with its child, and then ends with 0."""
+    programs = {
+        "python": 'echo "told:" "$@"\n',
+        "sleep": "exec /bin/sleep 0.01\n",
+        "timeout": 'shift 3; exec /usr/bin/timeout -k 1 0.3 "$@"\n',
+    }
+    write_programs(tmp_path, programs)
+    ran, alone = (
+        tmp_path / "ran",
+        f"exec 9> {tmp_path / 'lock'}; flock -n 9",
+    )  # which a child that lives holds
+    tries = f"echo >> {ran}; case $(wc -l < {ran}) in 1) false;; 2) /bin/sleep 60 | cat;; esac"
+    environ = {**os.environ, "PYTHON": str(tmp_path / "python"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [str(REPOSITORY / "launch" / "notice.sh"), "a run", f"{alone} && {{ {tries}; }}"]
+    finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.splitlines()[-1] == "told: -m megatron_noloco stop --leave a run"
+    assert ran.read_text() == "\n" * 3

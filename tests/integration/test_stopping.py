@@ -146,13 +146,12 @@ def test_a_job_of_which_one_rank_stands_still_ends_with_a_failure(tmp_path: Path
     assert "nothing can be saved without it" in said
 
 
-def asked_where_no_process_can_be_started(rank: int, world_size: int) -> None:
-    """As fork may fail, for the command that tells of a notice."""
-
-    def fails() -> bool:
+def asked_where_the_watcher_fails(rank: int, world_size: int) -> None:
+    def fails(folder: Path) -> str:
         raise BlockingIOError("Resource temporarily unavailable")
 
-    stop = Stopping(None, NOWHERE, "", fails)
+    stopping.stop_request = fails
+    stop = Stopping(None, NOWHERE, "")
     stop._watcher.join()
     os.kill(os.getpid(), signal.SIGTERM)
     for step in range(200):
@@ -162,7 +161,7 @@ def asked_where_no_process_can_be_started(rank: int, world_size: int) -> None:
 
 def test_a_request_that_the_ranks_cannot_agree_on_is_not_ignored() -> None:
     with pytest.raises(RankFailedError, match="rank 0 of 1 died with exit code 1"):
-        run_ranks(1, asked_where_no_process_can_be_started)
+        run_ranks(1, asked_where_the_watcher_fails)
 
 
 def asked_by_a_file(rank: int, world_size: int, folder: Path) -> tuple[int, str | None]:

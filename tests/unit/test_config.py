@@ -284,6 +284,7 @@ OLD_FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("data.reset_position_ids", False, {}, "leave it out"),
     ("federation.local_steps", "all", {"skip_local_steps": False}, 'write "skip_local_steps": false'),
     ("federation.relay", False, {}, "leave it out"),
+    ("federation.notice_command", None, {}, "leave it out"),
     ("federation.encryption", "curve", {"encryption": "tls"}, 'write "encryption": "tls"'),
 ]
 
@@ -331,6 +332,11 @@ def test_a_saved_split_that_had_no_effect_is_left_out() -> None:
         ("noloco.grouping", "stage", "noloco.grouping is not a known key; replicas always exchange as"),
         ("federation.local_steps", "some", "federation.local_steps is not a known key; write"),
         ("federation.relay", True, "federation.relay is not a known key"),
+        (
+            "federation.notice_command",
+            "curl -sf notice",
+            "federation.notice_command is not a known key; leave it out, and run it by launch/notice.sh",
+        ),
     ],
 )
 def test_what_no_version_accepted_is_refused(name: str, value: Any, line: str) -> None:
@@ -339,8 +345,12 @@ def test_what_no_version_accepted_is_refused(name: str, value: Any, line: str) -
     assert str(caught.value).startswith(line)
 
 
-def test_a_checkpoint_with_settings_of_the_method_that_are_gone_is_read() -> None:
+def test_a_checkpoint_with_settings_that_are_gone_is_read() -> None:
     now = config(noloco__local_steps=3)
+    federated = RunConfig.from_dict(edited(FEDERATION | {"federation.key_file": "key"}))
+    saved = federated.to_dict()
+    saved["federation"]["notice_command"] = "curl -sf notice"
+    assert RunConfig.of_checkpoint(saved) == federated
     for gone in ({"grouping": "stage"}, {"payload": "int16"}, {"routing": {"interval": "step"}}):
         saved = now.to_dict()
         saved["noloco"] |= gone
