@@ -8,7 +8,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,8 @@ from megatron_noloco.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LONGEST_LINE = 500  # characters of a text from another machine
 
 
 @contextmanager
@@ -110,6 +112,20 @@ def check_utf_8(content: bytes) -> None:
         raise UserError(
             f"not UTF-8 text: it begins as {name} does (iconv -f {name} -t UTF-8 would convert it)"
         )
+
+
+def outside(value: Any) -> Any:
+    """Return a text from another machine as a short line of printable ASCII; of JSON, the same with all its texts.
+
+    Whatever another machine says passes here before it reaches a terminal, a log or a file.
+    """
+    if isinstance(value, Mapping):
+        return {outside(name): outside(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(outside, value))
+    if not isinstance(value, str):
+        return value
+    return re.sub("[^ -~]", lambda found: ascii(found[0])[1:-1], value[:_LONGEST_LINE])[:_LONGEST_LINE]
 
 
 def is_utf_8(pieces: Iterable[bytes]) -> bool:

@@ -19,6 +19,7 @@ from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
 from megatron_noloco.federation.movement import Movement
+from megatron_noloco.files import outside
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
 
 _NEEDED = {FAST_WEIGHTS, VECTORS[0]}
@@ -100,7 +101,7 @@ class JobState:
             except UserError as error:
                 problem = str(error)
         if problem:
-            warnings.warn(f"the inner optimizer begins anew: {problem}", stacklevel=5)
+            warnings.warn(outside(f"the inner optimizer begins anew: {problem}"), stacklevel=5)
         return not problem and rest["inner"]["others"] is not None
 
 

@@ -15,7 +15,8 @@ A message is its length in four bytes, and the object:
 | offer | who was asked | describes the state that follows, or says that there is none |
 | row | both | a row of the sender's metrics, for `watch` |
 
-Every field is checked before any other code looks at it, and nothing is evaluated.
+Every field is checked before any other code looks at it, and nothing is evaluated. The first message of a process
+that has connected to this one is short: whoever it is, it is a stranger until then.
 """
 
 from collections.abc import Generator
@@ -25,10 +26,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco.federation.wires import Wire
+from megatron_noloco.files import outside
 
 VERSION = 12  # of the protocol
 LARGEST = 2**63 - 1
 LONGEST = 2**21  # bytes of a message
+LONGEST_FIRST = 2**16
 LONGEST_ROW = 2**13  # characters
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -195,7 +198,10 @@ _SAID: TypeAdapter[Said] = TypeAdapter(
 
 
 class RefusedError(ConnectionError):
-    """The other side of a connection says what no member says."""
+    """The other side of a connection says what no member says. The reason may quote it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(outside(why))
 
 
 def packed(said: Said) -> bytes:
@@ -209,13 +215,14 @@ def say(wire: Wire, said: Said) -> None:
     wire.write(packed(said))
 
 
-def heard(*kinds: type[Kind]) -> Generator[memoryview, None, Kind]:
+def heard(*kinds: type[Kind], longest: int = LONGEST) -> Generator[memoryview, None, Kind]:
     """Return the next message; a part of a script. Raises RefusedError as `unpacked` does."""
     length = bytearray(4)
     yield memoryview(length)
-    text = bytearray(min(int.from_bytes(length, "big"), LONGEST + 1))
-    if len(text) > LONGEST:
-        raise RefusedError(f"a message has more than {LONGEST} bytes")
+    size = int.from_bytes(length, "big")
+    if size > longest:
+        raise RefusedError(f"a message has more than {longest} bytes")
+    text = bytearray(size)
     yield memoryview(text)
     return unpacked(bytes(text), *kinds)
 

@@ -26,6 +26,7 @@ from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.passes import FAILURES, run, whole
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.speakers import Receives, Sends
+from megatron_noloco.files import outside
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.transport.interface import RankLostError
@@ -185,7 +186,7 @@ class Handover:
                     self._asks.wait_for(problem.slot)
                 else:
                     given_up.add(problem.slot)
-                    tell(f"the state of replica {problem.slot} was not taken over: {problem.why}")
+                    tell(outside(f"the state of replica {problem.slot} was not taken over: {problem.why}"))
             if of_rank_0(problem) is None:
                 return None
 

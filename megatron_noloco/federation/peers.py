@@ -14,10 +14,12 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron_noloco.federation.control import (
     LARGEST,
+    LONGEST_FIRST,
     VERSION,
     Address,
     Ask,
@@ -42,6 +44,7 @@ from megatron_noloco.federation.likeness import differences, fit
 from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of, numeric
 from megatron_noloco.federation.session import ALL_TAGS, Session
 from megatron_noloco.federation.wires import Script, SocketAddress, Wire, Wires
+from megatron_noloco.files import outside
 from megatron_noloco.transport.interface import RankLostError
 
 _MAGIC = b"nlco"
@@ -98,7 +101,8 @@ class Peers:
         self._answered = set[str]()  # endpoints that were asked for addresses
 
     def warn(self, line: str) -> None:
-        """Write a line to stderr, once; no more after many."""
+        """Write a line, which may quote others, to stderr, once; no more after many."""
+        line = outside(line)
         if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
             self._warnings.add(line)
             sys.stderr.write(f"replica {self.member.slot}: {line}\n")
@@ -169,7 +173,7 @@ class Peers:
         peer.dialled = self._connect(endpoint, to, partial(self._visit, peer.slot))
 
     def ask_for_addresses(self, endpoint: str) -> None:
-        """Send all addresses to the process at an endpoint, which has no name, and ask for those that it knows."""
+        """Ask the process at an endpoint, which has no name, for the addresses that it knows."""
         for to in numeric(endpoint):
             self._connect(endpoint, to, partial(self._visit, None))
 
@@ -258,12 +262,13 @@ class Peers:
         """Run a connection that another process has opened."""
         try:
             yield from self._greet(wire)
-            first = yield from heard(Hello, Stream)
+            first = yield from heard(Hello, Stream, longest=LONGEST_FIRST)
         except OSError as error:
             self._say_why(wire, error)
             return
         if isinstance(first, Hello):
-            own = self._hello()
+            others = {at: one for at, one in self.directory.addresses.items() if at != self.member.slot}
+            own = replace(self._hello(), others=others)
             say(wire, own)
             if self._fits(first) and not first.question:
                 yield from self._meet(wire, own, first)
@@ -329,12 +334,11 @@ class Peers:
     def _refuse(self, line: str, asked: bool) -> None:
         self.warn(line)
         if asked:
-            self.refusal = line
+            self.refusal = outside(line)
 
     def _hello(self, question: bool = False) -> Hello:
-        known = self.directory
-        others = {slot: one for slot, one in known.addresses.items() if slot != self.member.slot}
-        return Hello(self.member, known.own, others, question)
+        """Return what a connection begins with. It is short: a session tells the addresses of the others."""
+        return Hello(self.member, self.directory.own, {}, question)
 
     def _is_own(self, hello: Hello) -> bool:
         """Whether this process itself has answered."""

@@ -41,7 +41,7 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
     for heading, *_ in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*(cells for _, *cells in shown), strict=True):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # of a text rich would read the markup
     return Group(Text(_progress(run, now)), table, *map(Text, [*_totals(run), *notes(run)]))
 
 

@@ -18,7 +18,7 @@ from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.network import FederationTransport
-from megatron_noloco.files import write_text
+from megatron_noloco.files import outside, write_text
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
@@ -52,7 +52,7 @@ class OtherJobs:
     def _keep(self) -> None:
         for slot, text in self._transport.rows():
             with suppress(ValueError, RecursionError, OSError):
-                line = json.dumps(without_nan(json.loads(text)))  # in a single line, whatever it was
+                line = json.dumps(without_nan(outside(json.loads(text))))
                 folder = self._folder / f"replica_{slot:02d}"
                 folder.mkdir(parents=True, exist_ok=True)
                 with (folder / METRICS).open("a") as file:

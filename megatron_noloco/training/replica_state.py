@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
 from megatron_noloco.federation.movement import Movement
+from megatron_noloco.files import outside
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import table_of
 from megatron_noloco.outer import ROUNDS, VECTORS, Rounds, rounds_from_lists, rounds_to_lists
@@ -111,8 +112,8 @@ class ReplicaState:
         found = _facts(state.facts)
         if found.optimizer != self._optimizer:
             self._say(
-                f" the inner optimizer starts anew: it is {self._optimizer} here, and {found.optimizer} in the "
-                "state taken over |"
+                f" the inner optimizer starts anew: it is {self._optimizer} here, and "
+                f"{outside(found.optimizer)} in the state taken over |"
             )
         vectors = {name: part.vector for name, part in state.parts.items()}
         own = self._engine.numbers()  # a loss scale belongs to a precision, which may be another

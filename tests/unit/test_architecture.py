@@ -93,6 +93,10 @@ INSIDES_OF_DEEPSPEED = {
     ),
     *("single_partition_of_fp32_groups", "swap_optimizer", "update_lp_params"),
 }
+EVALUATING = {
+    *("eval", "exec", "os.system", "os.popen", "torch.load"),
+    *("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"),
+}
 # Attributes with an underscore, of objects that other packages made, and the only places that may reach for them.
 PRIVATE = {
     f"{PACKAGE}/engine/initialize.py": {
@@ -162,7 +166,21 @@ def violations(path: str, source: str) -> list[str]:
         broken += [
             f"print, line {c.lineno}" for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"
         ]
-    return broken
+    return broken + [f"{name} evaluates what it is given" for name in sorted(evaluating(path, source))]
+
+
+def evaluating(path: str, source: str) -> set[str]:
+    """Return what would run code that data hold: docs/faults.md says that nothing received is evaluated."""
+    found = {module for module in imports_of(path, source) if module.split(".")[0] in EVALUATING}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            called, options = ast.unparse(node.func), {entry.arg: entry.value for entry in node.keywords}
+            is_safe = called == "torch.load" and ast.unparse(options.get("weights_only", node)) == "True"
+            if called in EVALUATING and not is_safe:
+                found.add(called)
+            found |= {f"{called}({name})" for name in ("shell", "allow_pickle") if name in options}
+            found |= {called} if ast.unparse(options.get("trust_remote_code", node)) == "True" else set()
+    return found
 
 
 def names_of_attributes(source: str) -> set[str]:
@@ -304,6 +322,18 @@ def test_the_picture_shows_these_rooms() -> None:
         ("model/a.py", "from megatron import training", "nobody imports megatron.training"),
         ("outer/a.py", "def f():\n    print(1)", "print, line 2"),
         ("attach/a.py", "engine.optimizer._clear()", "_clear is private to another package"),
+        *(
+            ("attach/a.py", source, f"{name} evaluates what it is given")
+            for name, source in [
+                ("eval", "eval(text)"),
+                ("torch.load", "import torch\ntorch.load(file)"),
+                ("torch.load", "torch.load(file, weights_only=False)"),
+                ("pickle", "def f():\n    import pickle"),
+                ("subprocess.run(shell)", "subprocess.run(command, shell=True)"),
+                ("numpy.load(allow_pickle)", "numpy.load(file, allow_pickle=True)"),
+                ("A.from_pretrained", "A.from_pretrained(folder, trust_remote_code=True)"),
+            ]
+        ),
         *(
             ("attach/a.py", source, "only megatron_noloco/engine/ may reach into deepspeed (fp16_groups)")
             for source in ("optimizer.fp16_groups", "hasattr(optimizer, 'fp16_groups')")
