@@ -89,14 +89,16 @@ def _invite(args: argparse.Namespace) -> int:
     from megatron_noloco.training.prepare import network_for
 
     config = load_config(args.config)
-    if config.federation.slots is None or config.federation.key_file is None:
-        raise UserError(
-            f"{args.config}: invite needs a federation with a key: federation.slots and federation.key_file"
+    federation = config.federation
+    if federation.slots is None or federation.key_file is None or federation.encryption != "tls":
+        raise ValueError(
+            f"{args.config}: invite needs a federation with a key: federation.slots, federation.key_file, and "
+            'federation.encryption "tls"'
         )
-    network, key = network_for(config), Path(config.federation.key_file)
+    network, key = network_for(config), Path(federation.key_file)
     own = args.address or reachable_address(network.rendezvous.hosts)
-    if args.slot is not None and not 0 <= args.slot < config.federation.slots:
-        raise UserError(f"invite: --slot {args.slot}: the slots are 0 to {config.federation.slots - 1}")
+    if args.slot is not None and not 0 <= args.slot < federation.slots:
+        raise ValueError(f"invite: --slot {args.slot}: the slots are 0 to {federation.slots - 1}")
     secret = new_secret(key.read_bytes(), args.valid, args.slot)
     place = f"[{own}]:{args.port}" if ":" in own else f"{own}:{args.port}"
     line = line_of(Ticket(__version__, [place], fingerprint_of(key), secret))
@@ -144,7 +146,7 @@ def _join(args: argparse.Namespace) -> int:
         newcomer.check_local(about, local)
         link = visit.measure()
         welcome = visit.welcome()
-    path, ranks = newcomer.write_job(welcome, about, local)
+    path, ranks = newcomer.write_job(welcome, about, local, say)
     say(
         f"{path}: the config of replica {welcome.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside "
         f"it, and what the job writes goes to {path.with_name('run')}"

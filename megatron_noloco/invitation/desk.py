@@ -18,30 +18,44 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN, prepared
+from megatron_noloco.config.old_forms import in_todays_form
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.federation.rendezvous import Seeds
 from megatron_noloco.files import write_text
+from megatron_noloco.invitation.agreed import divided
 from megatron_noloco.invitation.ticket import name_of, problem_of, slot_in
+from megatron_noloco.settings import MOST_SLOTS
 
 MOST_BYTES = 2**25  # that are sent to measure the link
 _SECONDS = 30.0  # for a request
-DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
-_OWN = {  # of each job: its files, its machine, and how it is reached
-    "training": ("output_dir", "pretrained", "peak_tflops", "exit_duration_minutes"),
-    "checkpoint": ("load", "keep_last", "async_save"),
-    "federation": ("key_file", "rendezvous", "listen", "advertise", "site"),
-    "data": (*DATA, "tokenizer_model"),
-}
+DataField = Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path"]
+DATA = get_args(DataField)
+_FILE = (  # of a tokenizer
+    r"^((tokenizer|tokenizer_config|special_tokens_map)\.json|"
+    r"(additional_chat_templates/[\w.-]+|chat_template)\.jinja)$"
+)
+
+
+def _seeds(text: str) -> str:
+    """Return addresses of jobs; raises ValueError for any other rendezvous, such as a folder."""
+    Seeds.of(text.removeprefix("tcp://"))
+    return text
+
+
+def _base64(text: str) -> str:
+    base64.b64decode(text, validate=True)
+    return text
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -53,7 +67,7 @@ class About:
         pretrained: whether the run began with pretrained weights.
     """
 
-    data: list[str]
+    data: list[DataField]
     pretrained: bool
 
 
@@ -63,17 +77,17 @@ class Welcome:
 
     Attributes:
         slot: that it takes.
-        config: without what each job has of its own.
+        config: the fields that all jobs share, see `agreed`.
         rendezvous: addresses of jobs that are there.
         key: content of the key file.
         tokenizer: files in base64, by name; none for bytes.
     """
 
-    slot: int
+    slot: Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
     config: dict[str, Any]
-    rendezvous: str
-    key: str
-    tokenizer: dict[str, str]
+    rendezvous: Annotated[str, Field(pattern="^tcp://"), AfterValidator(_seeds)]
+    key: Annotated[str, Field(max_length=2**14)]
+    tokenizer: dict[Annotated[str, Field(pattern=_FILE)], Annotated[str, AfterValidator(_base64)]]
 
 
 ABOUT, WELCOME = TypeAdapter(About), TypeAdapter(Welcome)
@@ -153,14 +167,10 @@ class Desk:
         return self._folder / name_of(secret)
 
     def _portable(self) -> dict[str, Any]:
-        portable = deepcopy(self._raw)
-        portable.pop("parallel", None)
-        portable.pop("wandb", None)
-        for block, names in _OWN.items():
-            for name in names:
-                if portable.get(block, {}).get(name) != STANDARD_LIBRARY:  # which every machine has
-                    portable.get(block, {}).pop(name, None)
-        return portable
+        """Return what all jobs share. The batch is given whole, however the layout divides it here."""
+        portable, _ = divided(prepared(in_todays_form(self._raw)[0]))
+        portable.pop(STEPS, None)
+        return portable | {TRAIN: self._config.replica_batch, MICRO: self._config.micro_batch_size}
 
     def _tokenizer(self) -> dict[str, str]:
         with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,8 @@ import os
 import ssl
 import statistics
 import time
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,18 +19,22 @@ from megatron_noloco import __version__
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.errors import UserError
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import can_listen
-from megatron_noloco.files import write_text
+from megatron_noloco.files import outside, write_text
+from megatron_noloco.invitation.agreed import divided, names_in
 from megatron_noloco.invitation.desk import ABOUT, DATA, MOST_BYTES, WELCOME, About, Welcome
 from megatron_noloco.invitation.ticket import Ticket
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
 
 Answer = TypeVar("Answer", About, Welcome)
+Read = TypeVar("Read", About, Welcome, dict[str, str])
+_PROBLEM = TypeAdapter(dict[str, str])
 _SECONDS = 20.0
 _LONG_ENOUGH = 1.0  # seconds to measure a rate
 _FIRST_BYTES = 2**18
 _TRIPS = 5
+_LONGEST_ANSWER = 2**27  # bytes
 
 
 class Link(NamedTuple):
@@ -59,8 +63,8 @@ class Visit:
                 self._connection = _connected(address, ticket.fingerprint)
                 return
             except (OSError, http.client.HTTPException) as error:
-                reasons.append(f"{address}: {error}")
-        raise UserError(
+                reasons.append(outside(f"{address}: {error}"))
+        raise ValueError(
             f"join: nobody answers ({'; '.join(reasons)}); is `megatron-noloco invite --serve` running there, and "
             "its port open?"
         )
@@ -98,21 +102,27 @@ class Visit:
         return time.perf_counter() - started
 
     def _asked(self, kind: "TypeAdapter[Answer]", path: str) -> "Answer":
-        try:
-            return kind.validate_json(self._request("GET", path))
-        except ValidationError:
-            raise UserError("join: the other side answers what it should not") from None
+        return _read(kind, self._request("GET", path))
 
     def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
         try:
             self._connection.request(method, f"/{path}", body, self._headers)
             answer = self._connection.getresponse()
-            content = answer.read()
+            content = answer.read(_LONGEST_ANSWER + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise UserError(f"join: the connection was lost: {error}; try again") from None
+            raise ValueError(outside(f"join: the connection was lost: {error}") + "; try again") from None
+        if len(content) > _LONGEST_ANSWER:
+            raise ValueError(f"join: the other side answers with more than {_LONGEST_ANSWER} bytes")
         if answer.status != 200:
-            raise UserError(f"join: {json.loads(content)['problem']}")
+            raise ValueError(outside(f"join: {_read(_PROBLEM, content).get('problem')}"))
         return content
+
+
+def _read(kind: "TypeAdapter[Read]", content: bytes) -> "Read":
+    try:
+        return kind.validate_json(content)
+    except ValidationError:
+        raise ValueError("join: the other side answers what it should not") from None
 
 
 def _connected(address: str, fingerprint: str) -> http.client.HTTPSConnection:
@@ -185,16 +195,24 @@ def _field(about: About) -> str:
     return about.data[0] if about.data else "text"
 
 
-def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
+def write_job(
+    welcome: Welcome, about: About, local: Local, tell: Callable[[str], object]
+) -> tuple[Path, int]:
     """Write config, key and tokenizer; return the config's file, and how many ranks the job has.
 
-    Raises UserError for a config that is none.
+    Raises ValueError for a config that is none.
+
+    Args:
+        tell: is called with a line that says what is taken from the machine that invites, and what is not.
     """
     folder = local.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    raw: dict[str, Any] = {**welcome.config}
+    raw, left_out = divided(welcome.config)
+    tell(f"Taken from the machine that invites: {', '.join(names_in(raw))}")
+    if left_out:
+        tell(outside(f"Left out, since each machine has its own: {', '.join(left_out)}"))
     for block in ("training", "federation", "data"):
-        raw[block] = {**raw.get(block, {})}
+        raw.setdefault(block, {})
     raw["training"] |= {"output_dir": str(folder / "run")}
     if local.pretrained is not None:
         raw["training"]["pretrained"] = _from_anywhere(local.pretrained)
@@ -205,13 +223,18 @@ def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
         raw["data"][name or _field(about)] = _from_anywhere(path)
     if welcome.tokenizer:
         for name, content in welcome.tokenizer.items():
-            _write_file(folder / "tokenizer", name, base64.b64decode(content))
+            (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(base64.b64decode(content))
         raw["data"]["tokenizer_model"] = str(folder / "tokenizer")
     key = folder / "federation.key"
     with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(welcome.key)
+    Keys.read(key)
     raw["federation"]["key_file"] = str(key)
-    raw, ranks = proposed(raw, local.gpus)
+    try:
+        raw, ranks = proposed(raw, local.gpus)
+    except ConfigError as error:  # which quotes values
+        raise ValueError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
     write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
     return local.folder / "config.json", ranks
 
@@ -219,15 +242,6 @@ def write_job(welcome: Welcome, about: About, local: Local) -> tuple[Path, int]:
 def _from_anywhere(path: str) -> str:
     """Return the same path for a job that starts in another folder."""
     return path if path == STANDARD_LIBRARY else str(Path(path).expanduser().absolute())
-
-
-def _write_file(folder: Path, name: str, content: bytes) -> None:
-    parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or PurePosixPath(name).is_absolute():
-        raise UserError(f"join: the other side sends a file {name!a}, which has no place here")
-    path = folder.joinpath(*parts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
 
 
 def proposed(raw: dict[str, Any], gpus: tuple[int, ...]) -> tuple[dict[str, Any], int]:

@@ -13,6 +13,7 @@ import json
 import secrets
 import time
 from dataclasses import asdict
+from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -34,8 +35,10 @@ class Ticket:
         secret: see `new_secret`.
     """
 
-    version: str
-    addresses: list[str] = Field(min_length=1, max_length=16)
+    version: str = Field(pattern="^[!-~]{1,64}$")
+    addresses: list[Annotated[str, Field(pattern="^[!-~]{1,255}:[0-9]{1,5}$")]] = Field(
+        min_length=1, max_length=16
+    )
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
     secret: str = Field(pattern="^[0-9a-f]+[.][0-9a-f]{16}[.][0-9]*[.][0-9a-f]{32}$")
 

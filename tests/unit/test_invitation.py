@@ -1,6 +1,7 @@
 """One line with which a machine joins a federation: what it lets in, and what it does not."""
 
 import io
+import itertools
 import json
 import random
 import re
@@ -9,22 +10,28 @@ import string
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stderr, suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_noloco import __version__
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
+from megatron_noloco.config.run_config import File
 from megatron_noloco.federation.inquiry import known_addresses
 from megatron_noloco.federation.keys import Keys, fingerprint_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, split
-from megatron_noloco.invitation.desk import About, Desk, Welcome, open_desk
+from megatron_noloco.fields import fields_of
+from megatron_noloco.invitation.agreed import AGREED
+from megatron_noloco.invitation.desk import ABOUT, WELCOME, About, Desk, Welcome, open_desk
 from megatron_noloco.invitation.newcomer import (
     Local,
     Visit,
@@ -106,7 +113,10 @@ def test_a_newcomer_gets_what_it_needs_once(tmp_path: Path) -> None:
         assert invites.told == ["127.0.0.1 takes slot 1"]
         with pytest.raises(ValueError, match="used already"), Visit(ticket) as again:
             again.about()
-        path, ranks = write_job(welcome, about, Local(tmp_path / "joined", {}))
+        path, ranks = write_job(welcome, about, Local(tmp_path / "joined", {}), (told := []).append)
+        (line,) = told
+        assert line.startswith("Taken from the machine that invites: ")
+        assert "model.num_layers, " in line
         config = load_config(path)
         assert ranks == 1
         assert config.federation.rendezvous == "tcp://10.0.0.1:5000"
@@ -184,13 +194,146 @@ def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:
     (mine := tmp_path / "mine").mkdir()
     local = Local(tmp_path / "joined", {"": str(mine)})
     check_local(about, local)
-    config = load_config(write_job(welcome, about, local)[0])
+    config = load_config(write_job(welcome, about, local, [].append)[0])
     assert config.data.text == str(mine)
     copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
     assert copied.read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
-    away = Welcome(1, welcome.config, "tcp://a:1", "", {"../escaped": ""})
-    with pytest.raises(ValueError, match="has no place here"):
-        write_job(away, about, local)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_batch_of_a_newcomer_is_that_of_the_run(tmp_path: Path, dp: int) -> None:
+    """However the layout of the machine that invites divides it."""
+    more = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    with inviting(tmp_path, parallel={"data_parallel_size": dp}, **more) as invites:
+        with Visit(invites.ticket()) as visit:
+            about, welcome = visit.about(), visit.welcome()
+        config = load_config(write_job(welcome, about, Local(tmp_path / "joined", {}), [].append)[0])
+    assert (config.replica_batch, config.micro_batch_size) == (6 * dp, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slot": -1},
+        {"slot": 4096},
+        {"rendezvous": "file:///root/.ssh"},
+        {"rendezvous": "tcp://a:1\x1b[2J"},
+        {"key": "k" * 20_000},
+        *(
+            {"tokenizer": {name: ""}}
+            for name in ("../escaped", "/etc/passwd", "a/../../b.json", "run.sh", "")
+        ),
+        {"tokenizer": {"additional_chat_templates/../../x.jinja": ""}},
+        {"tokenizer": {"tokenizer.json": "\x1b"}},
+    ],
+    ids=lambda changes: str(changes)[:50],
+)
+def test_an_answer_that_names_a_place_outside_is_refused(changes: dict[str, Any]) -> None:
+    right = {"slot": 1, "config": {}, "rendezvous": "tcp://a:1", "key": "", "tokenizer": {}}
+    assert WELCOME.validate_json(json.dumps(right)).slot == 1
+    with pytest.raises(ValidationError):
+        WELCOME.validate_json(json.dumps(right | changes))
+    with pytest.raises(ValidationError):
+        ABOUT.validate_json(json.dumps({"data": ["tokenizer_model"], "pretrained": False}))
+
+
+# Each machine has these of its own. A new field is here, or among those that an inviter chooses: then think of
+# what a hostile one would choose.
+OWN_OF_BLOCK = {
+    "checkpoint": "async_save keep_last load",
+    "data": "data_path sft_data_path text tokenizer_model train_data_path valid_data_path",
+    "evaluation": "mean_model",
+    "federation": "advertise encryption key_file leave_seconds listen rendezvous site",
+    "noloco": "enabled most_waiting routing sites transport",
+    "parallel": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split data_parallel_size "
+    "expert_model_parallel_size num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+    "pipeline_model_parallel_size replicas sequence_parallel tensor_model_parallel_size "
+    "virtual_pipeline_model_parallel_size",
+    "tensorboard": "enabled",
+    "training": "exit_duration_minutes output_dir peak_tflops pretrained",
+    "wandb": "enabled group project team",
+}
+OWN = [f"{block}.{name}" for block, names in OWN_OF_BLOCK.items() for name in names.split()]
+HARMFUL = (
+    "/root/.ssh/id",
+    "../../etc",
+    "$(touch /tmp/x); rm -rf ~",
+    "http://198.51.100.7/x",
+    "\x1b[2J\nready",
+)
+
+
+def schema() -> set[str]:
+    """The dotted names of all fields of a config, the params of each optimizer and schedule among them."""
+    blocks = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
+    params = {
+        f"{block}.params.{name}" for block, kinds in blocks.items() for kind in kinds.values()
+        for name in kind.model_fields
+    }  # fmt: skip
+    return {name for name, _ in fields_of(File)} - {f"{block}.params" for block in blocks} | params
+
+
+def changed(config: dict[str, Any], name: str, value: Any) -> None:
+    *blocks, last = name.split(".")
+    for block in blocks:
+        config = config.setdefault(block, {})
+    config[last] = value
+
+
+def test_each_field_of_a_config_is_taken_from_the_inviter_or_a_machine_s_own() -> None:
+    agreed = {".".join(path) for path in AGREED}
+    assert agreed.isdisjoint(OWN)
+    assert agreed | {*OWN} == schema()
+
+
+@pytest.fixture
+def from_inviter(tmp_path: Path) -> Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]]:
+    """Writes a job from a config that was sent; returns the config that is there then, and what is told."""
+    key, numbers = Keys.make(tmp_path / "key") and (tmp_path / "key").read_text(), itertools.count()
+
+    def written(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        told, local = list[str](), Local(tmp_path / f"joined_{next(numbers)}", {"text": str(tmp_path)})
+        path, _ = write_job(Welcome(1, config, "tcp://a:1", key, {}), About([], False), local, told.append)
+        return json.loads(path.read_text()), told
+
+    return written
+
+
+@pytest.mark.parametrize("harm", HARMFUL)
+def test_a_hostile_inviter_chooses_nothing_beyond_the_list(
+    from_inviter: Callable[..., tuple[dict[str, Any], list[str]]], harm: str
+) -> None:
+    """Each other field is set at once, and so are fields that no config has."""
+    invented = {
+        "federation.notice_command": harm,
+        "hooks": {"start": harm},
+        harm: harm,
+        "model": {harm: [harm]},
+    }
+    sent = deepcopy(raw())
+    honest, _ = from_inviter(sent)
+    for name in (*OWN, *invented):
+        changed(sent, name, invented.get(name, harm))
+    sent["model"] |= raw()["model"]
+    sent["wandb"]["enabled"] = True
+    found, told = from_inviter(sent)
+    assert [told[1].startswith("Left out, since each machine has its own: "), len(told)] == [True, 2]
+    assert all(line.isascii() and line.isprintable() for line in told)
+    own = str(Path(found["federation"]["key_file"]).parent)
+    assert json.dumps(found).replace(own, "") == json.dumps(honest).replace(own[:-1] + "0", "")
+    assert harm not in str(found)
+
+
+@pytest.mark.parametrize("name", sorted(".".join(path) for path in AGREED))
+def test_no_field_that_an_inviter_chooses_takes_free_text(
+    from_inviter: Callable[..., tuple[dict[str, Any], list[str]]], name: str
+) -> None:
+    for harm in HARMFUL:
+        sent = deepcopy(raw())
+        changed(sent, name, harm)
+        with pytest.raises(ValueError, match=r"^join: ") as refused:
+            from_inviter(sent)
+        assert all(line.isascii() and line.isprintable() for line in str(refused.value).split("\n"))
 
 
 @pytest.mark.parametrize(
