@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ import torch
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFERS = {f"net.ipv4.{name}": Path("/proc/sys/net/ipv4") / name for name in ("tcp_wmem", "tcp_rmem")}
 _GB = 1e9
+
+State = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Finding:
     """
 
     area: str
-    state: Literal["ok", "note", "problem"]
+    state: State
     what: str
     advice: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -69,11 +72,15 @@ def check_network() -> Iterator[Finding]:
     """Report the interfaces that reach other hosts, and whether this host's name resolves to one of them."""
     states = psutil.net_if_stats()
     found = {
-        name: [address.address for address in addresses if address.family == socket.AF_INET]
+        name: [
+            address.address
+            for address in sorted(addresses, key=lambda one: one.family)
+            if _leaves_host(address.address)
+        ]
         for name, addresses in psutil.net_if_addrs().items()
         if name in states and states[name].isup
     }
-    outside = {name: own for name, own in found.items() if own and not own[0].startswith("127.")}
+    outside = {name: own for name, own in found.items() if own}
     if not outside:
         yield Finding("network", "note", "no interface reaches other hosts: this host can only train alone")
         return
@@ -84,11 +91,12 @@ def check_network() -> Iterator[Finding]:
     yield Finding("network", "ok", shown)
     host = socket.gethostname()
     try:
-        address = socket.gethostbyname(host)
+        resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
-        address = ""
-    if not any(address in own for own in outside.values()):
-        what = f"this host's name, {host}, resolves to {address or 'no address'}: of no use to other hosts"
+        resolved = set()
+    if not any(resolved & {*own} for own in outside.values()):
+        address = ", ".join(sorted(resolved)) or "no address"
+        what = f"this host's name, {host}, resolves to {address}: of no use to other hosts"
         address = next(iter(outside.values()))[0]
         advice = (
             f"set MASTER_ADDR for one job on several hosts, such as {address}; separate jobs, as after join, need "
@@ -102,6 +110,15 @@ def check_network() -> Iterator[Finding]:
         )
         advice = f"NIC={next(iter(outside))} before the launch scripts chooses one for all"
         yield Finding("network", "note", what, advice)
+
+
+def _leaves_host(address: str) -> bool:
+    """Return whether an address of an interface is of IPv4 or IPv6, and known beyond the host and the link."""
+    try:
+        found = ip_address(address)
+    except ValueError:  # that of a network card, or of IPv6 on a link
+        return False
+    return not found.is_loopback and not (found.version == 6 and found.is_link_local)
 
 
 def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
@@ -133,7 +150,8 @@ def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Report a container's small shared memory."""
+    """Report a container's small shared memory. The ranks of a host need it, a single rank does not."""
     if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < _GB:
-        what = f"{free / 1e6:.0f} MB free in {_SHARED_MEMORY}: MPI and NCCL pass messages through it"
-        yield Finding("limits", "problem", what, "start the container with --shm-size=8g or --ipc=host")
+        what = f"{free / 1e6:.0f} MB free in {_SHARED_MEMORY}: the ranks of a host pass messages through it"
+        state: State = "problem" if torch.cuda.device_count() > 1 else "note"
+        yield Finding("limits", state, what, "start the container with --shm-size=8g or --ipc=host")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,3 +111,39 @@ def test_a_machine_with_a_problem_is_not_ready(
 def test_a_hostfile_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--hostfile", "/nowhere/hosts"]) == 2
     assert capsys.readouterr().err == "--hostfile /nowhere/hosts: there is no such file\n"
+
+
+def interfaces(monkeypatch: pytest.MonkeyPatch, resolved: str, **addresses: list[str]) -> list[Finding]:
+    """What is found on a host with these addresses by interface, whose name resolves to one of them."""
+
+    def of(address: str) -> Any:
+        family = machine.socket.AF_INET6 if ":" in address else machine.socket.AF_INET
+        return SimpleNamespace(family=family, address=address)
+
+    found = {name: list(map(of, own)) for name, own in addresses.items()}
+    up = dict.fromkeys(found, SimpleNamespace(isup=True, speed=0))
+    monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: up)
+    monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (resolved, 0))])
+    return list(machine.check_network())
+
+
+def test_a_host_is_reached_over_ipv6_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    lo, link = ["127.0.0.1", "::1"], "fe80::1%eth0"
+    (found,) = interfaces(monkeypatch, "2001:db8::7", lo=lo, eth0=[link, "2001:db8::7"])
+    assert (found.state, found.what) == ("ok", "eth0 2001:db8::7")
+    (found,) = interfaces(monkeypatch, "10.0.0.7", lo=lo, eth0=["2001:db8::7", "10.0.0.7"])
+    assert (found.state, found.what) == ("ok", "eth0 10.0.0.7")
+    (found,) = interfaces(monkeypatch, "::1", lo=lo, eth0=[link])
+    assert found.what == "no interface reaches other hosts: this host can only train alone"
+    _, found = interfaces(monkeypatch, "127.0.1.1", lo=lo, eth0=["2001:db8::7"])
+    assert "resolves to 127.0.1.1: of no use to other hosts" in found.what
+    assert "such as 2001:db8::7;" in found.advice
+
+
+@pytest.mark.parametrize(("gpus", "state"), [(0, "note"), (1, "note"), (2, "problem")])
+def test_a_single_rank_needs_no_shared_memory(monkeypatch: pytest.MonkeyPatch, gpus: int, state: str) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=64e6))
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
+    (found,) = machine.check_shared_memory()
+    assert found.state == state
