@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import select
 import shlex
 import signal
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_noloco import __version__
 from megatron_noloco.cli import preflight
 from megatron_noloco.cli.options import Commands, add_command, duration, host, port, say
-from megatron_noloco.errors import UserError
+from megatron_noloco.job.leaving import FAILURE
 
 if TYPE_CHECKING:
     from megatron_noloco.invitation.newcomer import Link
@@ -25,8 +26,11 @@ secret that is good for one machine. Give the line to the other side over a chan
 it first joins. With --serve the command answers machines that join, until Ctrl-C. Without --serve it prints
 another line for an `invite --serve` that is running: give the same --port and --address."""
 _JOIN = """\
-LINE is the line that `megatron-noloco invite` printed; "-" reads it from stdin. As an argument the line is in the
-list of processes for an instant; then this command hides it there, but not in the history of the shell."""
+LINE is the line that `megatron-noloco invite` printed, as it was copied: wrapped, quoted, or with text around it;
+"-" reads it from stdin. As an argument the line is in the list of processes for an instant; then this command
+hides it there, but not in the history of the shell."""
+_LONGEST_TEXT = 2**20  # bytes around a line
+_PASTE_SECONDS = 1.0  # in which the next line of a text comes that is pasted at a terminal
 
 
 def add_commands(commands: Commands) -> None:
@@ -55,7 +59,7 @@ def add_commands(commands: Commands) -> None:
 
     join = add_command(commands, "join", "join a federation with an invitation", "join -", _JOIN)
     add = join.add_argument
-    add("line", metavar="LINE", help="an invitation, or -")
+    add("line", metavar="LINE", nargs="+", help="an invitation, or -")
     folder = "folder for config, key and run (default: joined)"
     add("--folder", type=Path, default=Path("joined"), help=folder)
     add(
@@ -109,7 +113,7 @@ def _invite(args: argparse.Namespace) -> int:
     raw = json.loads(without_mark(Path(args.config).read_bytes()))
     desk = Desk(raw, key.read_bytes(), lambda: known_addresses(network), folder, say)
     try:
-        server = open_desk(desk, key, "", args.port)
+        server = open_desk(desk, key, "*", args.port)
     except OSError as error:
         raise UserError(f"invite: cannot listen at port {args.port}: {error.strerror}; give --port") from None
     say(
@@ -125,15 +129,13 @@ def _invite(args: argparse.Namespace) -> int:
 
 def _join(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # likewise
-    line = sys.stdin.readline() if args.line == _STDIN else args.line
-    if line in sys.argv:
-        _hide(line)
-    line = line.strip().removeprefix("megatron-noloco join ").strip("\"'")  # as it may be copied
-
+    if args.line != [_STDIN] and {*args.line} <= {*sys.argv}:
+        _hide(args.line)
     from megatron_noloco.files import write_text
     from megatron_noloco.invitation import newcomer
-    from megatron_noloco.invitation.ticket import ticket_of
+    from megatron_noloco.invitation.ticket import ticket_in
 
+    ticket = ticket_in(_pasted() if args.line == [_STDIN] else " ".join(args.line))
     local = newcomer.Local(
         args.folder,
         dict(_field(entry) for entry in args.data),
@@ -141,7 +143,7 @@ def _join(args: argparse.Namespace) -> int:
         args.listen,
         newcomer.gpus_here(),
     )
-    with newcomer.Visit(ticket_of(line)) as visit:
+    with newcomer.Visit(ticket) as visit:
         about = visit.about()
         newcomer.check_local(about, local)
         link = visit.measure()
@@ -159,6 +161,9 @@ def _join(args: argparse.Namespace) -> int:
         say("", f"Starting it; later: sh {script}")
         sys.stdout.flush()
         os.execv(command[0], command)
+    if args.start:
+        say("", f"Not started: first mend the problem above. Then start it with: sh {script}")
+        return FAILURE
     say("", f"Start it with: sh {script}")
     return 0
 
@@ -183,11 +188,21 @@ def _field(text: str) -> tuple[str, str]:
     return (name, path) if equals and name.isidentifier() else ("", text)
 
 
-def _hide(line: str) -> None:
-    """Start this process anew with the line on its stdin, so that no list of processes has it."""
+def _pasted() -> str:
+    """Return what stdin holds, or all lines that come at once."""
+    text = b""
+    while len(text) < _LONGEST_TEXT and (data := os.read(0, _LONGEST_TEXT)):
+        text += data
+        if text.endswith(b"\n") and not select.select([0], [], [], _PASTE_SECONDS)[0]:
+            break
+    return text.decode(errors="replace")
+
+
+def _hide(words: list[str]) -> None:
+    """Start this process anew with an invitation on its stdin, so that no list of processes has it."""
     reads, writes = os.pipe()
-    os.write(writes, f"{line}\n".encode())
+    os.write(writes, f"{' '.join(words)}\n".encode())
     os.close(writes)
     os.dup2(reads, 0)
-    arguments = [_STDIN if argument == line else argument for argument in sys.argv[1:]]
+    arguments = [_STDIN if word == words[0] else word for word in sys.argv[1:] if word not in words[1:]]
     os.execv(sys.executable, [sys.executable, "-m", "megatron_noloco", *arguments])

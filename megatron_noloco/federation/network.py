@@ -315,7 +315,7 @@ def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
     deadline, told = time.monotonic() + _PORT_SECONDS, False
     while True:
         try:
-            return _bound(host, port)
+            return listening(host, port)
         except OSError as error:
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             problem = f"federation.listen: cannot listen at {endpoint}: {why}"
@@ -340,7 +340,8 @@ def _free_port(network: Network, port: int) -> str:
     return "; port 0 takes any that is free"
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at a port: with the host "*" of IPv4, and of IPv6 where there is IPv6."""
     both = host == "*" and socket.has_dualstack_ipv6()
     family, place = socket.AF_INET6 if both else socket.AF_INET, ("", port)
     if host != "*":

@@ -31,6 +31,7 @@ from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN, prepared
 from megatron_noloco.config.old_forms import in_todays_form
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.federation.network import listening
 from megatron_noloco.federation.rendezvous import Seeds
 from megatron_noloco.files import write_text
 from megatron_noloco.invitation.agreed import divided
@@ -39,6 +40,7 @@ from megatron_noloco.settings import MOST_SLOTS
 
 MOST_BYTES = 2**25  # that are sent to measure the link
 _SECONDS = 30.0  # for a request
+_MOST_CONNECTIONS = 32
 DataField = Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path"]
 DATA = get_args(DataField)
 _FILE = (  # of a tokenizer
@@ -182,7 +184,11 @@ class Desk:
 
 
 def open_desk(desk: Desk, key_file: Path, host: str, port: int) -> ThreadingHTTPServer:
-    """Return a server that is to be run with `serve_forever`. Raises OSError where it cannot listen."""
+    """Return a server that is to be run with `serve_forever`. Raises OSError where it cannot listen.
+
+    Args:
+        host: "*" for all interfaces.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(key_file, password="")
@@ -190,16 +196,31 @@ def open_desk(desk: Desk, key_file: Path, host: str, port: int) -> ThreadingHTTP
     class Handler(_Handler):
         asked, tls = desk, context
 
-    return _Server((host, port), Handler)
+    return _Server(listening(host, port), Handler)
 
 
 class _Server(ThreadingHTTPServer):
+    """Has a thread for each connection. Further ones wait until the kernel refuses them."""
+
     daemon_threads = True
 
-    def __init__(self, place: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        if ":" in place[0] or place[0] == "":
-            self.address_family = socket.AF_INET6
-        super().__init__(place, handler)
+    def __init__(self, listener: socket.socket, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        self._free.acquire()
+        try:
+            return super().get_request()
+        except OSError:
+            self._free.release()
+            raise
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self._free.release()
 
     def handle_error(self, *_: object) -> None:
         """Say nothing: strangers connect as well."""

@@ -10,8 +10,10 @@ import binascii
 import hashlib
 import hmac
 import json
+import re
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated
 
@@ -22,6 +24,7 @@ from megatron_noloco.errors import UserError
 
 _BEGINNING = "noloco-"
 _CHECK_BYTES, _MAC_BYTES = 4, 16
+_LONGEST = 2**14  # characters of a line, as it was wrapped and quoted
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -52,12 +55,31 @@ def line_of(ticket: Ticket) -> str:
     return _BEGINNING + base64.urlsafe_b64encode(content + _check(content)).decode().rstrip("=")
 
 
-def ticket_of(line: str) -> Ticket:
-    """Return the ticket of a line; raises UserError for one that is not as it was printed."""
-    refused = UserError(
-        f"join: this is no invitation as `megatron-noloco invite` prints it (it has {len(line)} characters); copy "
-        "the whole line once more"
+def ticket_in(text: str) -> Ticket:
+    """Return the ticket of the line in a text: a mail may wrap or quote it, and have other words around it.
+
+    Raises ValueError where the line is not as it was printed.
+    """
+    for found in re.finditer(_BEGINNING, text):
+        line = ""
+        for word in re.split("[^!-~]+", text[found.start() :][:_LONGEST]):
+            line += "".join(re.findall(r"^[>|]*([\w-]+)", word, re.ASCII))
+            with suppress(ValueError):
+                return _ticket_of(line)
+    if _BEGINNING not in text:
+        raise ValueError(
+            f'join: this is no invitation, which begins with "{_BEGINNING}": give the line that `megatron-noloco '
+            "invite` printed"
+        )
+    raise ValueError(
+        f'join: a part of the invitation is missing or changed: copy all from "{_BEGINNING}" to its end, or send '
+        "it as a file, and give `join - < FILE`"
     )
+
+
+def _ticket_of(line: str) -> Ticket:
+    """Return the ticket of a line; raises ValueError for one that is not as it was printed."""
+    refused = ValueError("no invitation")
     text = line.removeprefix(_BEGINNING)
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)

@@ -1,8 +1,10 @@
 """One line with which a machine joins a federation: what it lets in, and what it does not."""
 
+import errno
 import io
 import itertools
 import json
+import os
 import random
 import re
 import socket
@@ -10,17 +12,20 @@ import string
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
 
 from megatron_noloco import __version__
+from megatron_noloco.cli import invitation
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
@@ -30,6 +35,7 @@ from megatron_noloco.federation.keys import Keys, fingerprint_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, split
 from megatron_noloco.fields import fields_of
+from megatron_noloco.invitation import desk
 from megatron_noloco.invitation.agreed import AGREED
 from megatron_noloco.invitation.desk import ABOUT, WELCOME, About, Desk, Welcome, open_desk
 from megatron_noloco.invitation.newcomer import (
@@ -40,7 +46,9 @@ from megatron_noloco.invitation.newcomer import (
     proposed,
     write_job,
 )
-from megatron_noloco.invitation.ticket import Ticket, line_of, new_secret, ticket_of
+from megatron_noloco.invitation.ticket import Ticket, line_of, new_secret, ticket_in
+from megatron_noloco.preflight import machine
+from megatron_noloco.preflight.machine import Finding
 from tests.integration.tiny import tiny
 from tests.unit.federated import RUN, connected, until
 from tests.unit.test_tokenizers import write_tokenizer
@@ -88,14 +96,62 @@ def inviting(folder: Path, **more: Any) -> Iterator[Invites]:
 
 def test_no_line_but_the_one_that_was_printed_is_taken() -> None:
     line, draw = line_of(TICKET), random.Random(1)
-    assert ticket_of(line) == TICKET
+    assert ticket_in(line) == TICKET
     mutants = {line[:cut] for cut in range(0, len(line), 7)} | {line + "=", line + "A", line.lower(), ""}
     while len(mutants) < 300:
         place = draw.randrange(len(line))
         mutants.add(line[:place] + draw.choice(string.printable) + line[place + draw.randrange(2) :])
-    for mutant in mutants - {line}:
-        with pytest.raises(ValueError, match=r"^join: this is no invitation .*\Z"):
-            ticket_of(mutant)
+    changed = {mutant for mutant in mutants if re.sub("[^a-zA-Z0-9_-]", "", mutant) != line}
+    assert len(changed) > 200
+    for mutant in changed:
+        with pytest.raises(ValueError, match=r"^join: (this is no|a part of the) invitation.*\Z"):
+            ticket_in(mutant)
+    for mutant in mutants - changed:  # with a space or a sign more
+        with suppress(ValueError):
+            assert ticket_in(mutant) == TICKET
+
+
+@pytest.mark.parametrize(
+    "mail",
+    [
+        "megatron-noloco join {line}\n",
+        "(.venv) me@host:~$ megatron-noloco join '{line}' --start\n",
+        "Hello,\n\nhere it is:\n\n{wrapped}\n\nBest regards,\nA.\n",
+        "On Friday A. wrote:\n> Paste this:\n> {quoted}\n>\n> Best regards\n",
+        ">> {twice}\r\n",
+        "\u201c{line}\u201d",
+        "<{line}>.",
+        "{soft}\n",
+    ],
+)
+def test_an_invitation_is_found_in_a_mail(mail: str) -> None:
+    line = line_of(TICKET)
+    pieces = [line[at : at + 70] for at in range(0, len(line), 70)]
+    text = mail.format(
+        line=line, wrapped="\n".join(pieces), quoted="\n> ".join(pieces), twice="\r\n>> ".join(pieces),
+        soft="=\n".join(pieces),
+    )  # fmt: skip
+    assert ticket_in(text) == TICKET
+    with pytest.raises(ValueError, match="a part of the invitation is missing or changed: copy all from"):
+        ticket_in(text.replace(pieces[-1], ""))
+    with pytest.raises(ValueError, match='this is no invitation, which begins with "noloco-"'):
+        ticket_in(text.replace("noloco-", ""))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_all_lines_that_are_pasted_are_read(closed: bool) -> None:
+    """Also where stdin stays open, as at a terminal."""
+    (reads, writes), stdin = os.pipe(), os.dup(0)
+    os.dup2(reads, 0)
+    try:
+        os.write(writes, b"> noloco-\n> abc\n")
+        if closed:
+            os.close(writes)
+        assert invitation._pasted() == "> noloco-\n> abc\n"
+    finally:
+        os.dup2(stdin, 0)
+        for descriptor in (reads, stdin, *[writes] * (not closed)):
+            os.close(descriptor)
 
 
 def test_a_newcomer_gets_what_it_needs_once(tmp_path: Path) -> None:
@@ -177,6 +233,71 @@ def test_a_stranger_gets_nothing_and_holds_nobody_up(tmp_path: Path) -> None:
                 assert b"200" not in other.recv(100)
             with Visit(invites.ticket()) as visit:
                 assert visit.about() == About([], False)
+
+
+def test_strangers_start_a_bounded_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further ones wait; a newcomer has its turn when they have gone."""
+    monkeypatch.setattr(desk, "_MOST_CONNECTIONS", 2)
+    with inviting(tmp_path) as invites, ExitStack() as strangers:
+        before, place = threading.active_count(), invites.server.server_address[:2]
+        for _ in range(20):
+            strangers.enter_context(socket.create_connection(place))
+        until(lambda: threading.active_count() >= before + 2)
+        time.sleep(0.2)
+        assert threading.active_count() == before + 2
+        strangers.close()
+        with Visit(invites.ticket()) as visit:
+            assert visit.about() == About([], False)
+        until(lambda: threading.active_count() == before)
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_a_desk_listens_at_all_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ipv6: bool
+) -> None:
+    """IPv4 too where the system would keep the two apart; and where there is no IPv6."""
+    made = socket.socket
+
+    def without_ipv6(family: int = socket.AF_INET, *more: Any, **options: Any) -> socket.socket:
+        if family == socket.AF_INET6 and not has_ipv6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        found = made(family, *more, **options)
+        if family == socket.AF_INET6:  # as sysctl net.ipv6.bindv6only=1 does
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        return found
+
+    Keys.make(tmp_path / "key")
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    server = open_desk(Mock(), tmp_path / "key", "*", 0)
+    monkeypatch.setattr(socket, "socket", made)
+    with server:
+        for host in ("127.0.0.1", "::1")[: 1 + has_ipv6]:
+            socket.create_connection((host, server.server_address[1])).close()
+
+
+def test_a_key_that_was_replaced_is_named(tmp_path: Path) -> None:
+    Keys.make(tmp_path / "new")
+    keys = Keys.make(tmp_path / "key")
+    with redirect_stderr(io.StringIO()), connected(tmp_path, 1, slots=2, keys=keys) as (job,):
+        place = split(job.address.endpoint)
+        network = Network(Seeds([place]), RUN, None, Keys.read(tmp_path / "new"))
+        with pytest.raises(ValueError, match=f"the job at {job.address.endpoint} has another key"):
+            known_addresses(network)
+
+
+def test_a_machine_with_a_problem_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "check_gpus", lambda: [Finding("GPU", "problem", "broken", "mend it")])
+    started = Mock()
+    monkeypatch.setattr(os, "execv", started)
+    folder = tmp_path / "joined"
+    with inviting(tmp_path) as invites:
+        assert main(["join", line_of(invites.ticket()), "--start", "--folder", str(folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"Not started: first mend the problem above. Then start it with: sh {folder}/start.sh"
+    assert "Fix first: GPU: broken. mend it" in lines
+    assert not started.called
 
 
 def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:
