@@ -118,7 +118,7 @@ def _first_difference(ours: Tokenizer, who: str, theirs: Any, with_ends: bool) -
     for text in sample_texts(
         [*ours.special_tokens, *theirs.get_added_vocab()] if ours.special_tokens else ()
     ):
-        tokens = ours.encode_with_starts([text], from_template=True)[0][0].tolist()
+        tokens = ours.encode_batch([text], from_template=True)[0].tolist()
         if with_ends:
             tokens = [*ours.before_document, *tokens]
         other = list(theirs(text, add_special_tokens=with_ends).input_ids)

@@ -58,7 +58,7 @@ def end_of_answer(tokenizer: Tokenizer) -> int | None:
     except UserError:  # no template, or one that takes no such messages
         return None
     _, found, end = text.rpartition(answer)
-    tokens = tokenizer.encode_with_starts([end], from_template=True)[0][0].tolist() if found else []
+    tokens = tokenizer.encode_batch([end], from_template=True)[0].tolist() if found else []
     return next((token for token in tokens if token in tokenizer.special_tokens.values()), None)
 
 

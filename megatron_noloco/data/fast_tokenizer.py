@@ -57,8 +57,7 @@ class FastTokenizer:
         # A file may set truncation and padding, which would cut or pad texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Without special tokens it only changes offsets: a token of spaces may begin after itself.
-        self._tokenizer.post_processor = None
+        self._tokenizer.post_processor = None  # a file's BOS is added only if `prepend_bos` asks for it
         vocabulary = self.vocabulary
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self._end_text = self._find_end_text(vocabulary)
@@ -122,28 +121,15 @@ class FastTokenizer:
         """Return the tokens of `text`, shape [tokens]; nothing is added at either end."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text; faster than `encode` for each."""
-        self._tokenizer.encode_special_tokens = self.splits_special_tokens
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
-
-    def encode_with_starts(
-        self, texts: list[str], from_template: bool = False
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return of each text its tokens, and the character at which each token begins, both shape [tokens].
+    def encode_batch(self, texts: list[str], from_template: bool = False) -> list[np.ndarray]:
+        """Return the tokens of each text; faster than `encode` for each.
 
         Args:
             from_template: whether special tokens that the texts spell out are these tokens in any case.
         """
         self._tokenizer.encode_special_tokens = self.splits_special_tokens and not from_template
-        return [
-            (
-                np.array(encoding.ids, dtype=self._dtype),
-                np.array([start for start, _ in encoding.offsets], dtype=np.int64),
-            )
-            for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        ]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def count_special(self, text: str) -> int:
         """Return how many special tokens `text` spells out."""

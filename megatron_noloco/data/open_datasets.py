@@ -109,11 +109,13 @@ def _read_records(
     source: RecordSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
 ) -> tuple[list[list[Part]], str]:
     records, datasets = load_records(source.path, tokenizer), []
+    lines = [place for place, record in enumerate(records) if record.begins]
     for split in splits:
-        first, stop = split_bounds(source.split, len(records))[split : split + 2]
+        first, stop = split_bounds(source.split, len(lines))[split : split + 2]
         if first == stop:
             problem = _no_share(source.split, split, source.path)
-            raise UserError(f"{problem} ({len(records)} records); raise its weight or add records")
+            raise ValueError(f"{problem} ({len(lines)} records); raise its weight or add records")
+        first, stop = ([*lines, len(records)][bound] for bound in (first, stop))
         name, padding = _name(split, source.path), tokenizer.end_of_document
         datasets.append(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding))
     spelled = (
@@ -122,11 +124,17 @@ def _read_records(
     )
     cut = sum(dataset.cut for dataset in datasets)
     summary = (
-        f"{source.path}, {len(records)} records ({cut} longer than a sample), "
+        f"{source.path}, {len(lines)} records ({cut} longer than a sample), "
         f"{len(datasets[0])} training samples with {len(datasets[0].tokens)} tokens in answers{''.join(spelled)}"
     )
     if empty := sum(record.empty for record in records):
         summary += f"; empty answers: {empty}, of which only the end is learnt"
+    if joined := sum(record.joined for record in records):
+        summary += (
+            f"; answers that begin within a token of the prompt: {joined}, which generation reads apart"
+        )
+    if others := len(records) - len(lines):
+        summary += f"; later turns learnt apart: {others}, which read earlier answers as other tokens"
     return [[Part(dataset, 1.0)] for dataset in datasets], summary if _TRAINING in splits else ""
 
 

@@ -20,16 +20,25 @@ from megatron_noloco.files import check_whole_characters
 
 _UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
 _BATCH_RECORDS = 1000  # encoded at once
+_ANCHORS = (
+    "",
+    "\n",
+    "a",
+    "0",
+    ".",
+)  # texts after which answers are encoded; none joins with every other text
 
 
 class Record(NamedTuple):
-    """One line of a file, encoded."""
+    """One line of a file, encoded; one of several where its turns cannot share a sequence of tokens."""
 
     tokens: np.ndarray  # shape [tokens]
     answer: np.ndarray  # whether each token belongs to an answer, bool [tokens]
     spelled_out: int = 0  # special tokens that its texts spell out
     as_text: bool = True  # whether these are read as text
     empty: int = 0  # answers without any text, of which only the end is learnt
+    joined: int = 0  # answers whose first token reaches into the prompt
+    begins: bool = True  # whether it is the first of its line
 
 
 class _Text(NamedTuple):
@@ -63,26 +72,75 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
     Raises UserError that names file and line of the first line that is not a record.
     """
     texts = (text for file in record_files(path) for text in _read(file, tokenizer))
-    records = []
+    records = list[Record]()
     while batch := list(islice(texts, _BATCH_RECORDS)):
         for from_template, group in groupby(batch, key=lambda text: text.from_template):
             alike = list(group)
-            encoded = tokenizer.encode_with_starts([text.text for text in alike], from_template)
-            records += [_record(text, *own, tokenizer) for text, own in zip(alike, encoded, strict=True)]
+            ends = [text.text[:end] for text in alike for answer in text.answers for end in answer]
+            encoded = iter(tokenizer.encode_batch(ends, from_template))
+            for text in alike:
+                records += _records(text, [(next(encoded), next(encoded)) for _ in text.answers], tokenizer)
     return records
 
 
-def _record(text: _Text, tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer) -> Record:
-    answer = np.zeros(len(tokens), dtype=bool)
-    for first, stop in text.answers:
-        answer |= (starts >= first) & (starts < stop)
-    if not text.from_template:
-        tokens, answer = np.append(tokens, tokenizer.end_of_document), np.append(answer, True)
-    begin = tokenizer.before_document
-    if tuple(tokens[: len(begin)]) != begin:  # a template may write it itself
-        tokens, answer = np.insert(tokens, 0, begin), np.insert(answer, 0, [False] * len(begin))
-    as_text = tokenizer.splits_special_tokens and not text.from_template
-    return Record(tokens, answer, text.spelled_out, as_text, text.empty)
+def _records(
+    text: _Text, encoded: list[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer
+) -> Iterator[Record]:
+    """Yield what is learnt of a line: its answers, each after the tokens that generation reads before it.
+
+    A later answer needs another record where its prompt does not begin with the tokens of the answers before it.
+
+    Args:
+        encoded: the tokens of the text before each answer, and of the text up to its end.
+    """
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    joined = 0
+    for (first, stop), (prompt, whole) in zip(text.answers, encoded, strict=True):
+        before, tokens = _apart(prompt, whole, text.text[first:stop], tokenizer, text.from_template)
+        joined += before is not prompt
+        if not text.from_template:
+            tokens = np.append(tokens, tokenizer.end_of_document)
+        answer = np.repeat([False, True], [len(before), len(tokens)])
+        if found and _begins_with(before, found[-1][0]):
+            _, learnt = found.pop()
+            answer[: len(learnt)] = learnt
+        found.append((np.append(before, tokens).astype(prompt.dtype), answer))
+    begin, as_text = tokenizer.before_document, tokenizer.splits_special_tokens and not text.from_template
+    counted = Record(*found[0], text.spelled_out, as_text, text.empty, joined)
+    for place, (tokens, answer) in enumerate(found):
+        if tuple(tokens[: len(begin)]) != begin:  # a template may write it itself
+            tokens, answer = np.insert(tokens, 0, begin), np.insert(answer, 0, [False] * len(begin))
+        counts = counted if place == 0 else Record(tokens, answer, begins=False)
+        yield counts._replace(tokens=tokens, answer=answer)
+
+
+def _apart(
+    prompt: np.ndarray, whole: np.ndarray, answer: str, tokenizer: Tokenizer, from_template: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens before an answer, which are those of the prompt where possible, and its own.
+
+    An answer has its tokens after the prompt, or where the tokenizer joins both, after another text. Texts are
+    compared, since a tokenizer may begin each text with a space, or letters after others with a mark. Where no
+    tokens of its own make up the answer, it begins with the first token that the prompt alone does not have.
+
+    Args:
+        whole: the tokens of prompt and answer together.
+    """
+    if _begins_with(whole, prompt):
+        return prompt, whole[len(prompt) :]
+    text = tokenizer.decode(whole)
+    for anchor in _ANCHORS:
+        alone, tokens = tokenizer.encode_batch([anchor, anchor + answer], from_template)
+        tokens, found = tokens[len(alone) :], _begins_with(tokens, alone)
+        if found and tokenizer.decode(np.append(prompt, tokens)) == text:
+            return prompt, tokens
+    length = min(len(prompt), len(whole))
+    same = int(np.logical_and.accumulate(prompt[:length] == whole[:length]).sum())
+    return whole[:same], whole[same:]
+
+
+def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
+    return np.array_equal(tokens[: len(first)], first)
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:

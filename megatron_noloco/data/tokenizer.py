@@ -40,16 +40,8 @@ class ByteTokenizer:
         """Return the tokens of `text`, uint16, shape [bytes]; no end-of-document token is added."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: list[str], from_template: bool = False) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
-
-    def encode_with_starts(
-        self, texts: list[str], from_template: bool = False
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [
-            (self.encode(text), np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text]))
-            for text in texts
-        ]
 
     def count_special(self, text: str) -> int:
         return 0

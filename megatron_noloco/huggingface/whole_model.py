@@ -99,11 +99,9 @@ def generate(
     logging.set_verbosity_error()  # warnings would interrupt the text
     torch.manual_seed(seed)
     tokenizer, model = _load(folder, load)
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    if adds_bos(tokenizer):
-        ids = [tokenizer.bos_token_id, *ids]
-    elif not ids and tokenizer.eos_token is None:
-        raise UserError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
+    ids = prompt_tokens(tokenizer, prompt)
+    if not ids and tokenizer.eos_token is None:
+        raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     ids = ids or [tokenizer.eos_token_id]  # a document begins after the end of another
     if max(ids) >= model.config.vocab_size:
         raise UserError(
@@ -143,6 +141,13 @@ def generate(
         sys.stderr.write(
             f"stopped after {room} tokens: with the prompt they fill the model's context of {context} tokens\n"
         )
+
+
+def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the tokens of a prompt, BOS before them if the tokenizer of transformers adds it to a text."""
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    return ids if ids[:1] == begin else [*begin, *ids]  # a chat template may write BOS itself
 
 
 def _is_of_a_distribution(error: RuntimeError) -> bool:

@@ -1,0 +1,237 @@
+"""Training reads the tokens that generation reads before an answer, and learns every token of the answer."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from megatron_noloco.data.auto_tokenizer import load_as_written
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.open_datasets import build_datasets
+from megatron_noloco.data.records import Record, load_records
+from megatron_noloco.data.sources import Needs, RecordSource, Split
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.huggingface.whole_model import prompt_tokens
+from tests.unit.test_records import write
+
+TEXT = [
+    "The fox went.\n\n\nLabel: red\n\nLabel: blue  the   end",
+    "def fox(the):\n    return the\n",
+    "USER: fox 0\n\n",
+]
+WORDS = [
+    "fox",
+    " the",
+    "the",
+    "\n",
+    "\n\n",
+    " ",
+    "  ",
+    ":",
+    "Label: ",
+    "red",
+    "1",
+    "23",
+    ".",
+    "é",
+    "日",
+    "🙂",
+    "ing",
+]
+PLACE = TemporaryDirectory()  # removed at the end of the process
+SPECIAL = ["<s>", "</s>", "<unk>"]
+GPT4 = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}USER: {{ message.content }}\n"
+    "{% else %}ASSISTANT: {{ message.content }}</s>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+
+
+def byte_level(prefix: bool, *before: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not before)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece(model: Any, scheme: str) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return tokenizer
+
+
+def llama_2() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def bpe_with_bytes() -> Any:
+    return models.BPE(unk_token="<unk>", byte_fallback=True)
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "GPT-2": lambda: byte_level(False),
+    "GPT-4": lambda: byte_level(False, pre_tokenizers.Split(GPT4, "isolated")),
+    "a space before each text": lambda: byte_level(True),
+    "Llama 2": llama_2,
+    "SentencePiece": lambda: sentencepiece(bpe_with_bytes(), "always"),
+    "SentencePiece, first": lambda: sentencepiece(bpe_with_bytes(), "first"),
+    "SentencePiece, never": lambda: sentencepiece(bpe_with_bytes(), "never"),
+    "Unigram": lambda: sentencepiece(models.Unigram(), "always"),
+    "WordPiece": word_piece,
+}
+TRAINERS: dict[type, Callable[[], Any]] = {
+    models.BPE: lambda: trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=[*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    ),
+    models.Unigram: lambda: trainers.UnigramTrainer(
+        vocab_size=100, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    ),
+    models.WordPiece: lambda: trainers.WordPieceTrainer(
+        vocab_size=150, special_tokens=SPECIAL, show_progress=False
+    ),
+}
+
+
+@cache
+def made(kind: str, bos: bool) -> tuple[FastTokenizer, Any]:
+    """Return a tokenizer, and what transformers loads from its export."""
+    folder, tokenizer = Path(mkdtemp(dir=PLACE.name)), KINDS[kind]()
+    tokenizer.train_from_iterator(TEXT * 20, TRAINERS[type(tokenizer.model)]())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    ours = FastTokenizer(folder, prepend_bos=bos)
+    ours.save(folder / "exported", 100)
+    return ours, load_as_written(folder / "exported")
+
+
+texts = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def load(tokenizer: Any, *records: Any) -> list[Record]:
+    return load_records(write(Path(mkdtemp(dir=PLACE.name)) / "a.jsonl", *records), tokenizer)
+
+
+@kinds
+@pytest.mark.parametrize("bos", [False, True], ids=["", "BOS"])
+@settings(max_examples=60, deadline=None)
+@given(texts, texts)
+def test_a_completion_follows_the_tokens_that_generation_reads(
+    kind: str, bos: bool, prompt: str, completion: str
+) -> None:
+    ours, theirs = made(kind, bos)
+    (record,) = load(ours, {"prompt": prompt, "completion": completion})
+    first = int(record.answer.argmax())
+    assert record.answer[first:].all()
+    assert not record.answer[:first].any()
+    assert record.tokens[-1] == ours.end_of_document
+    assert ours.decode(record.tokens) == ours.decode(ours.encode(prompt + completion))
+    if record.joined:
+        assert kind == "WordPiece", "an unknown word is one token"
+    else:
+        assert record.tokens[:first].tolist() == prompt_tokens(theirs, prompt)
+
+
+@kinds
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_each_turn_of_a_chat_follows_the_tokens_that_generation_reads(
+    kind: str, turns: list[tuple[str, str]]
+) -> None:
+    ours, theirs = made(kind, True)
+    messages: list[dict[str, str]] = []
+    expected = []
+    for question, answer in turns:
+        messages.append({"role": "user", "content": f"{question}?"})
+        prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        expected.append((prompt_tokens(theirs, prompt), f"{answer}</s>\n"))
+        messages.append({"role": "assistant", "content": answer})
+    records = load(ours, {"messages": messages})
+    assert [record.begins for record in records] == [True] + [False] * (len(records) - 1)
+    found = [(record.tokens, stretch) for record in records for stretch in stretches(record.answer)]
+    assert len(found) == len(turns)
+    if not records[0].joined:
+        for (tokens, (first, stop)), (prompt, answer) in zip(found, expected, strict=True):
+            assert tokens[:first].tolist() == prompt
+            assert ours.decode(tokens[:stop]).endswith(
+                ours.decode(ours.encode_batch([answer], True)[0]).lstrip()
+            )
+
+
+def stretches(answer: np.ndarray) -> list[tuple[int, int]]:
+    """Return where stretches that have a loss begin and end."""
+    edges = np.flatnonzero(np.diff([0, *answer.astype(int), 0]))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def test_what_a_template_or_an_answer_ends_and_begins_with_is_learnt_apart() -> None:
+    """A space and a word, two line feeds, a later turn that reads an earlier answer as other tokens."""
+    ours, _ = made("GPT-4", False)
+    assert len(ours.encode(" red")) < len(ours.encode(" ")) + len(ours.encode("red"))
+    assert len(ours.encode("\n\n")) == 1
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "red"}]
+    records = load(
+        ours,
+        {"prompt": "Label: ", "completion": "red"},
+        {"prompt": "Label:\n", "completion": "\nred"},
+        {"messages": chat},
+        {"messages": chat * 2},
+    )
+    learnt = [ours.decode(record.tokens[record.answer]) for record in records]
+    assert learnt == ["red", "\nred", "red\n", "red\n", "red\n"]
+    assert [record.begins for record in records] == [True] * 4 + [False]
+
+
+def test_what_is_not_as_in_generation_is_counted() -> None:
+    word_piece, space = made("WordPiece", False)[0], made("GPT-2", False)[0]
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "red"}]
+    needs, split = Needs(1000, 64, evaluates=False), Split.parse("1")
+    folder = Path(mkdtemp(dir=PLACE.name))
+    path = write(folder / "a.jsonl", {"prompt": "fox", "completion": "1"}, {"messages": chat})
+    summary = build_datasets(RecordSource(path, split, True), word_piece, needs).summary
+    assert summary.endswith(
+        "; answers that begin within a token of the prompt: 1, which generation reads apart"
+    )
+    path = write(folder / "b.jsonl", {"messages": chat * 3}, {"messages": chat})
+    summary = build_datasets(RecordSource(path, split, True), space, needs).summary
+    assert "2 records (0 longer than a sample)" in summary
+    assert summary.endswith("; later turns learnt apart: 2, which read earlier answers as other tokens")
+    halves = RecordSource(path, Split.parse("1,1"), False)
+    built = build_datasets(halves, space, Needs(1000, 64))
+    assert [len(part.dataset) for part in (*built.training, *built.validation)] == [3, 1], (
+        "a chat is not divided"
+    )
+
+
+def test_bytes_are_never_joined() -> None:
+    (record,) = load(ByteTokenizer(), {"prompt": "Größe: ", "completion": "\nzwölf"})
+    assert record.tokens[record.answer].tolist() == [*"\nzwölf".encode(), ByteTokenizer.end_of_document]
