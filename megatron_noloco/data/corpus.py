@@ -57,9 +57,9 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     """
     name, path = text, find_text(text)
     if text == STANDARD_LIBRARY:
-        name, files = f"{text} {platform.python_version()}", standard_library_files()
+        name, files = f"{text} {platform.python_version()}", once(standard_library_files())
     else:
-        files = _files_of(path)
+        files = once(_files_of(path))
     documents, others = _read(files, path if path.is_dir() else path.parent)
     if not documents:
         raise _no_text_error(path)
@@ -67,11 +67,11 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
     (train, validation, test), special = zip(*(_tokenize(part, tokenizer) for part in parts), strict=True)
-    notes = _notes(documents, others)
+    notes = _notes(documents, others) + read_once(sum(files.values()))
     return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), notes)
 
 
-def _read(files: list[Path], folder: Path) -> tuple[dict[str, bytes], list[int]]:
+def _read(files: Iterable[Path], folder: Path) -> tuple[dict[str, bytes], list[int]]:
     """Return texts by names that are the same on every machine, and the bytes of each file that holds none."""
     texts, others = dict[str, bytes](), list[int]()
     for file in files:
@@ -147,10 +147,39 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
+def once(paths: Collection[Path]) -> dict[Path, int]:
+    """Return one path to each file, in their order, and the number of further paths to it, such as links.
+
+    A name that says that a file holds records goes before others, then the file's own path before links.
+    """
+    groups: dict[tuple[int, int], list[Path]] = {}
+    for path in sorted(paths, key=lambda path: (not holds_records(path), path.is_symlink())):
+        groups.setdefault(_identity(path), []).append(path)
+    further = {first: len(others) for first, *others in groups.values()}
+    return {path: further[path] for path in paths if path in further}
+
+
+def read_once(further: int) -> str:
+    """Return the end of a summary that counts further paths to files; "" where there are none."""
+    return f"; further paths to files that are read once: {further}" * (further > 0)
+
+
+def plain_name(path: Path) -> str:
+    """Return the name of a file in small letters, without the suffix of a compression."""
+    name = path.name.lower()
+    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
+
+
+def holds_records(path: Path) -> bool:
+    """Return whether a file has the name of JSON lines or Parquet, compressed or not."""
+    return plain_name(path).endswith((*JSON_LINES, PARQUET))
+
+
 def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder from `folder` on, and the names of its files.
 
     Links are followed after all else: a folder that is reached twice, as in a loop, comes once, by its own path.
+    Of a cache of the Hugging Face Hub only `snapshots` is read, whose links name the files in `blobs`.
     """
     seen, starts = set(), deque([folder])
     while starts:
@@ -160,6 +189,8 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
                 folders.clear()
                 continue
             seen.add(identity)
+            if {"blobs", "snapshots"} <= {*folders}:
+                folders[:], files = ["snapshots"], []
             folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
             starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
             yield Path(parent), files
@@ -170,9 +201,9 @@ def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"{error.filename}: {error.strerror}; {remedy}") from None
 
 
-def _identity(folder: str | Path) -> tuple[int, int]:
-    """Return what all paths to a folder have in common, with links and without."""
-    status = os.stat(folder)
+def _identity(path: str | Path) -> tuple[int, int]:
+    """Return what all paths to a file or folder have in common, with links and without."""
+    status = os.stat(path)
     return status.st_dev, status.st_ino
 
 

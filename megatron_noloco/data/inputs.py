@@ -15,6 +15,8 @@ from megatron_noloco.data.corpus import (
     PARQUET,
     PIECE_BYTES,
     files_below,
+    once,
+    plain_name,
     read_piece,
 )
 from megatron_noloco.errors import UserError
@@ -29,6 +31,7 @@ class Input:
 
     path: Path
     folder: Path | None  # the given folder in which the file was found; None: the file itself was given
+    further_paths: int = 0  # to the same file, which is read once
 
     @property
     def kind(self) -> Literal["text", "jsonl", "parquet"]:
@@ -52,31 +55,31 @@ class Piece(NamedTuple):
     ends: bool = True  # whether it is the last
 
 
-def plain_name(path: Path) -> str:
-    """Return the name of a file in small letters, without the suffix of a compression."""
-    name = path.name.lower()
-    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
+class _RepeatedKeyError(ValueError):
+    """An object of JSON has a key twice, of which Python's parser would keep the last."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    held = dict(pairs)
+    if len(held) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for place, name in enumerate(names) if name in names[:place])
+        raise _RepeatedKeyError(f'the key "{repeated}" is there twice; leave one out')
+    return held
 
 
 def parse_json(line: bytes) -> Any:
     """Parse one line of a file of JSON lines; raises UserError."""
     check_utf_8(line)
     try:
-        return json.loads(without_mark(line).decode())
+        return json.loads(without_mark(line).decode(), object_pairs_hook=_object)
+    except _RepeatedKeyError:
+        raise
     except json.JSONDecodeError as error:
         reason = f"{error.msg}, column {error.pos + 1}"
     except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply
         reason = str(error)
     raise UserError(f"not JSON ({reason}); each line must hold one whole JSON object")
-
-
-def _texts(record: Any, keys: tuple[str, ...], place: str) -> list[str]:
-    """Return the text under each key of a row, or of a line of JSON; raises UserError that names the place."""
-    try:
-        fields = parse_json(record) if isinstance(record, bytes) else record
-        return [_text(fields, key) for key in keys]
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
 
 
 def _text(fields: Any, key: str) -> str:
@@ -102,7 +105,8 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
         if not path.exists():
             raise UserError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
         found += [(file, path) for file in files_below(path)] if path.is_dir() else [(path, None)]
-    inputs = [Input(*file) for file in found]
+    folders, files = dict(reversed(found)), once([file for file, _ in found])
+    inputs = [Input(file, folders[file], further) for file, further in files.items()]
     if not any(item.bytes for item in inputs):
         raise UserError(f"--input {' '.join(paths)}: holds no files with text")
     return inputs
@@ -111,18 +115,37 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
 def read_pieces(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
     """Read the documents of one input in order, without blank lines.
 
-    JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
-    type under a key in every line. Raises UserError that names the file, and the line or row, where it cannot.
+    Raises ValueError that names the file, and the line or row, where it cannot.
 
     Args:
         keys: of JSON, or columns of a Parquet file.
     """
-    if item.kind == "parquet":
-        yield from _read_parquet(item, keys)
+    if item.kind == "text":
+        with opened(item.path) as (raw, file):
+            yield from _read_text(item, raw, file)
         return
-    read = _read_lines if item.kind == "jsonl" else _read_text
+    for place, row, read_bytes in read_rows(item, keys):
+        try:
+            texts = [_text(row, key) for key in keys]
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        yield Piece(texts, read_bytes)
+
+
+def read_rows(item: Input, columns: Iterable[str] | None = None) -> Iterator[tuple[str, Any, int]]:
+    """Yield of each row of Parquet, or line of JSON that is not blank: its place, its content, the bytes read.
+
+    JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
+    type under a key in every line. Raises ValueError that names the place.
+
+    Args:
+        columns: of Parquet, which must be there; None: all.
+    """
+    if item.kind == "parquet":
+        yield from _read_parquet(item, columns)
+        return
     with opened(item.path) as (raw, file):
-        yield from read(item, keys, raw, file)
+        yield from _read_lines(item, raw, file)
 
 
 def is_text(item: Input) -> bool:
@@ -152,18 +175,23 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         raise UserError(f"{path}: cannot be decompressed ({error})") from None
 
 
-def _read_lines(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
+def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[tuple[str, Any, int]]:
     number = before = 0
     while lines := file.readlines(PIECE_BYTES):
         read = raw.tell() - before
         before += read
         for number, line in enumerate(lines, number + 1):  # noqa: B020, evaluated once
             if not line.isspace():
-                yield Piece(_texts(line, keys, f"{item.path}, line {number}"), read)
+                place = f"{item.path}, line {number}"
+                try:
+                    content = parse_json(line)
+                except ValueError as error:
+                    raise ValueError(f"{place}: {error}") from None
+                yield place, content, read
                 read = 0
 
 
-def _read_text(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
+def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
     """Read a file as one document, a long one in pieces of whole lines."""
     begins, before, piece = True, 0, without_mark(read_piece(file))
     try:
@@ -178,7 +206,7 @@ def _read_text(item: Input, keys: tuple[str, ...], raw: IO[bytes], file: IO[byte
         raise UserError(f"{item.path}: {error}") from None
 
 
-def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
+def _read_parquet(item: Input, columns: Iterable[str] | None) -> Iterator[tuple[str, Any, int]]:
     import pyarrow  # optional
     from pyarrow import parquet
 
@@ -186,15 +214,16 @@ def _read_parquet(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
     try:
         with parquet.ParquetFile(item.path) as file:
             names = file.schema_arrow.names
-            missing = [name for name in keys if name not in names]
+            chosen = names if columns is None else list(columns)
+            missing = [name for name in chosen if name not in names]
             if missing:
                 raise UserError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
             rows = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=list(keys)):
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
                 for row in batch.to_pylist():
                     number += 1
-                    texts = _texts(row, keys, f"{item.path}, row {number}")
-                    yield Piece(texts, item.bytes * number // rows - item.bytes * (number - 1) // rows)
+                    read = item.bytes * number // rows - item.bytes * (number - 1) // rows
+                    yield f"{item.path}, row {number}", row, read
     except UnicodeDecodeError as error:
         raise UserError(f"{item.path}, after row {number}: not UTF-8 text ({error.reason})") from None
     except (pyarrow.ArrowException, OSError) as error:

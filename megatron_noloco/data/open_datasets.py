@@ -11,7 +11,7 @@ import numpy as np
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.datasets import Datasets, Part, excerpt
 from megatron_noloco.data.indexed import IndexedTokens, open_indexed
-from megatron_noloco.data.records import RecordDataset, load_records
+from megatron_noloco.data.records import RecordDataset, load_records, record_files
 from megatron_noloco.data.samples import ShuffledDataset, TokenDataset, check_vocabulary, in_samples
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -48,20 +48,24 @@ def validation_datasets(
     return [part.dataset for part in parts]
 
 
-def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
-    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises UserError."""
-    indexed = Path(f"{data}.idx").exists()
+def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> tuple[TokenDataset, str]:
+    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises ValueError.
+
+    The second value says which files are left out, "" where none is.
+    """
+    indexed, notes = Path(f"{data}.idx").exists(), ""
     try:
         tokens: np.ndarray
         if indexed:
             tokens = open_indexed(data, tokenizer).tokens
         else:
-            tokens = load_corpus(data, Split(1, 0, 0), tokenizer).train
-    except UserError as error:
-        raise UserError(f"--data: {str(error).removeprefix('data.text: ')}") from None
+            corpus = load_corpus(data, Split(1, 0, 0), tokenizer)
+            tokens, notes = corpus.train, corpus.notes
+    except ValueError as error:
+        raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     dataset = TokenDataset(tokens, needs, data)
     _check_tokens(dataset, needs.vocab_size)
-    return dataset
+    return dataset, notes.removeprefix("; ")
 
 
 def spelled_out(special_tokens: int, as_text: bool) -> str:
@@ -125,7 +129,8 @@ def _read_records(
     cut = sum(dataset.cut for dataset in datasets)
     summary = (
         f"{source.path}, {len(lines)} records ({cut} longer than a sample), "
-        f"{len(datasets[0])} training samples with {len(datasets[0].tokens)} tokens in answers{''.join(spelled)}"
+        f"{len(datasets[0])} training samples with {len(datasets[0].tokens)} tokens in answers"
+        f"{record_files(source.path)[1]}{''.join(spelled)}"
     )
     if empty := sum(record.empty for record in records):
         summary += f"; empty answers: {empty}, of which only the end is learnt"

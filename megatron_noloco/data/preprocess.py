@@ -54,6 +54,7 @@ class Tally:
     empty: int = 0
     special_tokens: int = 0  # that the texts spell out
     not_text: int = 0  # files found in folders and left out, since they are not UTF-8
+    beside_records: int = 0  # documents that are files of text, in a job that also reads records
 
 
 def check(job: Job) -> None:
@@ -122,11 +123,13 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
 def _groups(job: Job, tally: Tally, advance: Callable[[int], None]) -> Iterator[list[Piece]]:
     """Read all inputs, in order, in groups of pieces that are encoded at once; count those that are no text."""
     group, characters = list[Piece](), 0
+    records = any(item.kind != "text" for item in job.inputs)
     for item in job.inputs:
         if not is_text(item):
             tally.not_text += 1
             advance(item.bytes)
             continue
+        tally.beside_records += records and item.kind == "text" and item.bytes > 0
         for piece in read_pieces(item, job.encoding.json_keys):
             group.append(piece)
             characters += sum(map(len, piece.texts))

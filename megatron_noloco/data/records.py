@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
-from megatron_noloco.data.corpus import files_below
-from megatron_noloco.data.inputs import opened, parse_json, plain_name
+from megatron_noloco.data.corpus import JSON_LINES, PARQUET, files_below, holds_records, once, read_once
+from megatron_noloco.data.inputs import Input, read_rows
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
 
 _UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
+_NAMED = 3  # files in a summary
 _BATCH_RECORDS = 1000  # encoded at once
 _ANCHORS = (
     "",
@@ -51,17 +52,25 @@ class _Text(NamedTuple):
     spelled_out: int = 0  # special tokens in the texts that were given
 
 
-def record_files(path: str) -> list[Path]:
-    """Return the file, or all .jsonl files below the folder, compressed or not; raises UserError without any."""
+def record_files(path: str) -> tuple[list[Path], str]:
+    """Return the file, or all files of records below the folder, and the end of a summary that counts the others.
+
+    Raises ValueError where there is none.
+    """
     given = Path(path)
     if not given.exists():
-        raise UserError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
-    files = [given]
-    if given.is_dir():
-        files = [file for file in files_below(given) if plain_name(file).endswith(".jsonl")]
-    if not files:
-        raise UserError(f"data.sft_data_path: no .jsonl file in {given}")
-    return files
+        raise ValueError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
+    if not given.is_dir():
+        return [given], ""
+    files = once(files_below(given))
+    records, others = ([file for file in files if holds_records(file) == which] for which in (True, False))
+    if not records:
+        raise ValueError(
+            f"data.sft_data_path: no file of records ({', '.join((*JSON_LINES, PARQUET))}) in {given}"
+        )
+    names = ", ".join(file.name for file in others[:_NAMED]) + ", ..." * (len(others) > _NAMED)
+    left_out = f"; left out: {len(others)} files without records ({names})" if others else ""
+    return records, left_out + read_once(sum(files.values()))
 
 
 def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
@@ -71,7 +80,7 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
     renders messages, whose answers are those of the role "assistant"; otherwise the completion is the answer.
     Raises UserError that names file and line of the first line that is not a record.
     """
-    texts = (text for file in record_files(path) for text in _read(file, tokenizer))
+    texts = (text for file in record_files(path)[0] for text in _read(file, tokenizer))
     records = list[Record]()
     while batch := list(islice(texts, _BATCH_RECORDS)):
         for from_template, group in groupby(batch, key=lambda text: text.from_template):
@@ -144,16 +153,13 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
-    with opened(file) as (_, lines):
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    record = parse_json(line)
-                    check_whole_characters(json.dumps(record, ensure_ascii=False))
-                    text = _text_of(record, tokenizer)
-                except UserError as error:
-                    raise UserError(f"{file}, line {number}: {error}") from None
-                yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
+    for place, record, _ in read_rows(Input(file, None)):
+        try:
+            check_whole_characters(json.dumps(record, ensure_ascii=False, default=str))
+            text = _text_of(record, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
 
 
 def _strings(value: Any) -> Iterator[str]:

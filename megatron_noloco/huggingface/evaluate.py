@@ -89,7 +89,7 @@ def open_weights(
         seq_length: tokens in a sample; None: the model's.
         tokenizer_place: see `open_source`.
 
-    Where samples are longer than the model's context, a line on stderr says so.
+    Where samples are longer than the model's context, or files of text are left out, a line on stderr says so.
 
     Raises UserError when the model, or the data to evaluate it on, is missing.
     """
@@ -115,7 +115,10 @@ def open_weights(
     needs = Needs(architecture.vocab_size, architecture.seq_length, documents=documents)
     datasets: Sequence[SampleDataset]
     if data is not None:
-        datasets = [whole_dataset(data, tokenizer, needs)]
+        dataset, notes = whole_dataset(data, tokenizer, needs)
+        datasets = [dataset]
+        if notes:
+            sys.stderr.write(f"--data {data}: {notes}\n")
     else:
         assert source is not None
         datasets = validation_datasets(source.config.data.source, tokenizer, needs)

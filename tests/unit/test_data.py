@@ -20,6 +20,7 @@ from megatron_noloco.data.corpus import (
     check_text,
     files_below,
     load_corpus,
+    once,
     standard_library_files,
 )
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
@@ -61,6 +62,18 @@ class TestTokenizer:
 
     def test_what_is_no_text_is_shown_as_such(self) -> None:
         assert ByteTokenizer().decode([ord("a"), 0xC3, ord("b"), 300]) == "a\ufffdb\ufffd"
+
+
+def write_cache(folder: Path, *lines: str) -> None:
+    """As the library of the Hugging Face Hub keeps a dataset: names in `snapshots` are links to `blobs`."""
+    data = folder / "snapshots" / "abc" / "data"
+    for part in (folder / "blobs", folder / "refs", data):
+        part.mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "blobs" / "0f").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "blobs" / "1e").write_text("# A card")
+    (data / "train.jsonl").symlink_to("../../../blobs/0f")
+    (data.parent / "README.md").symlink_to("../../blobs/1e")
 
 
 class TestCorpus:
@@ -143,6 +156,26 @@ class TestCorpus:
         (here / "link").symlink_to(there)
         (there / "back").symlink_to(here)
         assert files_below(here) == [here / "link" / "a.txt", here / "own" / "a.txt"]
+
+    def test_a_file_with_several_paths_is_read_once(self, tmp_path: Path) -> None:
+        """Under its own path; another name goes before it only if it says that the file holds records."""
+        here = tmp_path / "here"
+        here.mkdir()
+        (here / "b.txt").write_text("text")
+        (here / "a.txt").symlink_to("b.txt")
+        (here / "c.txt").hardlink_to(here / "b.txt")
+        (here / "d").write_text("{}")
+        (here / "e.jsonl.gz").symlink_to("d")
+        assert once(files_below(here)) == {here / "b.txt": 2, here / "e.jsonl.gz": 1}
+        assert once([here / "a.txt", here / "a.txt"]) == {here / "a.txt": 1}
+        corpus = load(str(here), "1")
+        assert corpus.files == 2, "a compressed name, whose content is text, is read beside other text"
+        assert corpus.notes == "; further paths to files that are read once: 3"
+
+    def test_of_a_cache_of_the_hub_the_files_are_read_by_their_names(self, tmp_path: Path) -> None:
+        write_cache(tmp_path)
+        names = [path.relative_to(tmp_path).as_posix() for path in files_below(tmp_path)]
+        assert names == ["snapshots/abc/README.md", "snapshots/abc/data/train.jsonl"]
 
     def test_a_folder_that_may_not_be_read_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -549,6 +549,19 @@ def test_samples_longer_than_the_context_are_reported(
     assert capsys.readouterr().err == (line if told else "")
 
 
+def test_what_of_a_folder_is_not_evaluated_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = write_folder(tmp_path / "theirs", make_model()), tmp_path / "data"
+    ByteTokenizer().save(folder, 32)
+    data.mkdir()
+    (data / "a.txt").write_text("a text of more than 33 tokens " * 9)
+    (data / "b.png").write_bytes(b"\xff\xff")
+    evaluate.open_weights([folder], str(data), None)
+    line = f"--data {data}: left out: 1 files that are not UTF-8 text (2 bytes)\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize("end", ["</s>", "<|endoftext|>"])
 def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Path) -> None:
     """So an export is evaluated on the datasets of its run; another end of documents makes another tokenizer."""

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_noloco.cli.main import main
 from megatron_noloco.data import corpus, preprocess
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
@@ -25,6 +27,7 @@ from megatron_noloco.data.preprocess import Encoding, Job, Tally
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from tests.harness import full_disk
+from tests.unit.test_data import write_cache
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "tools/preprocess_data.py"]  # the command by its name in Megatron-LM
@@ -134,6 +137,31 @@ def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one"}\n\nx\n')
     with pytest.raises(ValueError, match="line 3: not JSON"):
+        list(read_pieces(find_inputs([str(path)])[0], ("text",)))
+
+
+def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether it has several paths, or is given as well as its folder; text beside records is counted."""
+    cache = tmp_path / "cache"
+    write_cache(cache, *(json.dumps({"text": text}) for text in TEXTS))
+    data, out = cache / "snapshots" / "abc" / "data", tmp_path / "out"
+    given = {
+        (cache,): "; of these files of text beside records: 1",
+        (data, data / "train.jsonl"): "; further paths to files that are read once: 1",
+        (data / "train.jsonl", cache / "blobs" / "0f"): "; further paths to files that are read once: 1",
+        (data / "train.jsonl",): "",
+    }
+    for number, (paths, notes) in enumerate(given.items()):
+        arguments = ["--input", *map(str, paths), "--output-prefix", f"{out}{number}"]
+        assert main(["data", "preprocess", *arguments]) == 0
+        documents = 3 + ("beside" in notes)
+        assert re.match(rf"{documents} documents, \d+ tokens; .*{notes}\n", capsys.readouterr().out)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two", "of": {"id": 1, "id": 2}}\n')
+    with pytest.raises(ValueError, match=r'a.jsonl, line 2: the key "id" is there twice; leave one out$'):
         list(read_pieces(find_inputs([str(path)])[0], ("text",)))
 
 

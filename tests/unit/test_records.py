@@ -1,13 +1,16 @@
 """Records for fine-tuning: what they become, where the answers are, and how they share samples."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import processors
 
@@ -118,6 +121,55 @@ class TestRecords:
         (tmp_path / "README.md").write_text("not a record")
         records = load_records(str(tmp_path), BYTES)
         assert [BYTES.decode(record.tokens) for record in records] == ["a", "b"]
+
+    def test_a_folder_may_hold_every_kind_of_records(self, model: Path, tmp_path: Path) -> None:
+        """The same as one file, from Parquet, too, whose rows have the keys of all; other files are named."""
+        tokenizer, folder = FastTokenizer(model), tmp_path / "chats"
+        folder.mkdir()
+        records = [{"messages": CHAT}, {"prompt": "two", "completion": " three"}]
+        lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+        for name in ("a.json", "b.jsonl", "c.ndjson"):
+            (folder / name).write_bytes(lines)
+        (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines))
+        rows = [{**dict.fromkeys(("messages", "prompt", "completion")), **record} for record in records]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "e.parquet")
+        (folder / "f.jsonl").symlink_to("b.jsonl")
+        for name in ("README.md", "x.bz2"):
+            (folder / name).write_text("no record")
+        found, alone = load_records(str(folder), tokenizer), load_records(str(folder / "b.jsonl"), tokenizer)
+        assert [record.tokens.tolist() for record in found] == 5 * [r.tokens.tolist() for r in alone]
+        assert [record.answer.tolist() for record in found] == 5 * [r.answer.tolist() for r in alone]
+        summary = build_datasets(source(str(folder), "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
+        assert "10 records" in summary
+        assert summary.endswith(
+            "; left out: 2 files without records (README.md, x.bz2)"
+            "; further paths to files that are read once: 1"
+        )
+
+    def test_a_row_of_parquet_that_is_no_record_is_named(self, tmp_path: Path) -> None:
+        rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "text": "b"}]
+        parquet.write_table(
+            pyarrow.Table.from_pylist(
+                rows, pyarrow.schema([(name, pyarrow.string()) for name in ("prompt", "completion", "text")])
+            ),
+            tmp_path / "a.parquet",
+        )
+        with pytest.raises(
+            ValueError, match=r'a.parquet, row 2: has "prompt" \(text\), "completion" \(null\), "te'
+        ):
+            load_records(str(tmp_path / "a.parquet"), BYTES)
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            '{"prompt": "a", "prompt": "b", "completion": "c"}',
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+        ],
+    )
+    def test_a_key_that_is_there_twice_is_refused(self, line: str, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text(f"\n{line}\n")
+        with pytest.raises(ValueError, match=r'a.jsonl, line 2: the key "(prompt|content)" is there twice'):
+            load_records(str(tmp_path / "a.jsonl"), FastTokenizer(model))
 
     @pytest.mark.parametrize(
         ("record", "line"),
