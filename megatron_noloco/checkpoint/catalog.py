@@ -231,10 +231,19 @@ def write_latest(checkpoints: Path) -> list[Path]:
     return complete
 
 
-def latest(checkpoints: Path) -> str:
-    """Return the name of the newest step that was complete, "" where there was none."""
-    path = checkpoints / "latest"
-    return path.read_text().strip() if path.exists() else ""
+def latest(checkpoints: Path) -> tuple[str, str]:
+    """Return the name of the newest complete step, "" if there is none, and a line if `latest` does not name it.
+
+    The step that `latest` names was complete, and may be damaged since.
+    """
+    path, named = checkpoints / "latest", ""
+    with contextlib.suppress(OSError):
+        named = path.read_text(errors="replace").strip()
+    found = next((step.name for step in steps(checkpoints) if step.name == named or is_complete(step)), "")
+    if found in ("", named):
+        return found, ""
+    says = f'names "{named[:40]}"' if named else "is empty" if path.exists() else "is missing"
+    return found, f"{path}: {says}; the newest complete step is {found}"
 
 
 def set_aside(folder: Path) -> Path:

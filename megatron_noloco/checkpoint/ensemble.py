@@ -1,5 +1,6 @@
 """The replicas of a checkpoint: all in one step folder, or in a federation each in its own."""
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,14 +120,17 @@ def find_ensemble(paths: Sequence[Path]) -> Ensemble:
 
     A path is a step folder, or a run's `output_dir`, which stands for its latest checkpoint. The `output_dir`
     of a federation, and several paths, stand for the newest step that all their replicas have. Weights of
-    different steps are averaged only if all paths are step folders.
-    Raises DamagedCheckpointError when there is no complete checkpoint, UserError when they do not fit together.
+    different steps are averaged only if all paths are step folders. A line on stderr says where `latest` is wrong.
+    Raises DamagedCheckpointError when there is no complete checkpoint, ValueError when they do not fit together.
     """
     folders = [folder for path in paths for folder in _checkpoint_folders(path)]
     if all(catalog.step_of(folder) is not None for folder in folders):
         return Ensemble.read(folders)
     if len(folders) == 1:
-        return Ensemble.read([folders[0] / catalog.latest(folders[0])])
+        name, note = catalog.latest(folders[0])
+        if note:
+            sys.stderr.write(f"{note}\n")
+        return Ensemble.read([folders[0] / name])
     return Ensemble.read(_newest_common_step(folders))
 
 
@@ -166,9 +170,10 @@ def _checkpoint_folders(path: Path) -> list[Path]:
     if (aside := catalog.advice_on_set_aside(path)) is not None:
         raise DamagedCheckpointError(f"{path}: {aside}")
     for checkpoints in (path, path / "checkpoints"):
-        if (checkpoints / "latest").is_file():
+        if catalog.latest(checkpoints)[0]:
             return [checkpoints]
-    federation = [latest.parent for latest in sorted(path.glob("replica_*/checkpoints/latest"))]
+    jobs = sorted(path.glob("replica_*/checkpoints"))
+    federation = [checkpoints for checkpoints in jobs if catalog.latest(checkpoints)[0]]
     if not federation:
         raise DamagedCheckpointError(f"{path}: {_describe(path)}; give a step folder or a run's output_dir")
     return federation

@@ -51,10 +51,10 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     found = catalog.steps(settings.folder)
     if explicit is not None:
         found = [*catalog.continued_from(settings.folder, settings.load), explicit]
-    notes: list[str] = []
     refused = ""
     # Rank 0 decides: other ranks may see an older state of a shared file system.
-    folders, complete = of_rank_0((found, catalog.latest(settings.folder)))
+    folders, (complete, note) = of_rank_0((found, catalog.latest(settings.folder)))
+    notes = [note] if note and explicit is None else []
     for folder in folders:
         if folder == explicit and refused:
             break  # starting there again would leave out what the run has done since

@@ -202,6 +202,38 @@ def test_a_whole_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
         }
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "is missing"),
+        ("", "is empty"),
+        ("step_00000077\n", 'names "step_00000077"'),
+        ("step_00000005", 'names "step_00000005"'),
+    ],
+)
+def test_the_newest_complete_step_is_found_without_latest(
+    content: str | None, says: str, tmp_path: Path, inspect: Inspect
+) -> None:
+    """Also after a crash between the last manifest and the file `latest`; a save under way is passed over."""
+    checkpoints = tmp_path / "checkpoints"
+    steps = [write_checkpoint(checkpoints, step) for step in (5, 10, 15)]
+    (steps[-1] / "replica_02" / "stage_01_dp_00_tp_00.json").unlink()
+    latest = checkpoints / "latest"
+    latest.unlink() if content is None else latest.write_text(content)
+    note = f"{latest}: {says}; the newest complete step is step_00000010"
+    for path in (tmp_path, checkpoints):
+        code, out, err = inspect(path)
+        assert (code, err, facts(out)["checkpoint"]) == (0, [note], str(steps[1]))
+    assert catalog.latest(checkpoints) == ("step_00000010", note)
+
+
+def test_each_replica_of_a_federation_is_found_without_latest(tmp_path: Path, inspect: Inspect) -> None:
+    folders = write_federation(tmp_path, {0: (5, 10), 1: (5, 10)})
+    (folders[0] / "latest").unlink()
+    assert inspect(tmp_path)[0] == 0
+    assert facts(inspect(tmp_path)[1])["step"] == "10 of 20"
+
+
 @pytest.mark.parametrize("name", [".tmpAb12Cd", ".resume_stage_00_dp_00_tp_00.safetensors.0f.partial"])
 def test_what_a_killed_save_left_is_ignored_and_goes_with_its_step(
     name: str, tmp_path: Path, inspect: Inspect

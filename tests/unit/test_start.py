@@ -62,6 +62,15 @@ def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path: Path) -> 
     assert [note.partition(":")[0] for note in found.notes] == ["not used", "set aside"]
 
 
+def test_a_run_says_that_latest_is_wrong(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    folder = write_checkpoint(checkpoints, 5, TOPOLOGY)
+    (checkpoints / "latest").write_text("")
+    found = start(tmp_path)
+    assert folder_of(found) == folder
+    assert found.notes[1] == f"{checkpoints}/latest: is empty; the newest complete step is step_00000005"
+
+
 def save(output_dir: Path, step: int, load: str = "auto") -> Path:
     """Write what a run with this `checkpoint.load` saves."""
     folder = write_checkpoint(output_dir / "checkpoints", step, TOPOLOGY)
