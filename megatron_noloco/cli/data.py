@@ -48,7 +48,8 @@ def add_commands(commands: Commands) -> None:
     inspect.add_argument("--samples", type=at_least_one, default=3, help="documents to show (default: 3)")
     inspect.set_defaults(run=_inspect)
     for parser in (preprocess, inspect):
-        parser.add_argument("--tokenizer-type", choices=("byte", "HuggingFaceTokenizer"), default="byte")
+        which = "default: byte, with --tokenizer-model HuggingFaceTokenizer"
+        parser.add_argument("--tokenizer-type", choices=("byte", "HuggingFaceTokenizer"), help=which)
         parser.add_argument("--tokenizer-model", help="folder with a tokenizer.json")
 
 

@@ -1,9 +1,9 @@
 """The block `data`: what is read, how it becomes tokens, and the rules between its fields."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from megatron_noloco.config.blocks import Block, EvaluationConfig, FilePath, field
 from megatron_noloco.config.model_block import ModelConfig
@@ -48,7 +48,9 @@ class DataConfig(Block):
         "With sft_data_path: whether a sample holds several records, kept apart; false: one record each.",
     )
     tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = field(
-        "byte", 'How text becomes tokens: "byte" needs no file.'
+        "byte",
+        'How text becomes tokens: "byte" needs no file. Left out, it is "HuggingFaceTokenizer" where '
+        "tokenizer_model is given.",
     )
     tokenizer_model: FilePath | None = field(
         None, "Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes."
@@ -74,6 +76,13 @@ class DataConfig(Block):
         "end-of-document token.",
     )
     eod_mask_loss: bool = field(False, "Whether the token after the end of a document has no loss.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_the_type_of_the_model(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("tokenizer_model") is not None:
+            return {"tokenizer_type": "HuggingFaceTokenizer", **given}
+        return given
 
     @field_validator("data_path", "train_data_path", "valid_data_path")
     @classmethod
@@ -148,9 +157,8 @@ def check_tokenizer(data: DataConfig, vocab_size: int | None) -> Iterator[str]:
     """Yield why bytes cannot be what a model with a large vocabulary reads."""
     if data.tokenizer_type == "byte" and (vocab_size or 0) > _MOST_FOR_BYTES:
         yield (
-            f'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is {vocab_size:,}; set the type to '
-            '"HuggingFaceTokenizer" and data.tokenizer_model to the folder of its tokenizer.json, or leave '
-            "vocab_size out"
+            f'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is {vocab_size:,}; give '
+            "data.tokenizer_model, the folder of its tokenizer.json, or leave vocab_size out"
         )
 
 

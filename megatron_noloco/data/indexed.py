@@ -216,5 +216,5 @@ def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
     """Return the tokens' text, or their ids where the tokenizer does not have them all."""
     if int(tokens.max(initial=0)) >= tokenizer.vocab_size or int(tokens.min(initial=0)) < 0:
         ids = " ".join(map(str, tokens[:12]))
-        return f"tokens {ids} ... (not of this tokenizer: --tokenizer-type, --tokenizer-model)"
+        return f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
     return repr(tokenizer.decode(tokens))

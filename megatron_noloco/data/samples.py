@@ -185,5 +185,5 @@ def check_vocabulary(tokens: np.ndarray, vocab_size: int, name: str) -> None:
     if smallest < 0 or largest >= vocab_size:
         raise UserError(
             f"{name} holds token {smallest if smallest < 0 else largest}, the vocabulary has {vocab_size} (from 0 "
-            "on): it is damaged, or was made with another tokenizer (data.tokenizer_type, data.tokenizer_model)"
+            "on): it is damaged, or was made with another tokenizer (data.tokenizer_model)"
         )

@@ -124,16 +124,18 @@ class TokenizerChoice:
     Raises UserError for fields that contradict one another.
     """
 
-    tokenizer_type: str = "byte"
+    tokenizer_type: str | None = None  # None: what `tokenizer_model` says
     tokenizer_model: str | None = None
     split_special_tokens: bool = True  # a special token that a text spells out is text
     prepend_bos: bool = False  # each document begins with BOS
 
     def __post_init__(self) -> None:
-        if self.tokenizer_type != "byte":
-            if self.tokenizer_model is None:
-                raise UserError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
-        elif self.tokenizer_model is not None:
-            raise UserError('tokenizer_model needs tokenizer_type "HuggingFaceTokenizer"')
+        if self.tokenizer_model is not None:
+            if self.tokenizer_type == "byte":
+                raise ValueError(
+                    'tokenizer_model does not go together with tokenizer_type "byte"; leave one out'
+                )
+        elif self.tokenizer_type not in (None, "byte"):
+            raise ValueError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
         elif self.prepend_bos:
             raise UserError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")

@@ -85,7 +85,7 @@ def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
 
     It is unchanged if it names a tokenizer, or if the folder has none or the byte-level one.
     """
-    if "tokenizer_type" in data or not (folder / "tokenizer.json").exists():
+    if {"tokenizer_type", "tokenizer_model"} & data.keys() or not (folder / "tokenizer.json").exists():
         return data
     tokenizer = tokenizer_of(folder)
     if isinstance(tokenizer, ByteTokenizer):
@@ -121,7 +121,7 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
             place = f"in {ours.folder}" if isinstance(ours, FastTokenizer) else "of bytes"
             raise UserError(
                 f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "
-                f'model\'s, set data.tokenizer_type "HuggingFaceTokenizer" and data.tokenizer_model {folder}'
+                f"model's, set data.tokenizer_model {folder}"
             )
     elif (folder / "tokenizer.model").exists():
         raise UserError(

@@ -171,8 +171,8 @@ def test_quantities_with_units() -> None:
     [
         ("config", "megatron_noloco config: give --explain or --check FILE"),
         (
-            "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-model y",
-            'tokenizer_model needs tokenizer_type "HuggingFaceTokenizer"',
+            "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-model y --tokenizer-type byte",
+            'tokenizer_model does not go together with tokenizer_type "byte"; leave one out',
         ),
         (
             "data preprocess --input {file} --output-prefix /proc/x",

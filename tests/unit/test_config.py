@@ -60,7 +60,10 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatc
 def test_the_tokenizer_is_bytes_or_that_of_a_folder() -> None:
     assert config().data.tokenizer == TokenizerChoice("byte", None)
     choice = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}
-    assert config(data={"text": "t", **choice}).data.tokenizer == TokenizerChoice(*choice.values())
+    for given in (choice, {"tokenizer_model": "folder"}):
+        found = config(data={"text": "t", **given})
+        assert found.data.tokenizer == TokenizerChoice(*choice.values())
+        assert found.to_dict()["data"]["tokenizer_type"] == "HuggingFaceTokenizer", "as a checkpoint says it"
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and evaluation.iters is 10"),
     ({"data": {"data_path": ["0.5", "a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
     ({"data.tokenizer_type": "HuggingFaceTokenizer"}, "needs tokenizer_model, its folder"),
-    ({"data.tokenizer_model": "x"}, 'data.tokenizer_model needs tokenizer_type "HuggingFaceTokenizer"'),
+    (
+        {"data.tokenizer_model": "x", "data.tokenizer_type": "byte"},
+        'data.tokenizer_model does not go together with tokenizer_type "byte"; leave one out',
+    ),
     ({"data.prepend_bos": True}, "data.prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out"),
     ({"data": {"sft_data_path": "a", "eod_mask_loss": True}}, "data.eod_mask_loss does not go together"),
     (

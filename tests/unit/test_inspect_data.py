@@ -32,7 +32,7 @@ def test_inspect_prints_sizes_and_the_first_documents(
         "document 1: 'two\\n'",
     ]
     make_tokenizer(tmp_path)
-    fast = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    fast = ["--tokenizer-model", str(tmp_path)]
     assert main(["data", "inspect", str(tmp_path / "p"), *fast]) == 0
     assert capsys.readouterr().out.count("document") > 3
 
