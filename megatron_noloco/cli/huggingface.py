@@ -135,17 +135,19 @@ def _import(args: argparse.Namespace) -> int:
         raise UserError(f"{args.output}: exists; give another --output, or remove it")
     load_config(args.config)  # for its messages, which name the file
     template = json.loads(Path(args.config).read_text(encoding="utf-8-sig"))
-    raw = import_folder(Path(args.folder), template)
+    raw, note = import_folder(Path(args.folder), template)
     with writing(args.output, "--output"):
         Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
     if raw["data"] != template["data"]:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
+    if note:
+        say(note)
     say(f"{args.output}: starts from {args.folder}")
     return 0
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.auto_tokenizer import check_exported, load_as_written, load_auto
+    from megatron_noloco.data.auto_tokenizer import check_exported, load_as_written, load_folder
     from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.weight_files import NotFiniteWeightError
@@ -153,7 +155,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
     if is_hugging_face(args.model, args.tokenizer):
-        generate(args.model[0], load_auto, *options)
+        generate(args.model[0], load_folder, *options)
         return 0
     source = open_source(args.model, "mean", args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,9 @@ from typing import Any
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.errors import UserError
+from megatron_noloco.files import read_object
+
+_AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the name before transformers 5, and since
 
 # Spaces at the ends and in rows, lines, digits, signs, two forms of accents, a ligature, scripts, emoji, NUL.
 _TEXTS = (
@@ -35,9 +37,9 @@ def sample_texts(special_tokens: Any) -> list[str]:
 
 
 def folder_problem(tokenizer: Tokenizer) -> str:
-    """Return a line that says where AutoTokenizer reads the files of a run's tokenizer otherwise; "" if nowhere.
+    """Return a line that says where transformers reads the files of a run's tokenizer otherwise; "" if nowhere.
 
-    Files that AutoTokenizer does not load, such as a tokenizer.json without others, say nothing else.
+    Files that transformers does not load, such as a tokenizer.json without others, say nothing else.
     """
     if not isinstance(tokenizer, FastTokenizer) or find_spec("transformers") is None:
         return ""
@@ -52,6 +54,21 @@ def folder_problem(tokenizer: Tokenizer) -> str:
     )
 
 
+def auto_differs(tokenizer: Tokenizer) -> str:
+    """Return a line where AutoTokenizer takes another class than the files of a run's tokenizer name, and says so.
+
+    "" if it reads the same, or the files name no class. The files hold, here and in `generate`.
+    """
+    if not isinstance(tokenizer, FastTokenizer) or not _is_as_written(tokenizer.folder):
+        return ""
+    try:
+        theirs = load_auto(tokenizer.folder)
+    except Exception:  # see `_loaded`
+        return ""
+    found = _first_difference(tokenizer, "AutoTokenizer", theirs, with_ends=False)
+    return found and _auto_advice(tokenizer.folder, found)
+
+
 def check_folder(tokenizer: Tokenizer) -> None:
     """Raise UserError, with the line of `folder_problem`, where there is one."""
     if problem := folder_problem(tokenizer):
@@ -59,7 +76,7 @@ def check_folder(tokenizer: Tokenizer) -> None:
 
 
 def folder_adds_bos(folder: Path) -> bool:
-    """Return whether AutoTokenizer puts a BOS before a text; not where it cannot load the folder."""
+    """Return whether transformers puts a BOS before a text; not where it cannot load the folder."""
     theirs = _loaded(folder)
     return theirs is not None and adds_bos(theirs)
 
@@ -75,8 +92,12 @@ def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
     ):
         raise UserError(f"{folder}: training reads {found}")
     found = _first_difference(tokenizer, "AutoTokenizer", load_auto(folder), with_ends=True)
-    return found and (
-        f"{folder}: training reads {found}, whatever the exported files say; load the tokenizer with "
+    return found and _auto_advice(folder, found)
+
+
+def _auto_advice(folder: Path, found: str) -> str:
+    return (
+        f"{folder}: training reads {found}, whatever the files there say; load the tokenizer with "
         "PreTrainedTokenizerFast.from_pretrained"
     )
 
@@ -84,6 +105,21 @@ def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
 def adds_bos(theirs: Any) -> bool:
     """Return whether an AutoTokenizer puts its BOS before a text."""
     return theirs.bos_token_id is not None and theirs("the").input_ids[:1] == [theirs.bos_token_id]
+
+
+def load_folder(folder: Path) -> Any:
+    """Return the tokenizer of a folder: as its tokenizer.json has it if its files say so, else AutoTokenizer's.
+
+    For some families AutoTokenizer takes a class of its own, whatever the files say. Raises anything where it
+    cannot.
+    """
+    return load_as_written(folder) if _is_as_written(folder) else load_auto(folder)
+
+
+def _is_as_written(folder: Path) -> bool:
+    """Return whether tokenizer_config.json names the class that takes tokenizer.json as it is."""
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and read_object(path, "copy it again").get("tokenizer_class") in _AS_WRITTEN
 
 
 def load_auto(folder: Path) -> Any:
@@ -103,9 +139,9 @@ def load_as_written(folder: Path) -> Any:
 
 
 def _loaded(folder: Path) -> Any:
-    """Return what AutoTokenizer loads from a folder; None where it cannot."""
+    """Return what `load_folder` does; None where it cannot."""
     try:
-        return load_auto(folder)
+        return load_folder(folder)
     except Exception:  # it raises anything for files that it does not expect
         return None
 

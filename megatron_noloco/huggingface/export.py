@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.errors import UserError
@@ -18,6 +19,7 @@ from megatron_noloco.huggingface.pretrained import UNFINISHED, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import WholeModel
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
 TOLERANCE = 1e-4  # difference of a logit that an export must stay below, both models in fp32
@@ -45,13 +47,20 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     architecture, tokenizer = source.architecture, source.tokenizer
     begin = {"bos_token_id": tokenizer.beginning_of_document}
-    config = family_of(architecture).hf_config(architecture, dtype)
+    config = config_json(architecture, source.config.model, dtype)
     _write_json(output / "config.json", config | begin | {"eos_token_id": tokenizer.end_of_document})
     _write_json(output / "generation_config.json", begin | {"eos_token_id": _ends(source)})
     with naming_file(output):
         tokenizer.save(output, architecture.seq_length)
     _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
     write_text(output / "README.md", _model_card(source))
+
+
+def config_json(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Return the content of config.json, without BOS and EOS, of a run's model: what `import` reads of it, too."""
+    family = family_of(architecture)
+    dropouts = {key: getattr(model, ours) for key, ours in family.hf_dropouts.items()}
+    return family.hf_config(architecture, dtype) | dropouts
 
 
 def _ends(source: ModelSource) -> int | list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.model_block import model_problems
-from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
+from megatron_noloco.data.auto_tokenizer import auto_differs, check_folder, folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron_noloco.errors import UserError
@@ -19,10 +19,11 @@ from megatron_noloco.model.families import architecture_of, families_with, famil
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
 
 
-def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
+def import_folder(folder: Path, template: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the JSON of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    No weights are copied. Raises UserError, in one line, when no run can start from the folder.
+    The second value is a line about the tokenizer, or "": see `auto_differs`. No weights are copied.
+    Raises ValueError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
@@ -45,8 +46,10 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     run = RunConfig.from_dict(raw)
     with PretrainedWeights(folder, architecture) as weights:
         weights.check_finite()
-    check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
-    return raw
+    tokenizer = build_tokenizer(run.data.tokenizer)
+    check_tokenizer(folder, tokenizer, architecture.vocab_size)
+    check_folder(tokenizer)  # as `train` does
+    return raw, auto_differs(tokenizer)
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
@@ -173,8 +176,8 @@ def _problems(architecture: Architecture, theirs: dict[str, Any]) -> list[str]:
 
 def _dropouts(architecture: Architecture, theirs: dict[str, Any]) -> dict[str, Any]:
     """Return the dropout probabilities of config.json above 0, as fields of a run's block `model`."""
-    dropouts = family_of(architecture).hf_dropouts
-    return {ours: theirs[key] for key, ours in dropouts.items() if theirs.get(key)}
+    dropouts = {ours: theirs.get(key) for key, ours in family_of(architecture).hf_dropouts.items()}
+    return {ours: value for ours, value in dropouts.items() if value}
 
 
 def config_for_any_version(folder: Path) -> dict[str, Any]:

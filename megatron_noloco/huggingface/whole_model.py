@@ -178,8 +178,11 @@ def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
             ignore_mismatched_sizes=True,
         )
         model, info = loaded
+        # Of generation_config.json, or the keys in config.json that it has replaced, only the end is taken.
+        settings = model.generation_config
         if (folder / "generation_config.json").exists():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+            settings = transformers.GenerationConfig.from_pretrained(folder)
+        model.generation_config = transformers.GenerationConfig(eos_token_id=settings.eos_token_id)
     except Exception as error:  # transformers raises anything for files that it does not expect
         if _is_of_code_to_run(error):
             raise UserError(

@@ -12,17 +12,20 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.huggingface import _say_losses
 from megatron_noloco.cli.main import main
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.huggingface import evaluate, export
+from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
+from megatron_noloco.huggingface import evaluate, export, pretrained
 from megatron_noloco.huggingface.evaluate import Result
 from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
@@ -469,6 +472,58 @@ def test_each_key_that_transformers_computes_with_is_read(family: str) -> None:
             architecture_of(hf_config(make_model(model=family)) | {key: "nonsense"})
 
 
+# Keys that `import` leaves to the run's own config or tokenizer, or that only transformers' code reads
+NOT_CARRIED = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"}
+NOT_CARRIED |= {"architectures", "transformers_version", "use_cache", "pretraining_tp", "max_window_layers"}
+NOT_CARRIED |= {"output_router_logits", "router_aux_loss_coef"}  # docs/families.md says so
+NOT_CARRIED |= {"use_sliding_window"}  # beside it `layer_types` says that no layer has a window
+NOT_CARRIED |= {
+    "embedding_dropout",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "return_dict",
+    "chunk_size_feed_forward",
+}
+NOT_CARRIED |= {"output_attentions", "output_hidden_states", "is_encoder_decoder", "_name_or_path"}
+
+
+def another(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case int():
+            return 2 * value or 1
+        case float():
+            return 0.75 * value or 0.25
+    return value
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_key_that_import_reads_is_exported(model: str, tmp_path: Path) -> None:
+    """Each key that transformers writes, with another value, is refused, or comes back from an export."""
+    theirs = pytest.importorskip("transformers").AutoConfig.for_model(**hf_config(make_model(model=model)))
+    (path := tmp_path / "config.json").write_text(theirs.to_json_string(use_diff=False))
+    keys = json.loads(path.read_text())
+    carried = []
+    for key, value in keys.items():
+        path.write_text(json.dumps(keys | {key: another(value)}))
+        try:
+            found = read_architecture(tmp_path)
+        except ValueError:
+            continue
+        fields = model_fields(found) | pretrained._dropouts(found, json.loads(path.read_text()))
+        fields |= {"init_method_std": found.init_method_std, "make_vocab_size_divisible_by": 1}
+        run = RunConfig.from_dict(SMALLEST | {"model": fields})
+        back = export.config_json(run.architecture(found.vocab_size), run.model, "bfloat16")
+        if another(value) != value and back.get(key) == another(value):
+            carried.append(key)
+        else:
+            assert another(value) == value or key in NOT_CARRIED | UNUSED.get(keys["model_type"], set()), key
+    assert {"attention_dropout", "initializer_range", "hidden_size"} <= {*carried}
+    assert ("residual_dropout" in carried) == (model.startswith("starcoder2"))
+
+
 # What is changed in the folder of a Llama, what the one line says; a row for each rule
 REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
     (change_config(mlp_bias=True), ("config.json: mlp_bias",)),
@@ -547,6 +602,65 @@ def test_samples_longer_than_the_context_are_reported(
     evaluate.open_weights([folder], str(text), length)
     line = "--seq-length 33: the model's context is 32 tokens; it was not trained to read longer samples\n"
     assert capsys.readouterr().err == (line if told else "")
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_generation_obeys_the_command_not_the_folder(
+    temperature: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for the tokens that end a text. transformers reads settings in config.json, too."""
+    model = make_model()
+    folder = write_folder(tmp_path / "theirs", model, exported(random_weights(model), model))
+    ByteTokenizer().save(folder, 32)
+
+    def generated(**settings: Any) -> str:
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        arguments = ["--prompt", "the", "--tokens", "20", "--temperature", temperature]
+        assert main(["generate", str(folder), *arguments]) == 0
+        return capsys.readouterr().out
+
+    expected = generated(eos_token_id=256)
+    for settings in (
+        {"repetition_penalty": 2.0},
+        {"top_p": 0.01, "do_sample": True},
+        {"num_beams": 4},
+        {"stop_strings": ["e"]},
+        {"max_new_tokens": 2, "min_new_tokens": 1},
+        {"suppress_tokens": [*range(100)], "no_repeat_ngram_size": 1},
+    ):
+        assert generated(eos_token_id=256, **settings) == expected, settings
+    change_config(top_p=0.01, repetition_penalty=2.0)(folder)
+    assert generated(eos_token_id=256) == expected
+    ends = ByteTokenizer().encode(expected).tolist()
+    assert len(generated(eos_token_id=ends)) < len(expected)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
+def test_what_import_accepts_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Qwen2 whose files name the class that takes them as they are, which AutoTokenizer does not obey.
+
+    Without the class AutoTokenizer's is that of the family: import refuses, and what it advises helps.
+    """
+    folder, text = write_folder(tmp_path / "theirs", make_model(model="qwen2")), tmp_path / "text"
+    text.write_text("e\u0301 a text " * 9)
+    ByteTokenizer().save(folder, 32)
+    spread = folder / "tokenizer_config.json"
+    config = json.loads(spread.read_text()) | {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = Tokenizers.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    spread.write_text(json.dumps({key: value for key, value in config.items() if key != "tokenizer_class"}))
+    code, output = import_folder(folder)
+    assert_one_line(code, capsys, (f"tokenizer_model {folder}: its tokenizer.json reads", "AutoTokenizer as"))
+    assert not output.exists()
+    spread.write_text(json.dumps(config))
+    code, output = import_folder(folder)
+    assert code == 0
+    assert "load the tokenizer with PreTrainedTokenizerFast" in capsys.readouterr().out
+    evaluate.open_weights([folder], str(text), None)
+    assert folder_problem(build_tokenizer(load_config(str(output)).data.tokenizer)) == "", (
+        "train looks at this"
+    )
 
 
 def test_what_of_a_folder_is_not_evaluated_is_said(
@@ -731,7 +845,8 @@ def trained() -> Mock:
     """A checkpoint with random weights, as an export sees it."""
     model = make_model()
     weights = random_weights(model)
-    source = Mock(architecture=model, replicas=[0], tokenizer=ByteTokenizer())
+    config = RunConfig.from_dict(SMALLEST | {"model": SMALLEST["model"] | DROPOUT})
+    source = Mock(architecture=model, config=config, replicas=[0], tokenizer=ByteTokenizer())
     source.reader.return_value.read = lambda name, replicas: weights[name]
     return source
 
@@ -751,6 +866,7 @@ def test_an_export_fills_the_folder_that_is_there(
     before = folder.stat().st_ino
     export.export(trained(), Path(output), "float32", 10**9)
     assert (folder / "model.safetensors").exists()
+    assert json.loads((folder / "config.json").read_text()).items() >= DROPOUT.items()
     assert not (folder / "old").exists()
     assert folder.stat().st_ino == before
     assert (tmp_path / "link").is_symlink()

@@ -31,7 +31,8 @@ class Family:
     hf_fixed: ClassVar[Mapping[str, Any]] = {}  # keys of a config.json that have only these values here
     hf_activation: ClassVar[str] = "silu"  # the only `hidden_act` of this family
     hf_norm_epsilon: ClassVar[str] = "rms_norm_eps"  # Hugging Face's key
-    # Hugging Face's keys of dropout probabilities, and the fields that they become
+    # Hugging Face's keys of dropout probabilities, and the fields that they are; of several keys of one field the
+    # last is imported, all are exported
     hf_dropouts: ClassVar[Mapping[str, str]] = {"attention_dropout": "attention_dropout"}
     rope_types: ClassVar[Sequence[str]] = ("yarn",)  # Hugging Face's types of scaled rotary embeddings
     hf_sizes: ClassVar[Mapping[str, str]] = {  # sizes of an `Architecture`, and Hugging Face's keys for them

@@ -30,7 +30,10 @@ class Starcoder2(Mistral):
     hf_activation = "gelu_pytorch_tanh"
     hf_norm_epsilon = "norm_epsilon"
     # Core drops out at the embedding with the same probability, as the released models have it.
-    hf_dropouts: ClassVar = {**Mistral.hf_dropouts, "residual_dropout": "hidden_dropout"}
+    hf_dropouts: ClassVar = {
+        **Mistral.hf_dropouts,
+        **dict.fromkeys(("embedding_dropout", "residual_dropout"), "hidden_dropout"),
+    }
 
     def rows(self, architecture: Architecture) -> Sequence[Parameter]:
         rows: list[Parameter] = []
