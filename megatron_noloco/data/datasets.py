@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_noloco.data.indexed import Offsets
 from megatron_noloco.data.records import RecordDataset
 from megatron_noloco.data.samples import JoinedDataset, TokenDataset
 from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, BlendedOrder, slots_at, slots_of
@@ -78,18 +79,20 @@ class Datasets:
         return float(-(_shares(self.validation, self.vocab_size, pseudocount=0) @ np.log(probabilities)))
 
 
-def excerpt(array: np.ndarray, most: int | None = None) -> np.ndarray:
+def excerpt(array: np.ndarray | Offsets, most: int | None = None) -> np.ndarray:
     """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
     most = most or _EXCERPT_TOKENS
     if len(array) <= most:
-        return array
+        return array[:]
     starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
     return np.concatenate([array[start : start + most // 16] for start in starts])
 
 
 def _checksum(
     parts: list[Part],
-    contents: Callable[[TokenDataset | RecordDataset], tuple[np.ndarray, ...]] = lambda data: data.contents,
+    contents: Callable[[TokenDataset | RecordDataset], tuple[np.ndarray | Offsets, ...]] = lambda data: (
+        data.contents
+    ),
     start: int = 0,
     most: int | None = None,
 ) -> int:

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +26,7 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the tokens' type, 
 _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
+_PIECE = 1 << 16  # numbers of an index that are compared at once
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
@@ -45,7 +46,7 @@ class IndexedTokens:
                     f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
                     '`data preprocess` wrote, without ".bin"'
                 )
-        self.dtype, self.lengths, pointers, self.document_bounds = _read_index(idx_path)
+        self.dtype, self.lengths, begins, self.document_bounds = _read_index(idx_path)
         sequences, size = len(self.lengths), bin_path.stat().st_size
         tokens = int(self.lengths.sum(dtype=np.int64))
         if size != tokens * self.dtype.itemsize:
@@ -54,21 +55,16 @@ class IndexedTokens:
                 f"{tokens * self.dtype.itemsize}; it is cut short, or belongs to another index"
             )
         if not tokens:
-            raise UserError(f"{bin_path}: holds no tokens ({sequences} sequences)")
-        ordered = np.array_equal(pointers, self.offsets[:-1] * self.dtype.itemsize)
-        if not ordered or int(self.lengths.min()) < 0:
-            raise UserError(f"{idx_path}: its sequences do not lie one after the other")
+            raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
+        self.offsets = Offsets(begins, size, self.dtype.itemsize)
+        if not _lie_one_after_the_other(self.offsets, self.lengths, self.dtype.itemsize):
+            raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
         bounds = self.document_bounds
-        if bounds[:1] != 0 or bounds[-1:] != sequences or (np.diff(bounds) < 0).any():
-            raise UserError(
+        if bounds[:1] != 0 or bounds[-1:] != sequences or not _ascend(bounds):
+            raise ValueError(
                 f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
             )
         self.tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
-
-    @cached_property
-    def offsets(self) -> np.ndarray:
-        """Where each sequence begins in `tokens`, and where the last one ends, int64 [sequences + 1]."""
-        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     @property
     def document_lengths(self) -> np.ndarray:
@@ -77,18 +73,79 @@ class IndexedTokens:
 
     def part(self, first: int, stop: int) -> np.ndarray:
         """Return the tokens of sequences `first` to `stop`, as a view of the file."""
-        return self.tokens[self.offsets[first] : self.offsets[stop]]
+        start, end = self.offsets[np.array([first, stop])]
+        return self.tokens[start:end]
+
+
+class Offsets:
+    """Where sequences begin in the tokens, and where the last one ends, read from the mapped index.
+
+    The ranks of a host share its pages. As an array they would take 8 bytes of every rank for each sequence.
+    """
+
+    def __init__(self, begins: np.ndarray, end: int, itemsize: int) -> None:
+        """Keep the mapped bytes at which sequences begin, int64 [sequences], and at which the last one ends."""
+        self._begins, self._end, self._itemsize = begins, end, itemsize
+
+    def __len__(self) -> int:
+        return len(self._begins) + 1
+
+    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
+        """Return these offsets, in tokens, int64."""
+        return self.bytes(places) // self._itemsize
+
+    def bytes(self, places: slice | np.ndarray) -> np.ndarray:
+        if isinstance(places, slice):
+            places = np.arange(*places.indices(len(self)))
+        found = np.full(len(places), self._end)
+        inside = places < len(self._begins)
+        found[inside] = self._begins[places[inside]]
+        return found
+
+    def part(self, first: int, stop: int) -> "Offsets":
+        """Return the offsets of sequences `first` to `stop`, still in the index."""
+        end = self._begins[stop] if stop < len(self._begins) else self._end
+        return Offsets(self._begins[first:stop], int(end), self._itemsize)
+
+
+def _lie_one_after_the_other(offsets: Offsets, lengths: np.ndarray, itemsize: int) -> bool:
+    """Return whether sequences have these lengths, none of which is negative; compares a piece at a time."""
+    pieces = (slice(start, start + _PIECE + 1) for start in range(0, len(lengths), _PIECE))
+    return (
+        not offsets.bytes(slice(1)).any()
+        and int(lengths.min()) >= 0
+        and all(
+            np.array_equal(np.diff(offsets.bytes(piece)), lengths[piece][:_PIECE] * np.int64(itemsize))
+            for piece in pieces
+        )
+    )
+
+
+def _ascend(numbers: np.ndarray) -> bool:
+    pieces = (numbers[start : start + _PIECE + 1] for start in range(0, len(numbers), _PIECE))
+    return all((piece[1:] >= piece[:-1]).all() for piece in pieces)
 
 
 def open_indexed(prefix: str, tokenizer: Tokenizer) -> IndexedTokens:
-    """Open a dataset; raises UserError as `IndexedTokens` does, and where it was made with another tokenizer."""
-    indexed, record = IndexedTokens(prefix), _record_of(prefix)
+    """Open a dataset; raises ValueError as `IndexedTokens` does, and where it was made with another tokenizer.
+
+    A rank reads an index once, however often it opens the dataset, unless the files have changed.
+    """
+    files = tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
+    stats = tuple(path.stat() if path.exists() else None for path in files)
+    stamps = tuple(stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+    indexed, record = _open(prefix, stamps), _record_of(prefix)
     if record.is_file() and record.read_text().strip() != tokenizer.digest:
         raise UserError(
             f"{record}: the dataset was made with another tokenizer than that of the block data; set the same, or "
             "preprocess the text again (if this one has only further tokens, remove the file)"
         )
     return indexed
+
+
+@lru_cache(maxsize=64)
+def _open(prefix: str, stamps: tuple[object, ...]) -> IndexedTokens:
+    return IndexedTokens(prefix)
 
 
 def _record_of(prefix: str | Path) -> Path:

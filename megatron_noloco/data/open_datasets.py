@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -147,13 +147,12 @@ def _read_indexed(
     source: IndexedSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
 ) -> tuple[list[list[Part]], str]:
     """Shuffle training alone, so that every run is evaluated on the same samples."""
-    # Both splits are often of one dataset, whose index may be long.
-    open_once = cache(partial(open_indexed, tokenizer=tokenizer))
+    open_once = partial(open_indexed, tokenizer=tokenizer)
     found = []
     for split in splits:
         found.append(list[Part]())
         for indexed, (first, stop), name, weight in _split_of_blend(source, split, open_once):
-            tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
+            tokens, offsets = indexed.part(first, stop), indexed.offsets.part(first, stop)
             if split == _TRAINING:
                 found[-1].append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
             else:

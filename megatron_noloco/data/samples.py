@@ -18,13 +18,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_noloco.data.indexed import Offsets
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.errors import UserError
 from megatron_noloco.plans.draws import Shuffle, Stream
 
 IGNORED = -100  # label without a loss, as in torch and transformers
 
-_BLOCK = 64  # sequences; one offset is kept for each block: 1/8 byte of memory per sequence
+_BLOCK = 64  # sequences; the end of each block is kept: 1/8 byte of memory per sequence, the rest is mapped
 _BATCH_BLOCKS = 1 << 14  # blocks whose lengths are added up at once
 
 
@@ -66,7 +67,7 @@ class TokenDataset:
         self.name = name
 
     @property
-    def contents(self) -> tuple[np.ndarray, ...]:
+    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
         """All that samples are made of: first the tokens."""
         return (self.tokens,)
 
@@ -101,20 +102,20 @@ class ShuffledDataset(TokenDataset):
     There are as many as in a TokenDataset of the same tokens, and each token is a label at most once.
     """
 
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, needs: Needs, name: str) -> None:
-        """Raises UserError where there is no whole sample.
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray | Offsets, needs: Needs, name: str) -> None:
+        """Raises ValueError where there is no whole sample.
 
         Args:
             tokens: the tokens of all sequences, in the order of the file, shape [tokens].
             offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first
-                token has offset `offsets[0]`.
+                token has the first offset.
         """
         super().__init__(tokens, needs, name)
-        self._offsets = offsets
+        self._offsets, self._first = offsets, int(offsets[:1][0])
         self._order = Shuffle(len(offsets) - 1, needs.seed, Stream.DOCUMENTS)
 
     @property
-    def contents(self) -> tuple[np.ndarray, ...]:
+    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
         return self.tokens, self._offsets
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
@@ -137,7 +138,8 @@ class ShuffledDataset(TokenDataset):
     def _sequences(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where sequences `first` to `stop` of the shuffled order begin in `tokens`, and their lengths."""
         ids = self._order.at(np.arange(first, min(stop, self._order.size)))
-        return self._offsets[ids] - self._offsets[0], self._offsets[ids + 1] - self._offsets[ids]
+        begins = self._offsets[ids]
+        return begins - self._first, self._offsets[ids + 1] - begins
 
     @cached_property
     def _block_ends(self) -> np.ndarray:
