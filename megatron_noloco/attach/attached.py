@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter
@@ -22,6 +21,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
+from megatron_noloco.outer.vectors import number_tensor
 from megatron_noloco.plans.fragments import fragment_after
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Attached:
         some 2.5 s for 10^9 weights of a rank. The tensors are live: save or copy them before the next step.
         """
         return self.outer.state() | {
-            "local_steps_done": torch.tensor(self.done),
+            "local_steps_done": number_tensor(self.done),
             "first_weights": tensor_of(self._first["weights"]),
             "first_buffers": tensor_of(self._first["buffers"]),
             "weights": tensor_of(digest_of_weights(self.outer.weights)),

@@ -32,6 +32,7 @@ from megatron_noloco.attach.attached import Attached
 from megatron_noloco.attach.attaching import attach
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, write_whole
+from megatron_noloco.outer.vectors import number_tensor
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 _NAME = "noloco_{:05d}.pt"  # of a rank's state in a checkpoint
@@ -241,7 +242,7 @@ class NolocoCallback(TrainerCallback):
 
     def _state(self, state: TrainerState) -> dict[str, Tensor]:
         """Return the state that goes with the weights after `global_step` steps, also before their round."""
-        return self.noloco.state_dict() | {"local_steps_done": torch.tensor(state.global_step)}
+        return self.noloco.state_dict() | {"local_steps_done": number_tensor(state.global_step)}
 
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         """Write the state, unless that of this step is written."""

@@ -159,7 +159,7 @@ def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
                 )
             found[name] = None
         elif torch.is_tensor(value):
-            found[name] = torch.tensor(value.item(), dtype=value.dtype)
+            found[name] = value.detach().to("cpu", copy=True)
         elif isinstance(value, int | float):
             found[name] = value
         elif value is not None:

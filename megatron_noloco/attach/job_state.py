@@ -21,6 +21,7 @@ from megatron_noloco.federation.handover import FAST_WEIGHTS, Part, State
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.files import outside
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
+from megatron_noloco.outer.vectors import HOST, number_tensor
 
 _NEEDED = {FAST_WEIGHTS, VECTORS[0]}
 _VECTORS = {FAST_WEIGHTS, *VECTORS}
@@ -50,7 +51,7 @@ class JobState:
     def copy(self, done: int) -> State:
         outer = self._outer.state(wait=False)
         vectors = {FAST_WEIGHTS: self._outer.weights.read()}
-        vectors |= {name: vector.to("cpu", copy=True) for name, vector in outer.items() if name in _VECTORS}
+        vectors |= {name: vector.to(HOST, copy=True) for name, vector in outer.items() if name in _VECTORS}
         inner, rest_of_inner, problem = self._copy_inner()
         rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._adapter.modules)}
         file = io.BytesIO()
@@ -72,7 +73,11 @@ class JobState:
             name not in _VECTORS and not name.startswith(PREFIX) for name in names
         ):
             raise ValueError(f"its vectors {', '.join(names)} are not those of a state")
-        return {name: Part(torch.zeros(self._outer.weights.length), self._movement) for name in names}
+        length = self._outer.weights.length
+        return {
+            name: Part(torch.zeros(length, dtype=torch.float32, device=HOST), self._movement)
+            for name in names
+        }
 
     def use(self, state: State) -> None:
         try:
@@ -151,4 +156,4 @@ def _rest_of_trainer(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: float | None) -> Any:
     """Return a number as torch's optimizers keep it; DeepSpeed's kernels count in Python's integers."""
-    return torch.tensor(value) if isinstance(value, float) else value
+    return number_tensor(value) if isinstance(value, float) else value

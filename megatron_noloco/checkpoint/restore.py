@@ -19,6 +19,7 @@ from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.model.dropout import seed_dropout, set_random_state
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.outer import VECTORS, Rounds
+from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -93,7 +94,7 @@ class RankReader:
         for group, part in enumerate(self._layout):
             for name, tensor in self._saved_state(group, prefixes).items():
                 if tensor is None:
-                    tensor = torch.zeros(part.length)
+                    tensor = torch.zeros(part.length, dtype=torch.float32, device=HOST)
                     self._fill(tensor, name, group)
                 yield f"{name}.{group}", tensor
 
@@ -119,7 +120,7 @@ class RankReader:
     def vector(self, name: str) -> Tensor:
         """Return a vector of this rank, fp32, of the replica that it continues."""
         lengths = [part.length for part in self._layout]
-        vector = torch.zeros(sum(lengths))
+        vector = torch.zeros(sum(lengths), dtype=torch.float32, device=HOST)
         for group, flat in enumerate(vector.split(lengths)):
             self._fill(flat, name, group)
         return vector

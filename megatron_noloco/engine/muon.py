@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.muon.original_muon import (
 from torch import Tensor, nn
 
 from megatron_noloco.model.families import Parameter
+from megatron_noloco.outer.vectors import number_tensor
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
 _NEWTON_SCHULZ = {"gram": zeropower_via_gram_newtonschulz, "standard": zeropower_via_newtonschulz5}
@@ -102,7 +103,7 @@ class Muon(torch.optim.AdamW):
         (flat,) = group["params"]
         state, momentum = self.state[flat], group["momentum"]
         if not state:
-            state["step"] = torch.zeros(())  # torch's AdamW requires it in every restored state
+            state["step"] = number_tensor(0.0)  # torch's AdamW requires it in every restored state
             state["momentum_buffer"] = torch.zeros_like(flat)
         state["step"] += 1
         state["momentum_buffer"].lerp_(flat.grad, 1 - momentum)

@@ -113,8 +113,10 @@ def rates_in(
     """
     import torch
 
+    from megatron_noloco.outer.vectors import NOTHING
+
     before_engines()
-    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": peak} for peak in peaks])
+    optimizer = torch.optim.SGD([{"params": [NOTHING.clone()], "lr": peak} for peak in peaks])
     with quiet():
         schedule = build_schedule(block, optimizer)
     rates = {}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from megatron_noloco.outer.vectors import number_tensor
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.canonical import Piece, in_turn, pieces_between
 
@@ -96,7 +97,7 @@ def tensors_of(engine: DeepSpeedEngine, weights: MasterWeights) -> dict[str, Ten
         (flat,) = group["params"]  # ZeRO's partition took the place of the parameters
         for name, value in inner.state.get(flat, {}).items():
             if value is not None:
-                tensors[f"{_INNER}{name}.{index}"] = torch.as_tensor(value)
+                tensors[f"{_INNER}{name}.{index}"] = value if torch.is_tensor(value) else number_tensor(value)
     return tensors
 
 

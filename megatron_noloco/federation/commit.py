@@ -46,7 +46,7 @@ from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, tag_of
 from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.round import Fragment
-from megatron_noloco.outer.vectors import Ranges
+from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import SITE_INTERVAL, NolocoSettings, grouping_of
@@ -167,7 +167,7 @@ class CommittedExchange:
         self._exchange = exchange
         self._replica = replica
         self._partners = replica.partners  # None: this rank does not speak
-        self._vector = torch.empty(0)
+        self._vector = NOTHING
         self._collecting = False  # whether the mean is still to come
         self._failure: _Failure | PoisonedError | None = None  # why there is none, or it is refused
         self._partner = self._number = -1  # no partner: the round is skipped
@@ -199,7 +199,7 @@ class CommittedExchange:
             return
         if self._partners is not None:
             self._deadline_seconds = self._partners.deadline_seconds
-            self._token = self._post_token([], [Message(partner, torch.zeros(1, dtype=torch.uint8))])
+            self._token = self._post_token([], [Message(partner, _token())])
         pair = min(place.replica, partner), max(place.replica, partner)
         self._exchange.begin(vector, pair, number, what)
 
@@ -259,7 +259,7 @@ class CommittedExchange:
         except PoisonedError as failure:
             self._failure = failure
             return
-        self._prepared = self._post_token([Message(self._partner, torch.ones(1, dtype=torch.uint8))], [])
+        self._prepared = self._post_token([Message(self._partner, _token())], [])
 
     def _verdict(self) -> tuple[bool, str, bool]:
         """Return whether the mean counts; else why not, and whether the partner may use it all the same."""
@@ -286,6 +286,10 @@ class CommittedExchange:
     def _post_token(self, sends: list[Message], receives: list[Message]) -> Flight:
         tag = tag_of(self._number, Channel.COMMITS)
         return self._exchange.exchanges[0].transport.post(sends, receives, tag)
+
+
+def _token() -> Tensor:
+    return torch.ones(1, dtype=torch.uint8, device=HOST)
 
 
 def committing(

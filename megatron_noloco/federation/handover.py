@@ -29,6 +29,7 @@ from megatron_noloco.federation.speakers import Receives, Sends
 from megatron_noloco.files import outside
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
+from megatron_noloco.outer.vectors import HOST, NOTHING
 from megatron_noloco.transport.interface import RankLostError
 
 _SILENCE_SECONDS = 60.0  # after which a giver is given up
@@ -137,7 +138,7 @@ class Handover:
                 for slot, tag in dict(sends.slots).items():
                     self._transport.offer(slot, _offer(tag, state))
                 if state is not None and state.rest:
-                    run(sends(range(0), _bytes(state.rest), torch.empty(0)))
+                    run(sends(range(0), _bytes(state.rest), NOTHING))
             for part in state.parts.values() if state is not None else ():
                 run(whole(part.movement, _GIVING, part.vector, None, sends))
 
@@ -223,11 +224,11 @@ class Handover:
         return (NotTaken(slot, why, lost) if why else None), size
 
     def _rest(self, receives: Receives, size: int) -> tuple[Exception | None, bytes]:
-        place = torch.zeros(size, dtype=torch.uint8)
+        place = torch.zeros(size, dtype=torch.uint8, device=HOST)
         if not size:
             return None, b""
         try:
-            run(receives(range(0), torch.empty(0), place))
+            run(receives(range(0), NOTHING, place))
         except FAILURES as failure:
             return failure, b""
         return None, place.numpy().tobytes()

@@ -15,7 +15,7 @@ from megatron_noloco.federation.passes import Moving, Pass, Speaking, run, runne
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.messages import PartnerLostError, tag_of
-from megatron_noloco.outer.vectors import Buffers
+from megatron_noloco.outer.vectors import NOTHING, Buffers
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.transport.interface import ExchangeTimeoutError
 
@@ -51,7 +51,7 @@ class MovedExchange:
         self._buffers = Buffers()
         self._moving: Moving
         self._begun: tuple[Group, int, str] = (), 0, ""
-        self.mean = torch.empty(0)
+        self.mean = NOTHING
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._deadline = math.inf  # on the monotonic clock

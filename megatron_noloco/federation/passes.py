@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.movement import Movement
+from megatron_noloco.outer.vectors import HOST, NOTHING
 from megatron_noloco.plans.canonical import Block, Holding
 from megatron_noloco.transport.interface import Flight, Message
 
@@ -112,7 +113,7 @@ class Following(Moving):
             if self.gives is not None:
                 sends = [Message(0, _packed(self.gives, self.part(slab, given=True)))]
             blocks = [] if self.gets is None else self.part(slab)
-            packed = torch.empty(_size(blocks))
+            packed = _memory(_size(blocks))
             flight = self.movement.post(sends, [Message(0, packed)], self.tag)
             self._returning.append(_Returning(blocks, packed, flight))
             moved = True
@@ -189,21 +190,21 @@ class Speaking(Moving):
         if _in_one(own, len(place)):  # all of it, as in a replica of one rank: nothing is copied
             here = slice(own[0].own, own[0].own + len(place))
             content, result = (
-                torch.empty(0) if vector is None else vector[here] for vector in (self.gives, self.gets)
+                NOTHING if vector is None else vector[here] for vector in (self.gives, self.gets)
             )
-            return _Slab(place, content.to("cpu"), result, True, [], None)
+            return _Slab(place, content.to(HOST), result, True, [], None)
         parts, receives = [], []
-        content = torch.empty(0 if self.gives is None else len(place))
+        content = NOTHING if self.gives is None else _memory(len(place))
         if self.gives is not None:
             for rank in range(1, len(self.movement.holdings)):
                 blocks = self.movement.holdings[rank].between(place.start, place.stop, given=True)
-                packed = torch.empty(_size(blocks))
+                packed = _memory(_size(blocks))
                 parts.append((blocks, packed))
                 receives.append(Message(rank, packed))
             given = self.part(place, given=True)
             _to_slab(_packed(self.gives, given), given, content, place.start)
         flight = self.movement.post([], receives, self.tag)
-        result = torch.empty(0 if self.gets is None else len(place))
+        result = NOTHING if self.gets is None else _memory(len(place))
         return _Slab(place, content, result, False, parts, flight)
 
     def _deal(self, slab: _Slab) -> None:
@@ -221,7 +222,7 @@ class Speaking(Moving):
     def _hand_out(self, slab: _Slab) -> None:
         if self.gets is None:
             return
-        result = slab.result if len(slab.result) else torch.zeros(len(slab.place))
+        result = slab.result if len(slab.result) else _memory(len(slab.place)).zero_()
         if not slab.in_place:
             own = self.part(slab.place)
             _unpack(_from_slab(result, own, slab.place.start), own, self.gets)
@@ -276,6 +277,10 @@ def _in_one(blocks: Sequence[Block], size: int) -> bool:
     )
 
 
+def _memory(elements: int) -> Tensor:
+    return torch.empty(elements, dtype=torch.float32, device=HOST)
+
+
 def _size(blocks: Sequence[Block]) -> int:
     return sum(block.size for block in blocks)
 
@@ -283,7 +288,7 @@ def _size(blocks: Sequence[Block]) -> int:
 def _packed(vector: Tensor, blocks: Sequence[Block]) -> Tensor:
     """Return the elements at the places `own` of a vector, one block after the other, in host memory."""
     parts = [vector[block.own : block.own + block.size] for block in blocks]
-    return torch.cat(parts).to("cpu") if parts else torch.empty(0)
+    return torch.cat(parts).to(HOST) if parts else NOTHING
 
 
 def _unpack(packed: Tensor, blocks: Sequence[Block], vector: Tensor) -> None:
@@ -301,7 +306,7 @@ def _to_slab(packed: Tensor, blocks: Sequence[Block], slab: Tensor, start: int) 
 def _from_slab(slab: Tensor, blocks: Sequence[Block], start: int) -> Tensor:
     """Return the elements of blocks of a slab, one block after the other."""
     parts = [_window(slab, block, start).reshape(-1) for block in blocks]
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else NOTHING
 
 
 def _window(slab: Tensor, block: Block, start: int) -> Tensor:

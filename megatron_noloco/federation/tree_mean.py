@@ -25,7 +25,7 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, tag_of
-from megatron_noloco.outer.vectors import Ranges
+from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import MOST_SLOTS
 from megatron_noloco.transport.interface import Flight, Message
@@ -97,12 +97,12 @@ class TreeMean:
 
     def __init__(self, replica: Replica, tree: Tree | None) -> None:
         self._replica, self._tree = replica, tree
-        self._vector, self._what, self._tag, self.stopped = torch.empty(0), "", 0, False
+        self._vector, self._what, self._tag, self.stopped = NOTHING, "", 0, False
         self.report = ExchangeReport(())
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
-        self._vector, self.report = vector.to("cpu"), ExchangeReport(group)
+        self._vector, self.report = vector.to(HOST), ExchangeReport(group)
         self._what, self._tag = what, tag_of(number, Channel.FINAL)
 
     def progress(self) -> Iterator[MeanPiece]:
@@ -226,7 +226,7 @@ class _Link:
         self._has_ours = False  # the vector, as we know, over a connection that has not been lost since
         self._sent: Flight | None = None
         self._came: Flight | None = None
-        self._list = torch.zeros(0)
+        self._list = NOTHING
 
     def wait(self, ours: Set[int] | None, receives: bool) -> tuple[bool, list[int]] | None:
         """Wait until the other slot takes a list of replicas, or its own has come; None: neither happens any more.
@@ -281,9 +281,13 @@ class _Link:
         """Post what is not under way."""
         post = self._tree.transport.post
         if ours is not None and not self._has_ours and self._sent is None:
-            listed = torch.zeros(MOST_SLOTS, dtype=torch.uint8)
+            listed = _no_slots()
             listed[list(ours)] = 1
             self._sent = post([Message(self._slot, listed)], [], self._tag)
         if receives and self._came is None:
-            self._list = torch.zeros(MOST_SLOTS, dtype=torch.uint8)  # a late one goes where the last one was
+            self._list = _no_slots()  # a late one goes where the last one was
             self._came = post([], [Message(self._slot, self._list)], self._tag)
+
+
+def _no_slots() -> Tensor:
+    return torch.zeros(MOST_SLOTS, dtype=torch.uint8, device=HOST)

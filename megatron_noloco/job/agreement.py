@@ -47,7 +47,7 @@ def voting() -> Vote:
     group = dist.new_group(backend="gloo")
 
     def vote(numbers: Sequence[int]) -> list[int]:
-        smallest = torch.tensor(numbers, dtype=torch.int64)
+        smallest = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group)
         return smallest.tolist()
 

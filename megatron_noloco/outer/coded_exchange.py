@@ -47,7 +47,7 @@ from megatron_noloco.outer.payload import (
     wide_type,
 )
 from megatron_noloco.outer.stretch import Alone, Session, Stretch, divided
-from megatron_noloco.outer.vectors import HOST, Ranges, Spans
+from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges, Spans
 from megatron_noloco.outer.weights import wait_for
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import keeps_rounding
@@ -93,7 +93,7 @@ class CodedExchange(Exchange):
         super().__init__(transport, place, channel, deadline_seconds, blocks_in(coding.stretch) * BLOCK)
         self.coding = coding
         self._codec = Codec(coding.bits)
-        self._signs = torch.empty(0)
+        self._signs = NOTHING
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         if not self._under_way:
@@ -112,7 +112,7 @@ class CodedExchange(Exchange):
         members, first = len(self.report.group), self._posted - len(part)
         if members == 1:
             return Alone(self._session, part)
-        coded = torch.ones(blocks_in(len(part)), dtype=torch.bool)
+        coded = torch.ones(blocks_in(len(part)), dtype=torch.bool, device=HOST)
         for start, stop in self._exact:
             coded[max(0, start - first) // BLOCK : max(0, blocks_in(stop - first))] = False
         rounding = None if self.rounding is None else self.rounding[first : self._posted]
@@ -198,7 +198,7 @@ class CodedStretch(Stretch):
         if unequal:
             raise UnequalError
         coded.copy_(right)
-        sizes = torch.full((len(steps),), float(BLOCK)).mul_(coded)
+        sizes = torch.full_like(steps, BLOCK).mul_(coded)
         if len(sizes):
             sizes[-1] *= 1 - (len(steps) * BLOCK - elements) / BLOCK
         error = float((steps.square() * sizes).sum()) / 12

@@ -17,7 +17,7 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import CHANNELS, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.stretch import Session, Stretch, in_fp32
-from megatron_noloco.outer.vectors import Buffers, Ranges, Spans
+from megatron_noloco.outer.vectors import NOTHING, Buffers, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Transport
@@ -112,7 +112,7 @@ class Exchange:
         self.done = False
         self._under_way = False
         self._buffers = Buffers()
-        self._vector = torch.empty(0)
+        self._vector = NOTHING
         self._what = ""
         self._exact: Ranges = ()
         self._session: Session

@@ -2,8 +2,7 @@
 
 from enum import IntEnum
 
-import torch
-
+from megatron_noloco.outer.vectors import NOTHING
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, Flight, Message, Transport
@@ -58,7 +57,6 @@ class Contacts:
         self._place = place
         self._opened: set[int] = set()
         self._flights: list[Flight] = []
-        self._empty = torch.empty(0)
 
     def open(self, group: Group, number: int) -> None:
         """Greet the members without a connection yet. All members call it, at any time before the round.
@@ -71,8 +69,8 @@ class Contacts:
         new = {self._place.rank_of(member) for member in group} - {me} - self._opened
         if new:
             self._opened |= new
-            sends = [Message(rank, self._empty) for rank in sorted(new) if rank > me]
-            receives = [Message(rank, self._empty) for rank in sorted(new) if rank < me]
+            sends = [Message(rank, NOTHING) for rank in sorted(new) if rank > me]
+            receives = [Message(rank, NOTHING) for rank in sorted(new) if rank < me]
             self._flights.append(self._transport.post(sends, receives, tag_of(number, Channel.CONTACTS)))
 
     def progress(self) -> None:

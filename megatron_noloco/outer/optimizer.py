@@ -35,7 +35,11 @@ def rounds_to_lists(state: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 def rounds_from_lists(lists: Mapping[str, list[Any]]) -> dict[str, Tensor]:
     """Return the tensors that `rounds_to_lists` was given."""
-    return {name: torch.tensor(lists[name], dtype=dtype) for name, dtype in ROUNDS.items() if name in lists}
+    return {
+        name: torch.tensor(lists[name], dtype=dtype, device=HOST)
+        for name, dtype in ROUNDS.items()
+        if name in lists
+    }
 
 
 class Apart(Protocol):
@@ -280,10 +284,9 @@ class OuterOptimizer:
         self._idle += self._under_way
         self._under_way = []
         self.slow_weights.copy_(state["slow_weights"])
-        if self.momentum is not None:
-            self.momentum.copy_(state.get("outer_momentum", torch.zeros(())))
-        if self.rounding is not None:
-            self.rounding.copy_(state.get("rounding", torch.zeros(())))
+        for name, kept in (("outer_momentum", self.momentum), ("rounding", self.rounding)):
+            if kept is not None:
+                kept.copy_(state[name]) if name in state else kept.zero_()
         if "correction" not in state:
             return
         cut_elsewhere = moved and len(self._fragments) > 1
@@ -299,11 +302,13 @@ class OuterOptimizer:
         """A vector as long as all weights, free while no exchange is under way."""
         rounds = [*self._idle, *self._under_way]
         whole = self._longest == self.weights.length and rounds
-        return rounds[0].combined if whole else torch.empty(self.weights.length)
+        if whole:
+            return rounds[0].combined
+        return torch.empty(self.weights.length, dtype=torch.float32, device=HOST)
 
     @property
     def _schedule(self) -> Tensor:
-        return torch.tensor([self.local_steps, self.settings.fragments])
+        return torch.tensor([self.local_steps, self.settings.fragments], dtype=torch.int64, device=HOST)
 
     def _begin(self, round_index: int, fragment: int, due: int) -> Round:
         group, number = self._group_of(round_index, fragment)
@@ -391,7 +396,7 @@ class NoRounds:
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:
         """Give the fast weights, copied to host memory, and put them back on leaving; see `OuterOptimizer`."""
-        fast = torch.empty(self.weights.length, dtype=torch.float32)
+        fast = torch.empty(self.weights.length, dtype=torch.float32, device=HOST)
         with self.weights.kept_in(fast):
             yield fast
 

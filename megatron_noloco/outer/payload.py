@@ -42,7 +42,7 @@ where a CPU divides by 5, and a pair of both would not agree on steps.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of
 _FINEST = 2.0**-22  # of the root mean square of c: a finer step is below the resolution of fp32
 _SMALLEST = 2.0**-100  # step where all is zero
 _AT_ONCE = 8192  # blocks in which steps are found; and that a GPU works on at a time: few, long kernels
-_NONE = torch.zeros(1, dtype=torch.int8)
+_NONE = torch.zeros(1, dtype=torch.int8, device=HOST)
 
 
 class UnequalError(ConnectionError):
@@ -136,9 +136,11 @@ class Codec:
         self.bits, self.device = bits, device
         self.block_bytes = BLOCK * bits // 8
         self.at_once = _PIECE if device.type == "cpu" else _AT_ONCE
-        empty = partial(torch.empty, self.at_once, BLOCK, device=device)
-        self._floats, self._small = empty(), empty(dtype=torch.int8)
-        self._integers, self._weighted, self._sums = (empty(dtype=torch.int32) for _ in range(3))
+        self._floats = torch.empty(self.at_once, BLOCK, dtype=torch.float32, device=device)
+        self._small = torch.empty_like(self._floats, dtype=torch.int8)
+        self._integers, self._weighted, self._sums = (
+            torch.empty_like(self._floats, dtype=torch.int32) for _ in range(3)
+        )
         self._weights = _checksum_weights().to(device)
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
@@ -204,7 +206,7 @@ class Codec:
         right, unequal = steps > 0, torch.zeros((), dtype=torch.bool, device=self.device)
         total = self._sums[: len(steps)].zero_()
         least, most = torch.zeros(2, len(steps), BLOCK, dtype=torch.int8, device=self.device)
-        squares = torch.zeros(len(steps), device=self.device)
+        squares = torch.zeros_like(steps)
         for other in coded[1:]:
             m, fits, differ = self.differences(steps, coded[0], other)
             right &= fits
@@ -311,8 +313,8 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
     first, *others = sketches
     holds = _RANGE_KEPT if keeps_rounding(bits, len(sketches)) else RANGE[bits]
     for at in slices(len(first), _AT_ONCE):
-        difference = torch.zeros(len(out[at]))
         size = _energy(first[at])
+        difference = torch.zeros_like(size)
         for other in others:
             difference += _energy(first[at] - other[at]) / len(others)
             size += _energy(other[at])

@@ -45,7 +45,7 @@ from torch import Tensor
 from megatron_noloco.errors import UserError
 from megatron_noloco.outer.exchange import AnyExchange
 from megatron_noloco.outer.finite_mean import MEASURED, ExchangeReport, MeanPiece
-from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
+from megatron_noloco.outer.vectors import HOST, Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 
 
@@ -217,7 +217,7 @@ class Round:
         """Return what a checkpoint keeps of a complete round. Times are left out: they belong to this process."""
         of_exchange = [getattr(self.report, name) for name in MEASURED]
         numbers = [self.fragment.index, self.index, self.due, *of_exchange, *self.report.group]
-        return torch.tensor(numbers, dtype=torch.float64)
+        return torch.tensor(numbers, dtype=torch.float64, device=HOST)
 
     def resume(self, numbers: Tensor, fragments: Sequence[Fragment], correction: Tensor) -> None:
         """Become the complete round that `numbers` describe; `correction` is that of all weights."""

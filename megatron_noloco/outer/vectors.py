@@ -19,6 +19,7 @@ from megatron_noloco.outer.weights import Joined, Weights, wait_for
 from megatron_noloco.settings import NolocoSettings
 
 HOST = torch.device("cpu")
+NOTHING = torch.empty(0, dtype=torch.float32, device=HOST)
 _PORTABLE = 1  # cudaHostRegisterPortable
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
 _AHEAD = 3  # such pieces under way from a GPU
@@ -29,6 +30,12 @@ def buffer(length: int, device: torch.device, dtype: torch.dtype = torch.float32
     if device.type == "cpu" and torch.cuda.is_available():
         return _pinned(length, dtype)
     return torch.empty(length, dtype=dtype, device=device)
+
+
+def number_tensor(value: int | float) -> Tensor:
+    """Return a number as torch's optimizers keep it, whatever the default dtype is."""
+    dtype = torch.float32 if isinstance(value, float) else torch.int64
+    return torch.tensor(value, dtype=dtype, device=HOST)
 
 
 def _pinned(length: int, dtype: torch.dtype) -> Tensor:

@@ -76,7 +76,7 @@ class Weights(ABC):
 
     def read(self) -> Tensor:
         """Return a copy of the whole vector in host memory."""
-        flat = torch.empty(self.length, dtype=torch.float32)
+        flat = torch.empty(self.length, dtype=torch.float32, device="cpu")
         self.read_into(flat)
         return flat
 

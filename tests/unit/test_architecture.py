@@ -129,6 +129,15 @@ PRIVATE = {
     f"{PACKAGE}/cli/main.py": {"_SubParsersAction", "_actions"},
 }
 DOCUMENTED = {"_exit", "_replace", "_asdict"}  # of os and of named tuples
+# What also runs in programs of users, which may have set another default dtype or device.
+ANY_DEFAULTS = tuple(
+    f"{PACKAGE}/{room}/"
+    for room in ("attach", "checkpoint", "engine", "federation", "job", "outer", "transport")
+)
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace"),
+    *("normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "zeros"),
+}
 WITHOUT_TORCH = tuple(f"{PACKAGE}/{room}/" for room in ("plans", "config"))
 
 
@@ -161,6 +170,8 @@ def violations(path: str, source: str) -> list[str]:
             f"only {' and '.join(DOORS['deepspeed'])} may reach into deepspeed ({name})"
             for name in sorted(INSIDES_OF_DEEPSPEED & names_of_attributes(source))
         ]
+    if path.startswith(ANY_DEFAULTS):
+        broken += [f"{made} without dtype and device" for made in made_by_default(source)]
     if path != ENTRANCE and not path.startswith(CLI):
         calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
         broken += [
@@ -181,6 +192,23 @@ def evaluating(path: str, source: str) -> set[str]:
             found |= {f"{called}({name})" for name in ("shell", "allow_pickle") if name in options}
             found |= {called} if ast.unparse(options.get("trust_remote_code", node)) == "True" else set()
     return found
+
+
+def made_by_default(source: str) -> Iterator[str]:
+    """Tensors whose type or place is the default: a factory of torch must be called with dtype and device."""
+    nodes = list(ast.walk(ast.parse(source)))
+    right = {
+        node.func
+        for node in nodes
+        if isinstance(node, ast.Call) and {"dtype", "device"} <= {one.arg for one in node.keywords}
+    }
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node not in right:
+            module, _, name = ast.unparse(node).rpartition(".")
+            if module == "torch" and name in FACTORIES:
+                yield f"torch.{name}, line {node.lineno},"
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from (f"{name.name}, line {node.lineno}," for name in node.names if name.name in FACTORIES)
 
 
 def names_of_attributes(source: str) -> set[str]:
@@ -321,6 +349,16 @@ def test_the_picture_shows_these_rooms() -> None:
         ("outer/a.py", "import pydantic", f"only {' and '.join(DOORS['pydantic'])} may import pydantic"),
         ("model/a.py", "from megatron import training", "nobody imports megatron.training"),
         ("outer/a.py", "def f():\n    print(1)", "print, line 2"),
+        ("outer/a.py", "from torch import zeros", "zeros, line 1, without dtype and device"),
+        *(
+            ("outer/a.py", source, f"torch.{name}, line 1, without dtype and device")
+            for source, name in [
+                ("torch.empty(0)", "empty"),
+                ("torch.zeros(3, dtype=torch.int8)", "zeros"),
+                ("torch.tensor(1.0, device='cpu')", "tensor"),
+                ("partial(torch.ones, dtype=torch.int8, device='cpu')", "ones"),
+            ]
+        ),
         ("attach/a.py", "engine.optimizer._clear()", "_clear is private to another package"),
         *(
             ("attach/a.py", source, f"{name} evaluates what it is given")
