@@ -279,7 +279,7 @@ def test_what_travels_is_a_fast_part_and_a_slow_part_known_before_the_phase(
 @pytest.mark.parametrize(("replicas", "group_size"), [(8, 2), (6, 3)])
 def test_the_spread_seen_by_the_groups_is_unbiased(replicas: int, group_size: int) -> None:
     """Fact 7. Some replicas stray eight times as far as others, so only the mean over groups can be right."""
-    strays = torch.arange(1, replicas + 1).view(-1, 1)
+    strays = torch.arange(1.0, replicas + 1).view(-1, 1)
     theta = 3.0 + 0.01 * strays * noise(replicas, 300, seed=12)
     fleet = Fleet(torch.full_like(theta, 3.0), group_size)
     estimates = []

@@ -41,7 +41,7 @@ CHANNELS = (20, 21)  # of messages beside those of the round
 
 def vector(rank: int, life: int, number: int) -> Tensor:
     """A vector that no other process or round has; sums and means of two are exact."""
-    return torch.arange(ELEMENTS) + 4096.0 + 128 * rank + 512 * life + 16384 * number
+    return torch.arange(ELEMENTS, dtype=torch.float32) + 4096.0 + 128 * rank + 512 * life + 16384 * number
 
 
 def content(sender: int, life: int, tag: int) -> Tensor:
