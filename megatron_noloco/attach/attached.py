@@ -131,8 +131,8 @@ class Attached:
             self._adapter.check_all()
             while self._unchecked:  # before the first round
                 check_no_weights(self._unchecked.pop(0))
-        if self._health is not None:
-            self._health.after_step(self.done, ())
+            if self._health is not None:
+                self._health.check()
         reports = []
         if self.outer.place.replicas > 1:
             with now.doing(f"in the round after local step {self.done}"):

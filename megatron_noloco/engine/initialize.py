@@ -63,6 +63,8 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         )
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         read_norm_once(engine.optimizer)
+        # At its lowest scale DeepSpeed's scaler of fp16 would raise; `Health` counts the skipped steps.
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     # One call of step() per batch: the schedule has already run all microbatches.
     engine.set_gradient_accumulation_boundary(True)
     return engine

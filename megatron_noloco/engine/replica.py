@@ -1,5 +1,6 @@
 """Trains one replica: Megatron-core's pipeline runs forward and backward, DeepSpeed the rest of a step."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -38,6 +39,9 @@ class ReplicaEngine:
 
     Args:
         ds_config: DeepSpeed's configuration with the three batch numbers filled in; see `deepspeed_settings`.
+
+    Attributes:
+        lost_step: whether the last local step was skipped although the loss scale could not be lowered.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class ReplicaEngine:
         self._gradients = PartialGradients(stage, groups, self._optimizer, self._tied)
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
         self._device = self.pipeline.communicator.device
+        self.lost_step = False
         self._computing, self._stepping = StreamClock(self._device), StreamClock(self._device)
         if stage.config.fp16:
             stage.config.grad_scale_func = lambda loss: loss * self._optimizer.loss_scale
@@ -78,6 +83,8 @@ class ReplicaEngine:
         Returns the losses on the last stage, an empty list elsewhere.
         """
         self._deepspeed.module.train()
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        lowest = getattr(scaler, "min_scale", math.inf) >= getattr(scaler, "cur_scale", 1.0)
         with self._computing.running():
             losses = self.pipeline.run(read, routes, self.microbatches, after_backward=self._reduce_one)
         self.record("time/forward_backward_seconds", self._computing.take(), PER_STEP)
@@ -93,7 +100,9 @@ class ReplicaEngine:
         self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
         self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
         # `overflow`: the gradient's norm was not finite, and neither weights nor moments changed.
-        self.record("train/skipped_steps", int(self._optimizer.overflow), Reduction(total, largest))
+        skipped = self._optimizer.overflow
+        self.record("train/skipped_steps", int(skipped), Reduction(total, largest))
+        self.lost_step = bool(skipped) and lowest
         return losses
 
     def _progress_while_computing(self) -> None:

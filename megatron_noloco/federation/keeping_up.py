@@ -1,33 +1,24 @@
-"""Has a job of a federation keep up with the others, and end where its weights are no longer finite."""
+"""Has a job of a federation keep up with the others."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.partners import AT_ITS_END, FINAL, LEFT, is_at_end, is_far_behind
-from megatron_noloco.outer import Weights
-from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
+from megatron_noloco.plans.fragments import due_after, next_after
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
-_MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
 
 
 class UntrainedError(RuntimeError):
     """Raised where the others have trained, and this replica has no weights with which it could join them."""
-
-
-class NotFiniteError(RuntimeError):
-    """Raised where weights or losses of this replica are not finite. Save nothing; the last checkpoint is good."""
 
 
 @dataclass
@@ -251,61 +242,3 @@ class KeepingUp:
         """Return the number of the last exchange before the next local step; -1 where there was none."""
         round_index, fragment = next_after(done, self._noloco.local_steps, self._noloco.fragments)
         return round_index * self._noloco.fragments + fragment - 1
-
-
-class Health:
-    """Ends a replica whose weights or losses are no longer finite, before others or a checkpoint get them.
-
-    The training loop calls it after each local step and before each save, alike on all ranks of the replica.
-
-    Args:
-        weights: of this rank.
-        local_steps, fragments: k and F.
-        agree: see `job.agreement.voting`.
-    """
-
-    def __init__(
-        self,
-        weights: Weights,
-        local_steps: int,
-        fragments: int,
-        agree: Callable[[Sequence[int]], list[int]],
-    ) -> None:
-        self._weights = weights
-        self._schedule = local_steps, fragments
-        self._agree = agree
-        self._finite: list[Tensor] = []  # whether the losses were, for each step since the last check
-        self._lost_steps = 0
-
-    def after_step(self, done: int, losses: Sequence[Tensor]) -> None:
-        """Note the losses of a local step, and check before the weights, or a fragment, are sent.
-
-        Raises as `check` does.
-
-        Args:
-            done: local steps so far.
-            losses: of the microbatches; empty on ranks that compute none.
-        """
-        if losses:
-            self._finite.append(torch.stack(list(losses)).isfinite().all())
-        if fragment_after(done, *self._schedule) is not None:
-            self.check()
-
-    def check(self) -> None:
-        """Raise NotFiniteError if a weight is not finite, or the losses of the last 10 steps were not."""
-        for finite in self._finite:
-            self._lost_steps = 0 if finite else self._lost_steps + 1
-        self._finite.clear()
-        weights = all(map(_is_finite, self._weights.parts()))
-        sound = self._agree([weights, self._lost_steps < _MOST_LOST_STEPS])
-        for name, fine in zip(("weights are", "loss is"), sound, strict=True):
-            if not fine:
-                raise NotFiniteError(
-                    f"this replica's {name} no longer finite, so its job ends before that reaches others or a "
-                    "checkpoint; started again, it continues from its newest checkpoint"
-                )
-
-
-def _is_finite(part: Tensor) -> bool:
-    """Whether all elements are. A sum is quick, but one of finite fp16 numbers may be infinite."""
-    return bool(part.sum().isfinite() or part.sum(dtype=torch.float32).isfinite())

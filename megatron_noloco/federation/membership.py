@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.commit import Replica, committing
 from megatron_noloco.federation.handover import Handover, Keeper, Taken
-from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, Health, KeepingUp, UntrainedError
+from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, KeepingUp, UntrainedError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import Alike, run_number
 from megatron_noloco.federation.movement import Held, movement_of
@@ -25,6 +25,7 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import Vote, of_rank_0, voting
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
+from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
@@ -102,7 +103,11 @@ class Membership:
 
     def health(self, weights: Weights) -> Health:
         """Return what ends this replica where its weights are no longer finite."""
-        return Health(weights, self.noloco.local_steps, self.noloco.fragments, self._agree)
+        return Health(weights, self._agree)
+
+    def sends_after(self, done: int) -> bool:
+        """Return whether a round of weights, or of a fragment, begins after this local step."""
+        return fragment_after(done, self.noloco.local_steps, self.noloco.fragments) is not None
 
     # All methods from here on are collectives of the replica.
 

@@ -40,11 +40,16 @@ def of_rank_0(value: Value) -> Value:
     return holder[0]
 
 
-def voting() -> Vote:
-    """Return how all ranks of the job vote, on the host, beside other collectives. A collective itself."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def voting(group: dist.ProcessGroup | None = None) -> Vote:
+    """Return how ranks vote, on the host.
+
+    Args:
+        group: the ranks, with a backend for the CPU; None: all ranks of the job, in a group of their own beside
+            other collectives. To make that group is a collective.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return list
-    group = dist.new_group(backend="gloo")
+    group = group or dist.new_group(backend="gloo")
 
     def vote(numbers: Sequence[int]) -> list[int]:
         smallest = torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -15,12 +15,14 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
+from megatron_noloco.job.agreement import voting
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.outer import (
     Channel,
     Exchange,
     mean_model,
 )
+from megatron_noloco.outer.health import Health
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.training.evaluator import Evaluator
@@ -88,10 +90,10 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         checkpointer=checkpointer,
         monitor=monitor,
         stopping=joined.stopping,
+        health=Health(engine.weights, voting(groups.replica)),
         final_average=build_final_average(config, outer, membership),
         choices=chosen_later,
         membership=membership,
-        health=membership.health(engine.weights) if membership else None,
         takes_over=config.checkpoint.load == "auto",
     )
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.keeping_up import Health
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.metrics import LAST
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Rounds
+from megatron_noloco.outer.health import Health
 from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.rounds import Choice, FinalAverage
 
@@ -63,10 +63,10 @@ class Run:
     checkpointer: Checkpointer
     monitor: Monitor
     stopping: Stopping
+    health: Health
     final_average: FinalAverage | None = None
     choices: Sequence[Choice] = ()  # of settings that the run has still to choose, one after the other
     membership: Membership | None = None  # of a federation
-    health: Health | None = None  # in a federation
     takes_over: bool = False  # at the beginning, the state of a replica that is far ahead
 
     def train(self) -> bool:
@@ -124,8 +124,9 @@ class Run:
             started = time.perf_counter()
             with now.doing(f"computing local step {done}"):
                 losses = self.engine.train_batch(*self.loader.step(step))
-            if self.health is not None:
-                self.health.after_step(done, [loss.loss for loss in losses])
+            self.health.after_step([loss.loss for loss in losses], self.engine.lost_step)
+            if self.membership is not None and self.membership.sends_after(done):
+                self.health.check()
             with now.doing(f"in the round after local step {done}"):
                 self._round(done, time.perf_counter() - started)
             if done < self.schedule.steps:
@@ -167,7 +168,7 @@ class Run:
             if self.schedule.evaluates_after(before, done):
                 evaluated = self._evaluate(done)
             if self.schedule.saves(before, done):
-                self._save(done)
+                self._save(done, last=done == self.schedule.steps)
         return evaluated
 
     def _next_step(self, done: int) -> int:
@@ -215,7 +216,7 @@ class Run:
 
     def _exchange_once_more(self, membership: Membership, done: int) -> int:
         """Exchange before the next round is due; return after how many local steps a resume goes on."""
-        if self.health is None or not isinstance(self.outer, OuterOptimizer):
+        if not isinstance(self.outer, OuterOptimizer):
             return done
         self.health.check()
         with now.doing(f"exchanging once more after local step {done}, at which it was asked to stop"):
@@ -232,8 +233,9 @@ class Run:
         if self.checkpointer.saved_step != done:
             self._save(done)
 
-    def _save(self, done: int) -> None:
-        if self.health is not None:
-            self.health.check()
+    def _save(self, done: int, last: bool = True) -> None:
+        """Save, unless the last local step was lost and more of them follow: ten would push out what is good."""
+        if not (self.health.check() or last):
+            return
         report = self.checkpointer.save(done, self.monitor.metrics.counters)
         self.monitor.saved(report.step, report.pause_seconds, report.error)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
@@ -394,6 +395,29 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(changes: dict[str, 
         assert recorded["train/skipped_steps"] == [0, 1, 0]
         assert [math.isinf(norm) for norm in recorded["train/grad_norm"]] == [False, True, False]
         assert recorded["train/learning_rate"][1] == recorded["train/learning_rate"][2]
+
+
+def lost_steps(rank: int, world_size: int, scale: float) -> list[bool]:
+    """Whether each of five steps without a finite gradient was lost, with fp16's scaler and lowest scale 1."""
+    config, groups, stage = build(tiny(), world_size)
+    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    raises = engine._optimizer.loss_scaler.raise_error_at_min_scale
+    engine._optimizer.loss_scaler = DynamicLossScaler(scale, 1000, 1.0, 2, False, raises)
+    next(stage.parameters()).data.fill_(math.nan)
+    routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
+    lost = []
+    for step in range(5):
+        engine.train_batch(
+            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
+        )
+        lost.append(engine.lost_step)
+    return lost
+
+
+@pytest.mark.parametrize(("scale", "lost"), [(4.0, [False] * 3 + [True] * 2), (1.0, [True] * 5)])
+def test_steps_that_lower_the_scale_of_fp16_are_not_lost(scale: float, lost: list[bool]) -> None:
+    """With a hysteresis of 2 the second overflow does. At the lowest scale a step is lost; nothing is raised."""
+    assert run_ranks(1, lost_steps, scale) == [lost]
 
 
 # Master and working weights

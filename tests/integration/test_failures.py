@@ -9,10 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_noloco.cli.exit_codes import StoppedError
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.cli.errors import StoppedError
 from megatron_noloco.cli.main import main
 from megatron_noloco.job import watchdog
 from tests.harness import REPOSITORY, by_hand, free_port, run_launcher
+from tests.integration.chaos import Run
 from tests.integration.launched import PATIENCE_SECONDS, launched
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
@@ -20,6 +22,21 @@ WAITING = "computing local step 3: waiting for the activations of microbatch 0 f
 FAULTY = "tests.integration.faulty_run"
 MPIRUN = Path(sys.executable).parent / "mpirun"
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_whose_steps_are_all_skipped_ends_and_keeps_its_checkpoint(
+    replicas: int, tmp_path: Path
+) -> None:
+    """A step at an absurd rate leaves weights with which no gradient is finite. Each step is to be saved."""
+    run = Run(tmp_path, {"parallel": {"replicas": replicas}, "checkpoint": {"save_interval": 1}})
+    run.change({"noloco": {"local_steps": 4}, "gradient_clipping": 0.0, "scheduler": None})
+    run.launch(replicas, changes={"training": {"train_iters": 4}})
+    outcomes = run.launch(replicas, changes={"optimizer": {"params": {"lr": 1e18}}})
+    assert [outcome.code for outcome in outcomes] == [1] * replicas, outcomes
+    (line,) = "".join(outcome.err for outcome in outcomes).splitlines()
+    assert "the last 10 local steps were skipped" in line
+    assert [catalog.step_of(folder) for folder in catalog.steps(run.checkpoints)] == [5, 4]
 
 
 def config_of_two_stages(folder: Path, replicas: int, **training: object) -> str:

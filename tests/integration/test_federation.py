@@ -508,7 +508,7 @@ def poisons_itself(step: int) -> None:
 def test_a_replica_whose_weights_are_not_finite_ends_and_continues(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the midst of a local phase, where a save is due. No other replica comes."""
+    """Before the next round. No other replica comes."""
     monkeypatch.setattr(membership, "FIRST_SECONDS", 0.0)
     more = {
         "noloco": {"local_steps": 4},
@@ -516,14 +516,14 @@ def test_a_replica_whose_weights_are_not_finite_ends_and_continues(
         "checkpoint": {"save_interval": 3},
     }
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
-        federation.start(0, disturb=partial(poisons_itself, 6))
+        federation.start(0, disturb=partial(poisons_itself, 7))
         assert federation.exit_codes(0) == [1]
         log = federation.log(0)
-        assert "this replica's weights are no longer finite" in log
+        assert "weights of this replica are no longer finite" in log
         assert "Traceback" not in log
         federation.start(0)
         federation.wait()
-        assert "step 3, " in federation.log(0).removeprefix(log)
+        assert "step 6, " in federation.log(0).removeprefix(log)
         assert math.isfinite(federation.rows(0)[-1]["train/loss"])
 
 

@@ -5,7 +5,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,13 +13,10 @@ from megatron_noloco.federation.control import State
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keeping_up import (
     AT_ITS_END,
-    Health,
     KeepingUp,
-    NotFiniteError,
     UntrainedError,
 )
 from megatron_noloco.federation.partners import FederationPartners, Patience, Standing
-from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -236,27 +232,3 @@ def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
     there = [(3, True)] * 5
     assert end_with([*there, lost, lost, at_end], 6.0) == (7.0, (0, 1))
     assert end_with([*there, *[lost] * 100], 6.0) == (11.0, (0,))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_only_weights_that_are_not_finite_end_a_replica(dtype: torch.dtype) -> None:
-    """Not those whose sum is more than fp16 can hold."""
-    weights = torch.full((100_000,), 3.0, dtype=dtype)
-    health = Health(TorchWeights([weights]), 1, 1, list)
-    health.check()
-    for wrong in (float("nan"), float("inf")):
-        weights[7] = wrong
-        with pytest.raises(NotFiniteError, match="weights are no longer finite"):
-            health.check()
-
-
-def test_weights_are_looked_at_before_each_fragment_is_sent() -> None:
-    """With 4 local steps and 2 fragments that is after steps 2, 4, 6, ..."""
-    health = Health(TorchWeights([torch.tensor([float("nan")])]), 4, 2, list)
-    ended = []
-    for done in range(1, 9):
-        try:
-            health.after_step(done, ())
-        except NotFiniteError:
-            ended.append(done)
-    assert ended == [2, 4, 6, 8]
