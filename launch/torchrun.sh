@@ -28,7 +28,7 @@ fi
 # job.torchrun is torchrun with the exit code of the ranks: on SIGTERM they finish their step, save and end the job with
 # 0. A second one ends it at once.
 ask_job() { kill -TERM "$job"; }
-end_job() { kill -HUP "$job"; kill -TERM "$job"; } # a HUP that nohup has it ignore is lost until its imports are done
+end_job() { kill -QUIT "$job"; kill -TERM "$job"; } # QUIT, which shells have it ignore, is lost until its imports are done
 # shellcheck disable=SC2086  # several options in one variable
 run_job "$PYTHON" -m megatron_noloco.job.torchrun $where --nproc-per-node "$ranks" \
     -m megatron_noloco train "$config" "$@"

@@ -1,6 +1,7 @@
-"""No test cuts the power, so nothing is written through to the disk: that takes milliseconds for each file."""
+"""What all tests share: no writing through to the disk, and signals as in a terminal."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,13 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def no_fsync() -> Iterator[None]:
-    """Also for the ranks that are forked from the process of the tests."""
+    """No test cuts the power, and it takes milliseconds for each file, also in ranks forked from this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_not_ignored() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and with it all that these tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_noloco.cli.exit_codes import LostError, StoppedError
 from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.job import activity
+from megatron_noloco.job.lasting_output import lasting_output
 from megatron_noloco.job.launcher import may_be_first
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.job.start_up import importing
@@ -64,7 +65,7 @@ def _train(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     # The launchers under launch/deepspeed.sh ignore it, and so do the processes that they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    with Watchdog(config.training.watchdog_seconds):
+    with lasting_output(), Watchdog(config.training.watchdog_seconds):
         try:
             return _run(prepared, args.progress)
         except Exception as error:

@@ -1,6 +1,7 @@
 """Reads the environment variables of launchers; no other file names them."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -156,6 +157,11 @@ def on_a_terminal(environ: Environ) -> bool:
     Open MPI gives every rank a terminal of its own, even where the output of mpirun goes to a file.
     """
     return sys.stdout.isatty() and _OPEN_MPI.rank not in environ
+
+
+def spared_by_nohup(number: int) -> bool:
+    """Return whether this is SIGHUP and ignored, as below nohup: the job is to outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def tell_launch_script(environ: Environ) -> None:

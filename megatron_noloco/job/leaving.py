@@ -100,8 +100,9 @@ def fail(text: str, exit_code: int, is_cause: bool = True) -> int:
     if not first.is_own:
         time.sleep(GRACE_SECONDS)
         return first.exit_code
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # a reader that is gone
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:  # as torch.distributed.elastic.multiprocessing.errors documents it
         failed_at = time.time() + (0 if is_cause else GRACE_SECONDS)

@@ -1,7 +1,8 @@
 """Stops a run early, at the same step on every rank, without a collective.
 
-A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, or the stop file,
-for which rank 0 looks. A request to one rank is enough. The ranks then agree through the job's key-value store:
+A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), SIGHUP (a closed terminal), one Ctrl-C,
+`exit_duration_minutes`, a notice (`notice_of`), or the stop file. Rank 0 looks for the last two. A request to one
+rank is enough. The ranks then agree through the job's key-value store:
 
 1. The rank that received the request writes it into the store, which the others poll twice a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more until every rank has
@@ -31,12 +32,12 @@ import torch.distributed as dist
 
 from megatron_noloco.job import agreement, leaving
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.launcher import tell_launch_script
+from megatron_noloco.job.launcher import spared_by_nohup, tell_launch_script
 from megatron_noloco.job.run_folder import asks_to_leave, stop_request
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_LEAVE = "the command stop --leave"
-_LEAVING = ("SIGTERM", "SIGUSR1", _LEAVE)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_NOTICE, _LEAVE = "federation.notice_command", "the command stop --leave"
+_LEAVING = ("SIGTERM", "SIGUSR1", "SIGHUP", _NOTICE, _LEAVE)
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 30.0
 _PARTS = 1 << 24  # more than an evaluation has; the numbers of two steps are as far apart
@@ -65,7 +66,11 @@ class Stopping:
         self._agreed = threading.Event()  # set after a failure, too
         self._poll_now = threading.Event()
         self._closing = False
-        self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in _SIGNALS
+            if not spared_by_nohup(number)
+        }
         tell_launch_script(os.environ)
         self._watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
         self._watcher.start()

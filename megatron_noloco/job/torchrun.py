@@ -1,8 +1,8 @@
 """Runs torchrun with the exit code of its ranks: `python -m megatron_noloco.job.torchrun TORCHRUN_OPTIONS`.
 
 torchrun itself exits with 1 and a long report, however its ranks ended. Here the exit code is that of the rank
-that failed first, which has written the reason. After one SIGTERM or Ctrl-C the ranks save and leave with exit
-code 0.
+that failed first, which has written the reason. After one SIGTERM, SIGHUP or Ctrl-C the ranks save and leave with
+exit code 0.
 """
 
 import logging
@@ -16,16 +16,17 @@ import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-_STOP = (signal.SIGTERM, signal.SIGINT)
-_END = (signal.SIGHUP, signal.SIGQUIT)
+from megatron_noloco.job.launcher import spared_by_nohup
+
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run(arguments: list[str]) -> int:
     """Run torchrun; return the exit code."""
     for number in _STOP:
-        signal.signal(number, _stop)
-    for number in _END:
-        signal.signal(number, _kill)
+        if not spared_by_nohup(number):
+            signal.signal(number, _stop)
+    signal.signal(signal.SIGQUIT, _kill)
     # In the main thread torchrun would handle signals, and kill its ranks; elsewhere it warns that it does not.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
     try:
@@ -43,7 +44,8 @@ def run(arguments: list[str]) -> int:
 def _stop(number: int, frame: FrameType | None) -> None:
     """Ask the ranks, which are this process's children, to save and leave; the next signal kills them."""
     for again in _STOP:
-        signal.signal(again, _kill)
+        if not spared_by_nohup(again):
+            signal.signal(again, _kill)
     for rank in psutil.Process().children():
         rank.send_signal(signal.SIGUSR1)
 

@@ -34,6 +34,12 @@ class Launched:
         commands = ((process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
         return [process for process, words in commands if self.config in words and self.module in words[:4]]
 
+    def launcher(self) -> psutil.Process:
+        """Return what the script has started on the first host, in a session of its own."""
+        script = self.processes[0].pid
+        (launcher,) = [child for child in psutil.Process(script).children() if os.getsid(child.pid) != script]
+        return launcher
+
     def wait_until(self, condition: str | Callable[[], bool]) -> None:
         """Wait until the run has said this, or the condition holds."""
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -133,9 +133,8 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
     with launched("mpirun.sh", 2, config, environ, log=tmp_path / "log", module=FAULTY) as run:
         if not watchdog_seconds:
             run.wait_until("iteration 2/8")
-            (mpirun,) = psutil.Process(run.processes[0].pid).children()
             while WAITING not in run.said:  # they may be asked before they wait
-                mpirun.send_signal(signal.SIGUSR2)
+                run.launcher().send_signal(signal.SIGUSR2)
                 time.sleep(1.0)
         run.wait_until(WAITING)
         assert f"{WAITING} (replica 0, stage 0)" in run.said

@@ -210,6 +210,26 @@ def test_a_signal_before_all_ranks_take_it_ends_the_job_in_one_line(tmp_path: Pa
     assert process.returncode == 128 + signal.SIGHUP
 
 
+@pytest.mark.parametrize("log", ["/dev/full", "a pipe without reader"])
+def test_a_launcher_outlives_the_console(log: str, tmp_path: Path) -> None:
+    """mpirun ends its job when it cannot write; the stand-in does at once."""
+    writes = f'for line in 1 2 3; do echo "$line"; sleep 0.1; done\ntouch {tmp_path}/ended\n'
+    write_programs(tmp_path, {"mpirun": f'[ "$1" != --version ] || exit 0\nset -e\n{writes}'})
+    if log != "/dev/full":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(log, os.O_WRONLY)
+    finished = subprocess.run(
+        [str(REPOSITORY / "launch" / "mpirun.sh"), "8", CONFIG],
+        env={**os.environ, "PYTHON": "true", "MPIRUN": str(tmp_path / "mpirun")},
+        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60,
+    )  # fmt: skip
+    os.close(writer)
+    assert finished.stderr == "stdout cannot be written; training continues without its console\n"
+    assert (finished.returncode, (tmp_path / "ended").exists()) == (0, True)
+
+
 @contextmanager
 def started_and_hung_up(folder: Path, listening: int) -> Iterator["subprocess.Popen[str]"]:
     """launch/mpirun.sh after SIGHUP; of the 8 ranks of its stand-in for mpirun, some already handle signals."""

@@ -3,7 +3,6 @@
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.integration.chaos import Run, assert_same_state
@@ -95,8 +94,7 @@ def test_a_kill_costs_the_steps_since_the_last_save(script: str, victim: str, tm
     environ = {"OMP_NUM_THREADS": "1"}
     with launched(script, RANKS, config, environ, log=tmp_path / "killed") as run:
         run.wait_until((clean.checkpoints / "latest").exists)
-        (launcher,) = psutil.Process(run.processes[0].pid).children()
-        (run.ranks()[-1] if victim == "rank" else launcher).kill()
+        (run.ranks()[-1] if victim == "rank" else run.launcher()).kill()
         assert run.processes[0].wait(PATIENCE_SECONDS) == 137
         run.wait_until(lambda: not run.ranks())
     with launched(script, RANKS, config, environ, log=tmp_path / "log") as run:

@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_noloco.cli.main import main
 from tests.harness import call, run_ranks
 from tests.integration.chaos import command
 from tests.integration.tiny import (
@@ -107,6 +108,23 @@ def test_every_replica_has_a_run_of_wandb(folder: Path) -> None:
         ]
         assert [step for step, _ in logged] == [row["step"] for row in rows]
         assert [numbers.get("train/loss") for _, numbers in logged] == [row.get("train/loss") for row in rows]
+
+
+def without_console(rank: int, world_size: int, config: str) -> tuple[int, str]:
+    """Exit code and stderr of a run whose log lies on a full disk."""
+    already_joined()
+    with open("/dev/full", "w") as log, redirect_stdout(log), redirect_stderr(StringIO()) as said:
+        return main(["train", config]), said.getvalue()
+
+
+def test_a_run_outlives_its_console(tmp_path: Path) -> None:
+    raw = tiny({"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path / "run")}})
+    ((code, said),) = run_ranks(1, without_console, write_config(tmp_path, raw))
+    assert (
+        said == "stdout cannot be written (No space left on device); training continues without its console\n"
+    )
+    assert code == 0
+    assert [row["step"] for row in metrics(tmp_path / "run")[0]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_commands_that_a_run_ends_with_work(tmp_path: Path) -> None:

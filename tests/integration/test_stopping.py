@@ -89,19 +89,35 @@ def test_when_one_rank_has_reached_the_end_all_go_there() -> None:
     assert [steps for steps, _ in run_ranks(2, at_the_end)] == [7, 7]
 
 
-def asked_before_the_first_step(rank: int, world_size: int) -> int:
+def asked_before_the_first_step(rank: int, world_size: int, number: signal.Signals) -> int:
     """The answer of all ranks is there before any of them, resumed at step 10, begins."""
+    signal.signal(number, signal.SIG_DFL)
     stop = Stopping(None, NOWHERE, "")
     if rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
     stop._agreed.wait()
     done = next(step for step in range(10, 20) if stop.before_step(step))
     stop.close(done)
     return done
 
 
-def test_a_request_before_the_first_step_stops_all_ranks_there() -> None:
-    assert run_ranks(2, asked_before_the_first_step) == [10, 10]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_request_before_the_first_step_stops_all_ranks_there(number: signal.Signals) -> None:
+    assert run_ranks(2, asked_before_the_first_step, number) == [10, 10]
+
+
+def hung_up_below_nohup(rank: int, world_size: int) -> bool:
+    """Whether it is asked to stop."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = Stopping(None, NOWHERE, "")
+    os.kill(os.getpid(), signal.SIGHUP)
+    requested = stop.is_requested()
+    stop.close(0)
+    return requested
+
+
+def test_a_run_below_nohup_outlives_its_terminal() -> None:
+    assert run_ranks(1, hung_up_below_nohup) == [False]
 
 
 def stopped_in_an_evaluation(rank: int, world_size: int) -> tuple[int, int]:
