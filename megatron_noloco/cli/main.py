@@ -21,6 +21,8 @@ from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_e
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run `main`, then leave the process with its exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the reader of the output has gone
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see __main__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     leave(main(arguments))
 
 
@@ -30,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: without the name of the program; None: those of this process.
     """
-    args = _parser().parse_args(arguments)
     try:
+        args = _parser().parse_args(arguments)
         return args.run(args)
     except KeyboardInterrupt:
         exit_code = INTERRUPTED

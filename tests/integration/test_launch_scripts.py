@@ -308,6 +308,25 @@ def test_a_hostfile_without_hosts_starts_nothing(
     assert launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)}) == (2, f"HOSTFILE={path}: {says}\n")
 
 
+def test_a_hostfile_of_windows_is_read(tmp_path: Path) -> None:
+    """With a byte order mark, and carriage returns, which mpirun would take for parts of the names."""
+    hosts = tmp_path / "hosts"
+    hosts.write_bytes(b"\xef\xbb\xbfnode1 slots=4\r\nnode2 slots=4\r\n")
+    shows = """while [ "$1" != --hostfile ]; do shift; done\ncat "$2" >&2\n"""
+    write_programs(
+        tmp_path, {"mpirun": f"""[ "$1" != --version ] || {{ echo "Open MPI) 5"; exit; }}\n{shows}"""}
+    )
+    environ = {
+        "HOSTFILE": str(hosts),
+        "MPIRUN": str(tmp_path / "mpirun"),
+        "PYTHON": "true",
+        "TMPDIR": str(tmp_path),
+    }
+    said = (0, "node1 slots=4\nnode2 slots=4\n")
+    assert launch("mpirun.sh", "8", CONFIG, environ=environ) == said
+    assert {path.name for path in tmp_path.iterdir()} == {"hosts", "mpirun"}, "nothing is left behind"
+
+
 NEEDS_HOSTFILE = 'needs HOSTFILE, with a line like "node1 slots=8" for each host'
 
 

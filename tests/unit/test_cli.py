@@ -1,5 +1,6 @@
 """The one command line: quick to import, and one place where errors become lines and exit codes."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,16 @@ def test_a_ctrl_c_leaves_without_a_message(
 ) -> None:
     assert command_that_raises(KeyboardInterrupt(), monkeypatch) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_a_ctrl_c_during_the_imports_leaves_without_a_message(tmp_path: Path) -> None:
+    (tmp_path / "difflib.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    finished = subprocess.run(
+        [sys.executable, "-m", "megatron_noloco", "--version"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+    )
+    assert (finished.returncode, finished.stderr) == (-signal.SIGINT, b"")
 
 
 @pytest.mark.parametrize("command", ["config --explain", "doctor --seconds 0 --json"])

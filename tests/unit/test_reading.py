@@ -373,6 +373,17 @@ def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(
     )
 
 
+def test_a_stop_that_cannot_be_written_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a disk that is mounted read-only; the job is one of another host."""
+    (run / "running").write_text("process 1 on elsewhere\n")
+    (run / "stop").mkdir()
+    assert main(["stop", str(run)]) == 2
+    assert capsys.readouterr().err == (
+        f"{run}: the request cannot be written there (Is a directory); call this where the run's folder can be "
+        "written, or send SIGTERM to the run's launch script\n"
+    )
+
+
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["watch", "--once"], ["report"]):
         assert main([*command, str(tmp_path)]) == 2
