@@ -18,6 +18,7 @@ from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.job.activity import line_of
+from megatron_noloco.job.run_folder import OccupiedFolder
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.outer import VECTORS, Rounds
 from megatron_noloco.outer.vectors import Buffers
@@ -36,10 +37,11 @@ class SaveReport:
 class Checkpointer:
     """Writes this rank's files; never waits for another rank.
 
-    Training continues after an error of the system (disk full, folder gone): the last complete checkpoint is
-    still there. Any other error of a save is raised.
+    Training continues after an error of the system (disk full): the last complete checkpoint is still there. Any
+    other error of a save is raised, such as FolderLostError.
 
     Attributes:
+        place: the run's folder.
         saved_step: the step of the last save; before it, the step at which the run started.
         last_save_failed: whether the last finished save failed.
     """
@@ -52,6 +54,7 @@ class Checkpointer:
         self.outer = outer
         self.plan = plan
         self.position = engine.groups.position
+        self.place = OccupiedFolder(settings.folder.parent)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._copies = Buffers()
@@ -113,6 +116,7 @@ class Checkpointer:
     def _write(
         self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any], counters: dict[str, float]
     ) -> None:
+        self.place.check()
         step_folder = catalog.step_folder(self.settings.folder, step)
         folder = catalog.replica_folder(step_folder, self.position.replica)
         folder.mkdir(parents=True, exist_ok=True)

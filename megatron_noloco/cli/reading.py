@@ -87,8 +87,8 @@ def _stop(args: argparse.Namespace) -> int:
         ask_to_stop(folder, args.leave)
     except OSError as error:
         raise ValueError(
-            f"{folder}: the request cannot be written there ({error.strerror}); call this where the run's folder can "
-            "be written, or send SIGTERM to the run's launch script"
+            f"{folder}: the request cannot be written there ({error.strerror}); call this where the run's folder "
+            "can be written, or send SIGTERM to the run's launch script"
         ) from None
     before = "exchanges once more, " * args.leave
     say(f"{folder}: asked to stop; the run {before}saves after its local step, and ends")

@@ -11,6 +11,7 @@ from megatron_noloco.job import activity
 from megatron_noloco.job.lasting_output import lasting_output
 from megatron_noloco.job.launcher import may_be_first
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
+from megatron_noloco.job.run_folder import FolderLostError
 from megatron_noloco.job.start_up import importing
 
 if TYPE_CHECKING:
@@ -98,5 +99,5 @@ def _run(prepared: "Prepared", progress: str) -> int:
         with activity.now.doing("building its part of the model"):
             run = build(prepared, joined, progress)
         return 0 if run.train() else FAILURE
-    except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
+    except (FolderLostError, PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None

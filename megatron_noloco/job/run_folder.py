@@ -50,6 +50,38 @@ def occupy(folder: Path) -> str:
     return ""
 
 
+class FolderLostError(RuntimeError):
+    """Raised where the folder of a run was renamed or removed; another job may write under its name."""
+
+
+class OccupiedFolder:
+    """Tells whether a job's folder is still the one that it has occupied. Any rank may ask.
+
+    Args:
+        folder: occupied before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = (folder / "running").absolute()
+        self._file = self._identity()
+
+    def check(self) -> None:
+        """Raise FolderLostError where `running` is another file than at first, or is gone."""
+        with suppress(OSError):  # of a disk that does not answer
+            if self._identity() != self._file:
+                raise FolderLostError(
+                    f"{self._path.parent}: was renamed or removed while this job wrote there, so the job ends and "
+                    "saves nothing more; under the old name the same command continues from the last checkpoint"
+                )
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_dev, status.st_ino
+
+
 def _lock(file: int) -> None:
     """Lock a file; tries again for a second, since `is_under_way` holds the lock for an instant."""
     for _ in range(10):

@@ -74,8 +74,8 @@ class Run:
 
         Returns whether this rank's last checkpoint was written, and the last validation losses are finite.
 
-        Raises PartnerLostError when a partner is gone or does not answer, NotFiniteError as `Health` does; the run
-        can then be continued from its last checkpoint.
+        Raises PartnerLostError when a partner is gone or does not answer, NotFiniteError as `Health` does, and
+        FolderLostError; the run can then be continued from its last checkpoint.
         """
         try:
             done, stopped = self._loop()
@@ -110,6 +110,8 @@ class Run:
                 before = done = took.step
         self.monitor.begin()
         while done < self.schedule.steps:
+            if dist.get_rank() == 0:
+                self.checkpointer.place.check()
             if self.stopping.before_step(done):
                 if self.membership is not None and self.stopping.leaves:
                     done = self._exchange_once_more(self.membership, done)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.errors import StoppedError
 from megatron_noloco.cli.main import main
+from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job import watchdog
-from tests.harness import REPOSITORY, by_hand, free_port, run_launcher
-from tests.integration.chaos import Run
+from tests.harness import REPOSITORY, by_hand, free_port, run_launcher, run_ranks
+from tests.integration.chaos import Outcome, Run, command
 from tests.integration.launched import PATIENCE_SECONDS, launched
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
@@ -37,6 +39,37 @@ def test_a_run_whose_steps_are_all_skipped_ends_and_keeps_its_checkpoint(
     (line,) = "".join(outcome.err for outcome in outcomes).splitlines()
     assert "the last 10 local steps were skipped" in line
     assert [catalog.step_of(folder) for folder in catalog.steps(run.checkpoints)] == [5, 4]
+
+
+def renamed_at(rank: int, world_size: int, step: int, arguments: list[str]) -> Outcome:
+    """Rename the folder of the run in a local step; its name is then another run's."""
+    original = ReplicaEngine.train_batch
+
+    def train_batch(engine: ReplicaEngine, *args: Any) -> Any:
+        if engine._deepspeed.global_steps == step:
+            folder = Path(arguments[2]).parent / "run"
+            folder.rename(folder.with_name("old"))
+            folder.mkdir()
+            (folder / "running").touch()
+        return original(engine, *args)
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+    return command(rank, world_size, arguments)
+
+
+@pytest.mark.parametrize(("step", "asynchronous"), [(4, False), (5, False), (5, True)])
+def test_a_run_whose_folder_is_renamed_writes_nothing_into_another_one(
+    step: int, asynchronous: bool, tmp_path: Path
+) -> None:
+    """It saves after each third step."""
+    changes = {"checkpoint": {"save_interval": 3, "async_save": asynchronous}}
+    run = Run(tmp_path, {"training": {"output_dir": str(tmp_path / "run")}, **changes})
+    (outcome,) = run_ranks(1, renamed_at, step, run.arguments())
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"{tmp_path}/run: was renamed or removed while this job wrote there")
+    assert len(outcome.err.splitlines()) == 1
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["running"]
+    assert catalog.latest(tmp_path / "old" / "checkpoints") == "step_00000003"
 
 
 def config_of_two_stages(folder: Path, replicas: int, **training: object) -> str:

@@ -12,7 +12,7 @@ from threading import Timer
 import pytest
 import torch.distributed as dist
 
-from megatron_noloco.job.run_folder import is_under_way, occupy
+from megatron_noloco.job.run_folder import FolderLostError, OccupiedFolder, is_under_way, occupy
 from tests.harness import REPOSITORY, run_ranks
 
 
@@ -96,3 +96,22 @@ def test_a_look_at_the_folder_keeps_no_job_out(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_SH)
         Timer(0.2, fcntl.flock, (file, fcntl.LOCK_UN)).start()
         assert occupy(tmp_path) == ""
+
+
+@pytest.mark.parametrize("then", ["renamed", "removed", "taken by another", "a file"])
+def test_a_job_notices_that_its_folder_is_another_one(then: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert occupy(folder) == ""
+    place = OccupiedFolder(folder)
+    place.check()
+    if then == "removed":
+        (folder / "running").unlink()
+    else:
+        folder.rename(tmp_path / "old")
+    if then == "a file":
+        folder.touch()
+    if then == "taken by another":
+        folder.mkdir()
+        (folder / "running").touch()
+    with pytest.raises(FolderLostError, match=f"{folder}: was renamed or removed while this job wrote there"):
+        place.check()
