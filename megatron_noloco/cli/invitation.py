@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_noloco import __version__
 from megatron_noloco.cli import preflight
 from megatron_noloco.cli.options import Commands, add_command, duration, host, port, say
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.leaving import FAILURE
 
 if TYPE_CHECKING:
@@ -95,14 +96,14 @@ def _invite(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     federation = config.federation
     if federation.slots is None or federation.key_file is None or federation.encryption != "tls":
-        raise ValueError(
+        raise UserError(
             f"{args.config}: invite needs a federation with a key: federation.slots, federation.key_file, and "
             'federation.encryption "tls"'
         )
     network, key = network_for(config), Path(federation.key_file)
     own = args.address or reachable_address(network.rendezvous.hosts)
     if args.slot is not None and not 0 <= args.slot < federation.slots:
-        raise ValueError(f"invite: --slot {args.slot}: the slots are 0 to {federation.slots - 1}")
+        raise UserError(f"invite: --slot {args.slot}: the slots are 0 to {federation.slots - 1}")
     secret = new_secret(key.read_bytes(), args.valid, args.slot)
     place = f"[{own}]:{args.port}" if ":" in own else f"{own}:{args.port}"
     line = line_of(Ticket(__version__, [place], fingerprint_of(key), secret))

@@ -86,7 +86,7 @@ def _stop(args: argparse.Namespace) -> int:
     try:
         ask_to_stop(folder, args.leave)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{folder}: the request cannot be written there ({error.strerror}); call this where the run's folder "
             "can be written, or send SIGTERM to the run's launch script"
         ) from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 
 _AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the name before transformers 5, and since

@@ -55,13 +55,13 @@ class IndexedTokens:
                 f"{tokens * self.dtype.itemsize}; it is cut short, or belongs to another index"
             )
         if not tokens:
-            raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
+            raise UserError(f"{bin_path}: holds no tokens ({sequences} sequences)")
         self.offsets = Offsets(begins, size, self.dtype.itemsize)
         if not _lie_one_after_the_other(self.offsets, self.lengths, self.dtype.itemsize):
-            raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
+            raise UserError(f"{idx_path}: its sequences do not lie one after the other")
         bounds = self.document_bounds
         if bounds[:1] != 0 or bounds[-1:] != sequences or not _ascend(bounds):
-            raise ValueError(
+            raise UserError(
                 f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
             )
         self.tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
@@ -127,7 +127,7 @@ def _ascend(numbers: np.ndarray) -> bool:
 
 
 def open_indexed(prefix: str, tokenizer: Tokenizer) -> IndexedTokens:
-    """Open a dataset; raises ValueError as `IndexedTokens` does, and where it was made with another tokenizer.
+    """Open a dataset; raises UserError as `IndexedTokens` does, and where it was made with another tokenizer.
 
     A rank reads an index once, however often it opens the dataset, unless the files have changed.
     """

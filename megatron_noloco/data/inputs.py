@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     ends: bool = True  # whether it is the last
 
 
-class _RepeatedKeyError(ValueError):
+class _RepeatedKeyError(UserError):
     """An object of JSON has a key twice, of which Python's parser would keep the last."""
 
 
@@ -115,7 +115,7 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
 def read_pieces(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
     """Read the documents of one input in order, without blank lines.
 
-    Raises ValueError that names the file, and the line or row, where it cannot.
+    Raises UserError that names the file, and the line or row, where it cannot.
 
     Args:
         keys: of JSON, or columns of a Parquet file.
@@ -128,7 +128,7 @@ def read_pieces(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
         try:
             texts = [_text(row, key) for key in keys]
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise UserError(f"{place}: {error}") from None
         yield Piece(texts, read_bytes)
 
 
@@ -136,7 +136,7 @@ def read_rows(item: Input, columns: Iterable[str] | None = None) -> Iterator[tup
     """Yield of each row of Parquet, or line of JSON that is not blank: its place, its content, the bytes read.
 
     JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
-    type under a key in every line. Raises ValueError that names the place.
+    type under a key in every line. Raises UserError that names the place.
 
     Args:
         columns: of Parquet, which must be there; None: all.
@@ -186,7 +186,7 @@ def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[tuple[
                 try:
                     content = parse_json(line)
                 except ValueError as error:
-                    raise ValueError(f"{place}: {error}") from None
+                    raise UserError(f"{place}: {error}") from None
                 yield place, content, read
                 read = 0
 

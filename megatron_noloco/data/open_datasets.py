@@ -49,7 +49,7 @@ def validation_datasets(
 
 
 def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> tuple[TokenDataset, str]:
-    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises ValueError.
+    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises UserError.
 
     The second value says which files are left out, "" where none is.
     """
@@ -61,8 +61,8 @@ def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> tuple[TokenD
         else:
             corpus = load_corpus(data, Split(1, 0, 0), tokenizer)
             tokens, notes = corpus.train, corpus.notes
-    except ValueError as error:
-        raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
+    except UserError as error:
+        raise UserError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     dataset = TokenDataset(tokens, needs, data)
     _check_tokens(dataset, needs.vocab_size)
     return dataset, notes.removeprefix("; ")
@@ -118,7 +118,7 @@ def _read_records(
         first, stop = split_bounds(source.split, len(lines))[split : split + 2]
         if first == stop:
             problem = _no_share(source.split, split, source.path)
-            raise ValueError(f"{problem} ({len(lines)} records); raise its weight or add records")
+            raise UserError(f"{problem} ({len(lines)} records); raise its weight or add records")
         first, stop = ([*lines, len(records)][bound] for bound in (first, stop))
         name, padding = _name(split, source.path), tokenizer.end_of_document
         datasets.append(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding))

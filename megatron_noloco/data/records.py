@@ -55,17 +55,17 @@ class _Text(NamedTuple):
 def record_files(path: str) -> tuple[list[Path], str]:
     """Return the file, or all files of records below the folder, and the end of a summary that counts the others.
 
-    Raises ValueError where there is none.
+    Raises UserError where there is none.
     """
     given = Path(path)
     if not given.exists():
-        raise ValueError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
+        raise UserError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
     if not given.is_dir():
         return [given], ""
     files = once(files_below(given))
     records, others = ([file for file in files if holds_records(file) == which] for which in (True, False))
     if not records:
-        raise ValueError(
+        raise UserError(
             f"data.sft_data_path: no file of records ({', '.join((*JSON_LINES, PARQUET))}) in {given}"
         )
     names = ", ".join(file.name for file in others[:_NAMED]) + ", ..." * (len(others) > _NAMED)
@@ -157,8 +157,8 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
         try:
             check_whole_characters(json.dumps(record, ensure_ascii=False, default=str))
             text = _text_of(record, tokenizer)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
         yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
 
 

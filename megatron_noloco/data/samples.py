@@ -103,7 +103,7 @@ class ShuffledDataset(TokenDataset):
     """
 
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray | Offsets, needs: Needs, name: str) -> None:
-        """Raises ValueError where there is no whole sample.
+        """Raises UserError where there is no whole sample.
 
         Args:
             tokens: the tokens of all sequences, in the order of the file, shape [tokens].

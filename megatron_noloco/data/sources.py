@@ -132,10 +132,10 @@ class TokenizerChoice:
     def __post_init__(self) -> None:
         if self.tokenizer_model is not None:
             if self.tokenizer_type == "byte":
-                raise ValueError(
+                raise UserError(
                     'tokenizer_model does not go together with tokenizer_type "byte"; leave one out'
                 )
         elif self.tokenizer_type not in (None, "byte"):
-            raise ValueError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
+            raise UserError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
         elif self.prepend_bos:
             raise UserError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")

@@ -4,6 +4,7 @@ import socket
 import ssl
 from contextlib import ExitStack, suppress
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.control import LARGEST, LONGEST, Address, Hello, Member, packed, unpacked
 from megatron_noloco.federation.likeness import fit
 from megatron_noloco.federation.network import Network
@@ -16,7 +17,7 @@ _SECONDS = 10.0
 def known_addresses(network: Network) -> dict[int, str]:
     """Return where jobs of this run are reached that the rendezvous knows, or jobs there; "" for nowhere.
 
-    Raises ValueError where no job is found but a job with another key.
+    Raises UserError where no job is found but a job with another key.
     """
     # Of a slot that no federation has, so that nobody takes it for a job.
     member = Member(LARGEST, LARGEST, network.run, dict(network.digests), network.kind)
@@ -35,7 +36,7 @@ def known_addresses(network: Network) -> dict[int, str]:
                 known.merge({**hello.others, hello.member.slot: hello.address})
     addresses = {slot: address.endpoint for slot, address in known.addresses.items() if slot != LARGEST}
     if refused and not addresses:
-        raise ValueError(
+        raise UserError(
             f"the job at {refused} has another key than the key file here: it must be the same file"
         )
     return addresses

@@ -23,7 +23,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> tuple[dict[str, Any
     """Return the JSON of a run that starts from the folder: the template with the folder's model and tokenizer.
 
     The second value is a line about the tokenizer, or "": see `auto_differs`. No weights are copied.
-    Raises ValueError, in one line, when no run can start from the folder.
+    Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)

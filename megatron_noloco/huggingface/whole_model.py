@@ -101,7 +101,7 @@ def generate(
     tokenizer, model = _load(folder, load)
     ids = prompt_tokens(tokenizer, prompt)
     if not ids and tokenizer.eos_token is None:
-        raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
+        raise UserError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     ids = ids or [tokenizer.eos_token_id]  # a document begins after the end of another
     if max(ids) >= model.config.vocab_size:
         raise UserError(

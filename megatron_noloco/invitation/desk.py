@@ -50,7 +50,7 @@ _FILE = (  # of a tokenizer
 
 
 def _seeds(text: str) -> str:
-    """Return addresses of jobs; raises ValueError for any other rendezvous, such as a folder."""
+    """Return addresses of jobs; raises UserError for any other rendezvous, such as a folder."""
     Seeds.of(text.removeprefix("tcp://"))
     return text
 

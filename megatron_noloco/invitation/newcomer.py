@@ -19,6 +19,7 @@ from megatron_noloco import __version__
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import can_listen
 from megatron_noloco.files import outside, write_text
@@ -64,7 +65,7 @@ class Visit:
                 return
             except (OSError, http.client.HTTPException) as error:
                 reasons.append(outside(f"{address}: {error}"))
-        raise ValueError(
+        raise UserError(
             f"join: nobody answers ({'; '.join(reasons)}); is `megatron-noloco invite --serve` running there, and "
             "its port open?"
         )
@@ -110,11 +111,11 @@ class Visit:
             answer = self._connection.getresponse()
             content = answer.read(_LONGEST_ANSWER + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(outside(f"join: the connection was lost: {error}") + "; try again") from None
+            raise UserError(outside(f"join: the connection was lost: {error}") + "; try again") from None
         if len(content) > _LONGEST_ANSWER:
-            raise ValueError(f"join: the other side answers with more than {_LONGEST_ANSWER} bytes")
+            raise UserError(f"join: the other side answers with more than {_LONGEST_ANSWER} bytes")
         if answer.status != 200:
-            raise ValueError(outside(f"join: {_read(_PROBLEM, content).get('problem')}"))
+            raise UserError(outside(f"join: {_read(_PROBLEM, content).get('problem')}"))
         return content
 
 
@@ -122,7 +123,7 @@ def _read(kind: "TypeAdapter[Read]", content: bytes) -> "Read":
     try:
         return kind.validate_json(content)
     except ValidationError:
-        raise ValueError("join: the other side answers what it should not") from None
+        raise UserError("join: the other side answers what it should not") from None
 
 
 def _connected(address: str, fingerprint: str) -> http.client.HTTPSConnection:
@@ -200,7 +201,7 @@ def write_job(
 ) -> tuple[Path, int]:
     """Write config, key and tokenizer; return the config's file, and how many ranks the job has.
 
-    Raises ValueError for a config that is none.
+    Raises UserError for a config that is none.
 
     Args:
         tell: is called with a line that says what is taken from the machine that invites, and what is not.
@@ -234,7 +235,7 @@ def write_job(
     try:
         raw, ranks = proposed(raw, local.gpus)
     except ConfigError as error:  # which quotes values
-        raise ValueError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
+        raise UserError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
     write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
     return local.folder / "config.json", ranks
 

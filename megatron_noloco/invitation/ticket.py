@@ -58,7 +58,7 @@ def line_of(ticket: Ticket) -> str:
 def ticket_in(text: str) -> Ticket:
     """Return the ticket of the line in a text: a mail may wrap or quote it, and have other words around it.
 
-    Raises ValueError where the line is not as it was printed.
+    Raises UserError where the line is not as it was printed.
     """
     for found in re.finditer(_BEGINNING, text):
         line = ""
@@ -67,18 +67,18 @@ def ticket_in(text: str) -> Ticket:
             with suppress(ValueError):
                 return _ticket_of(line)
     if _BEGINNING not in text:
-        raise ValueError(
+        raise UserError(
             f'join: this is no invitation, which begins with "{_BEGINNING}": give the line that `megatron-noloco '
             "invite` printed"
         )
-    raise ValueError(
+    raise UserError(
         f'join: a part of the invitation is missing or changed: copy all from "{_BEGINNING}" to its end, or send '
         "it as a file, and give `join - < FILE`"
     )
 
 
 def _ticket_of(line: str) -> Ticket:
-    """Return the ticket of a line; raises ValueError for one that is not as it was printed."""
+    """Return the ticket of a line; raises UserError for one that is not as it was printed."""
     refused = ValueError("no invitation")
     text = line.removeprefix(_BEGINNING)
     try:
