@@ -208,7 +208,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._free = threading.Semaphore(_MOST_CONNECTIONS)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         self._free.acquire()
