@@ -116,7 +116,8 @@ class State:
             exchange is in doubt, as the sender did not skip it.
         step: local steps of the state that it can give; 0: it has none to give.
         takes_over: whether it waits for the state of another replica, and takes part in no exchange until then.
-        sees: the replicas that are there and that nobody can connect to; told to such replicas only.
+        sees: at the end of the sender all replicas to which it is connected; before, those to which nobody can
+            connect, told to such replicas only.
     """
 
     begun: Latest = -1

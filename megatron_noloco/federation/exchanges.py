@@ -14,6 +14,14 @@ from megatron_noloco.transport.interface import EXCHANGE_TAGS, RankLostError
 _SILENCE_SECONDS = 10.0  # after which a replica counts as absent
 _MOST_ROWS = 64  # of each replica; those before are thrown away
 TAKES_OVER = "takes over a state"
+FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
+AT_ITS_END = 2**51  # a replica that waits at its end says that it has begun this plus 1 and its last exchange
+LEFT = FINAL + 1  # what a replica that has left says that it has begun
+
+
+def is_at_end(exchange: int) -> bool:
+    """Return whether the exchange that a replica began last says that it waits at its end."""
+    return AT_ITS_END <= exchange < FINAL
 
 
 class WithdrawnError(RankLostError):
@@ -184,8 +192,9 @@ class Exchanges:
     def state(self, peer: Peer) -> State:
         """Return what another replica is to know of this one."""
         open_from = self._open_from(peer.slot)
-        others = self._others.values() if peer.hidden else ()
-        sees = [other.slot for other in others if other.hidden and other.seen.present]
+        at_end = is_at_end(self._begun)
+        others = (other for other in self._others.values() if other.seen.present)
+        sees = [other.slot for other in others if at_end or (peer.hidden and other.hidden)]
         return State(self._begun, open_from, peer.counted, self._step, self._takes_over, sees)
 
     # What others say

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_noloco.federation.exchanges import Seen
+from megatron_noloco.federation.exchanges import AT_ITS_END, FINAL, LEFT, Seen, is_at_end
 from megatron_noloco.federation.network import FederationTransport
-from megatron_noloco.federation.partners import AT_ITS_END, FINAL, LEFT, is_at_end, is_far_behind
+from megatron_noloco.federation.partners import is_far_behind
 from megatron_noloco.plans.fragments import due_after, next_after
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
+_SETTLED_SECONDS = 2.0  # without news of who is connected to whom
 
 
 class UntrainedError(RuntimeError):
@@ -66,10 +67,12 @@ class AtEnd(NamedTuple):
     Attributes:
         group: the slots that have come to their end, this one included; all get the mean.
         left_out: why slots are not in it, by slot. A slot of the group ended too far behind; others have not come.
+        links: see `FederationTransport.links`.
     """
 
     group: Group
     left_out: dict[int, str]
+    links: dict[int, set[int]]
 
 
 class AtItsEnd:
@@ -92,6 +95,7 @@ class AtItsEnd:
     ) -> None:
         self._transport, self._own, self._seconds, self._why_not = transport, own, seconds, left_out
         self._awaited = dict[int, _Awaited]()
+        self._links, self._since = dict[int, set[int]](), -math.inf
 
     def look(self) -> AtEnd | None:
         """Look at the others; return who forms the mean, or None where others are still waited for."""
@@ -106,12 +110,22 @@ class AtItsEnd:
             for other in self._awaited.values()
         ):
             return None
+        if not self._is_settled(at):
+            return None
         own = self._transport.place.replica
         came = {own: self._own} | {slot: other.last for slot, other in self._awaited.items() if other.at_end}
         why = {
             slot: other.why_away(self._seconds) for slot, other in self._awaited.items() if slot not in came
         }
-        return AtEnd(tuple(sorted(came)), why | self._why_not(came))
+        return AtEnd(tuple(sorted(came)), why | self._why_not(came), self._links)
+
+    def _is_settled(self, at: float) -> bool:
+        """Return whether all are connected to each other, or who is has not changed for a while."""
+        links = self._transport.links()
+        if links != self._links:
+            self._links, self._since = links, at
+        there = set().union(*links.values())
+        return at - self._since > _SETTLED_SECONDS or all(there <= to | {slot} for slot, to in links.items())
 
 
 class KeepingUp:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.commit import Replica, committing
+from megatron_noloco.federation.exchanges import FINAL
 from megatron_noloco.federation.handover import Handover, Keeper, Taken
 from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, KeepingUp, UntrainedError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import Alike, run_number
 from megatron_noloco.federation.movement import Held, movement_of
 from megatron_noloco.federation.network import FederationTransport, Network
-from megatron_noloco.federation.partners import FINAL, Patience
+from megatron_noloco.federation.partners import Patience
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.tree_mean import Tree, TreeMean
@@ -193,7 +194,7 @@ class Membership:
         tree = None
         if self.transport is not None and self.keeping_up is not None:
             seconds = self.noloco.deadline_seconds
-            tree = Tree(self.transport, seconds, self.keeping_up.is_at_its_end, end.left_out)
+            tree = Tree(self.transport, seconds, self.keeping_up.is_at_its_end, end.left_out, end.links)
         mean = TreeMean(self._replica, tree)
         reports = outer.settle(mean, [end.group], FINAL)
         return [] if mean.stopped else reports

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.control import LARGEST, LONGEST, LONGEST_ROW, Address, Member, Offer, packed
-from megatron_noloco.federation.exchanges import Seen
+from megatron_noloco.federation.exchanges import Seen, is_at_end
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.partners import FederationPartners, Patience
 from megatron_noloco.federation.rendezvous import (
@@ -186,6 +186,12 @@ class FederationTransport:
         """Return what is known of the replicas that were ever heard of, by slot."""
         self.service.check()
         return {slot: peer.seen for slot, peer in self._peers.others.items() if peer.seen.epoch}
+
+    def links(self) -> dict[int, set[int]]:
+        """Return to whom this replica is connected, and each other one that is at its end and connected to it."""
+        seen = {slot: seen for slot, seen in self.seen().items() if seen.present}
+        ended = {slot: set(one.state.sees) for slot, one in seen.items() if is_at_end(one.state.begun)}
+        return ended | {self.rank: {*seen}}
 
     def begun(self) -> dict[int, int]:
         """Return the exchange that each connected replica began last, by slot."""

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from megatron_noloco.federation.exchanges import TAKES_OVER, Seen
+from megatron_noloco.federation.exchanges import TAKES_OVER, Seen, is_at_end
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.federation.service import Service
 
-FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
-AT_ITS_END = 2**51  # a replica that waits at its end says that it has begun this plus 1 and its last exchange
-LEFT = FINAL + 1  # what a replica that has left says that it has begun
 _REMEMBERED = 32  # exchanges
 _FEWEST = 4  # of them, to have a median
 _DEVIATIONS = 8  # median absolute deviations beyond the median; a normal distribution's 5 sigma
@@ -26,11 +23,6 @@ class Standing(IntEnum):
     BUSY = 1  # exchanges with another one, or is past this exchange
     FREE = 2
     WAITING = 3  # has begun this exchange with this replica
-
-
-def is_at_end(exchange: int) -> bool:
-    """Whether the exchange that a replica began last says that it waits at its end."""
-    return AT_ITS_END <= exchange < FINAL
 
 
 def is_far_behind(exchange: int, number: int, behind: int) -> bool:
@@ -138,8 +130,9 @@ class FederationPartners:
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
         there = [peer.seen.state for peer in self._peers.others.values() if peer.seen.present]
-        elsewhere = {slot for state in there for slot in state.sees} - {self._peers.member.slot}
-        known = Others(present, free, waiting, self.hidden(), elsewhere, self.sites())
+        hidden = self.hidden()
+        elsewhere = {slot for state in there for slot in state.sees} & hidden - {self._peers.member.slot}
+        known = Others(present, free, waiting, hidden, elsewhere, self.sites())
         return known, {slot: why for slot, (_, why) in seen.items()}
 
     def hidden(self) -> set[int]:

@@ -38,7 +38,7 @@ from megatron_noloco.federation.control import (
     heard,
     say,
 )
-from megatron_noloco.federation.exchanges import Exchanges, Peer, Seen
+from megatron_noloco.federation.exchanges import LEFT, Exchanges, Peer, Seen
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.likeness import differences, fit
 from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of, numeric
@@ -51,6 +51,7 @@ _MAGIC = b"nlco"
 _OLD = b"\xff\0\0\0\0"  # the first bytes of ZeroMQ, up to version 7
 _BACK_SECONDS = 3.0  # for the side that connects, before the other one tries
 _PAUSE_SECONDS = 1.0  # between two attempts to connect
+_UNANSWERED_SECONDS = 5.0  # after which an address is named
 _SILENT_TICKS, _LONGEST_SILENCE = 20, 60  # ticks of half a second
 _STOP_TICKS = 2  # a round that is almost over may end before
 _RIVAL_SECONDS = 30.0  # between two questions to a later process of this slot
@@ -147,6 +148,7 @@ class Peers:
                 self._end(peer.session, "was started anew")
             if endpoint := self._to_dial(peer):
                 self._dial(peer, endpoint, now)
+                self._name_unanswered(peer, endpoint, now)
 
     def names(self) -> list[str]:
         """Return the endpoints to connect to with the name of a host. From any thread."""
@@ -171,6 +173,16 @@ class Peers:
         to = places[peer.attempts % len(places)]
         peer.again, peer.attempts = now + _PAUSE_SECONDS, peer.attempts + 1
         peer.dialled = self._connect(endpoint, to, partial(self._visit, peer.slot))
+
+    def _name_unanswered(self, peer: Peer, endpoint: str, now: float) -> None:
+        """Name an address at which nobody has answered for a while; not that of a replica which has left."""
+        left = peer.seen.state.begun == LEFT and peer.address and peer.address.epoch == peer.seen.epoch
+        tried = peer.attempts and now - peer.apart_since > _UNANSWERED_SECONDS
+        if tried and not left and endpoint not in self._answered:
+            self.warn(
+                f"nobody answers at {endpoint} of replica {peer.slot}: is its job there, and that port open to "
+                "this host?"
+            )
 
     def ask_for_addresses(self, endpoint: str) -> None:
         """Ask the process at an endpoint, which has no name, for the addresses that it knows."""

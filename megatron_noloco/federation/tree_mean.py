@@ -6,7 +6,8 @@ a slot that is missing changes the way of its own children only, and where all s
 with more than log2(slots) others. Where a child is lost its sum is left out. A slot that has lost its parent
 becomes the root of a tree of its own. With each sum and the mean goes a list of the replicas in it.
 
-Slots that no other can connect to are leaves: they are not connected to each other.
+Slots that are not connected to all others are leaves, so those that no other can connect to are. Where every slot
+lacks a connection the lowest one is the root, and each other slot hangs on it, or on a neighbour that does.
 """
 
 import math
@@ -34,14 +35,12 @@ _LOOK_SECONDS = 0.02
 _PASSES = 1 << 21  # the tag inside the replica, beyond those of exchanges and states
 
 
-def parent_of(slot: int, members: Set[int], hidden: Set[int] = frozenset()) -> int | None:
+def parent_of(slot: int, inner: Set[int]) -> int | None:
     """Return the parent of a slot in the tree; None for the root.
 
     Args:
-        members: all slots that average; of one that is hidden, those that it is connected to.
-        hidden: slots that no other can connect to.
+        inner: the slots that are no leaves.
     """
-    inner = members - hidden or members
     if slot not in inner:
         return sorted(inner)[slot % len(inner)]
     above = slot
@@ -62,19 +61,35 @@ class Tree:
         may_come: whether a slot that is waited for may still do its part; one that has lost its connection is
             waited for, too, as long as this is so.
         left_out: why slots are not in the mean, by slot. Members among them get the mean, and add nothing to it.
+        links: to whom members are connected; a member that is missing: to all.
     """
 
     transport: FederationTransport
     deadline_seconds: float
     may_come: Callable[[int], bool]
     left_out: Mapping[int, str] = field(default_factory=dict)
+    links: Mapping[int, Set[int]] = field(default_factory=dict)
 
     def around(self, members: Group) -> tuple[list[int], int | None]:
         """Return the children of this slot, and its parent."""
-        own, hidden = self.transport.place.replica, self.transport.partners.hidden()
-        # A hidden slot knows of the others what its parent does, which is the only one that it needs.
-        parents = {slot: parent_of(slot, set(members), hidden) for slot in members}
+        own, links = self.transport.place.replica, self.links
+        there = set[int]().union(*links.values())
+        # A leaf knows what those know that are connected to all.
+        full = {slot for slot in members if there <= links.get(slot, there) | {slot}}
+        inner = full - self.transport.partners.hidden() or full
+        if inner:
+            parents = {slot: parent_of(slot, inner) for slot in members}
+        else:
+            parents = {slot: _parent_towards(min(there), slot, links) for slot in members}
         return [slot for slot in members if parents[slot] == own], parents[own]
+
+
+def _parent_towards(root: int, slot: int, links: Mapping[int, Set[int]]) -> int | None:
+    """Return the parent of a slot in a tree of two levels, whose edges are `links`."""
+    near = links.get(root, set()) | {other for other, to in links.items() if root in to}
+    if slot == root:
+        return None
+    return root if slot in near else min(links.get(slot, set()) & near, default=None)
 
 
 class TreeMean:

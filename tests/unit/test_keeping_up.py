@@ -33,6 +33,9 @@ class Others:
     def begun(self) -> dict[int, int]:
         return dict(enumerate(self.numbers))
 
+    def links(self) -> dict[int, set[int]]:
+        return {}
+
 
 def keeping_up(
     begun: list[int], fragments: int = 1, adapts: bool = False, steps: int | None = 95

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.federation.commit import committing
+from megatron_noloco.federation.control import Hello
 from megatron_noloco.federation.keeping_up import AT_ITS_END, FINAL, AtEnd, KeepingUp
 from megatron_noloco.federation.movement import SLAB, alone
 from megatron_noloco.federation.network import FederationTransport, Network
+from megatron_noloco.federation.peers import Peers
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.tree_mean import Tree, TreeMean, parent_of
 from megatron_noloco.outer import ExchangeReport
@@ -38,6 +40,7 @@ from tests.unit.federated import (
     lose,
     members,
     opened,
+    transport,
     until,
 )
 
@@ -71,11 +74,11 @@ def averaged(mean: TreeMean, vector: Tensor, members: Group, number: int) -> tup
 def final(
     rank: FederationTransport, vector: Tensor, members: Group | None = None, done: int = 10
 ) -> tuple[Tensor, ExchangeReport]:
-    own, left_out = keeping_up(rank), dict[int, str]()
+    own, end = keeping_up(rank), AtEnd(members or (), {}, {})
     if members is None:
-        members, left_out = wait_at_end(own, done)
-    mean = tree_mean(Tree(rank, SECONDS, own.is_at_its_end, left_out), len(vector))
-    return averaged(mean, vector, members, FINAL)
+        end = wait_at_end(own, done)
+    mean = tree_mean(Tree(rank, SECONDS, own.is_at_its_end, end.left_out, end.links), len(vector))
+    return averaged(mean, vector, end.group, FINAL)
 
 
 def wait_at_end(own: KeepingUp, done: int = 10) -> AtEnd:
@@ -126,6 +129,40 @@ def test_those_that_no_other_can_connect_to_get_the_same_mean(tmp_path: Path, li
     assert not any(report.missed for _, report in found)
 
 
+@pytest.mark.parametrize(
+    ("count", "apart"),
+    [
+        (3, "01"),
+        (3, "12"),
+        (4, "23"),
+        (4, "03 13"),  # the third reaches the last one, and no other does
+        (4, "01 23"),  # each lacks a connection
+        (6, "12 14 34 05"),
+        (7, "06 15 24 35"),
+    ],
+)
+def test_all_that_anybody_reaches_are_in_the_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, apart: str
+) -> None:
+    """Some pairs cannot connect to each other; all listen."""
+    pairs, fits = [{*map(int, pair)} for pair in apart.split()], Peers._fits
+
+    def connects(self: Peers, hello: Hello, asked: bool = False) -> bool:
+        return {self.member.slot, hello.member.slot} not in pairs and fits(self, hello, asked)
+
+    monkeypatch.setattr(Peers, "_fits", connects)
+    weights, slots = vectors(count), range(count)
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(transport(tmp_path, slot, count)) for slot in slots]
+        others = [
+            [other for other in slots if other != slot and {slot, other} not in pairs] for slot in slots
+        ]
+        until(lambda: [rank.present() for rank in ranks] == others)
+        found = ends(ranks, weights)
+    all_have(found, weights)
+    assert not any(report.missed for _, report in found)
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 7])
 def test_all_have_the_same_bits_of_the_mean(tmp_path: Path, count: int) -> None:
     """Also with empty slots, and where the number of replicas is no power of two."""
@@ -163,7 +200,7 @@ def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) 
             until(lambda number=number: ranks[0].begun()[2] == number)
             with pytest.raises(TimeoutError):
                 members.exception(timeout=0.6)
-        assert members.result(SECONDS) == AtEnd((0, 1), {2: "began no round for 2 s"})
+        assert members.result(SECONDS)[:2] == ((0, 1), {2: "began no round for 2 s"})
 
 
 def test_one_that_is_to_stop_while_sums_travel_keeps_its_weights(tmp_path: Path) -> None:
@@ -185,7 +222,7 @@ def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
         members = pool.submit(wait_at_end, keeping_up(ranks[0]))
         until(lambda: ranks[1].begun() == {0: ENDED})
         keeping_up(ranks[1]).leave()
-        assert members.result(SECONDS / 2) == AtEnd((0,), {1: "has left"})
+        assert members.result(SECONDS / 2)[:2] == ((0,), {1: "has left"})
 
 
 def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path) -> None:
@@ -205,7 +242,7 @@ def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path)
         with pytest.raises(TimeoutError):
             members.exception(timeout=0.6)
         learn(ranks[1], {0: ranks[0].address})
-        assert members.result(SECONDS) == AtEnd((0, 1, 2), {})
+        assert members.result(SECONDS)[:2] == ((0, 1, 2), {})
 
 
 def test_a_connection_that_is_lost_while_sums_travel_is_no_loss(tmp_path: Path) -> None:

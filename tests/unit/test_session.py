@@ -34,7 +34,7 @@ from megatron_noloco.federation.control import (
     packed,
     unpacked,
 )
-from megatron_noloco.federation.exchanges import WithdrawnError
+from megatron_noloco.federation.exchanges import LEFT, WithdrawnError
 from megatron_noloco.federation.likeness import Alike, digests_of, run_number
 from megatron_noloco.federation.peers import Peers
 from megatron_noloco.federation.rendezvous import numeric
@@ -532,6 +532,25 @@ def test_no_process_is_later_than_the_last_number() -> None:
     replica.peers.directory.merge({0: Address("tcp://10.9.9.9:2", LARGEST)})
     replica.tick()
     assert replica.peers.directory.own.epoch == OWN
+
+
+@pytest.mark.parametrize("slot", [0, 3])
+def test_an_address_that_does_not_answer_is_named_once(monkeypatch: pytest.MonkeyPatch, slot: int) -> None:
+    """By both sides. Not that of a replica that has left."""
+    monkeypatch.setattr(peers, "_UNANSWERED_SECONDS", -1.0)
+    monkeypatch.setattr(peers, "_BACK_SECONDS", -1.0)
+    replica = Replica(1, slots=4)
+    with redirect_stderr(io.StringIO()) as output:
+        left, _ = connected(replica, slot=2)
+        left.say(State(LEFT))
+        left.far.noticed = True
+        left.far.wire.touch()
+        replica.sockets.advance()
+        replica.peers.directory.merge({slot: Address(f"tcp://10.0.0.{slot}:1", THEIRS)})
+        replica.tick(5)
+    where = f"tcp://10.0.0.{slot}:1 of replica {slot}"
+    line = f"replica 1: nobody answers at {where}: is its job there, and that port open to this host?\n"
+    assert output.getvalue() == line
 
 
 # Who is refused
