@@ -20,6 +20,7 @@ _SAME_DATA = (
     "data.split_special_tokens",
     "data.prepend_bos",
 )
+_BY_FILE = "training_data_3"  # see `BY_FILE` in data/datasets.py
 _SPLIT = "data.split"
 # Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
 _FIXED = ("model", "data", "training.seed", "optimizer.type", "bf16.enabled", "fp16", "data_types")
@@ -99,7 +100,13 @@ class CheckpointSettings:
             )
         elif told and tokenizer[TEMPLATE] != self.tokenizer[TEMPLATE]:
             allowed.append(f"{_TOKENIZER}: another chat template than the checkpoint's")
-        same = same_data(self.training_data, counters or {})
+        counters = counters or {}
+        if self.training_data and (_BY_FILE in self.training_data) != (_BY_FILE in counters):
+            refused.append(
+                "data.text: the checkpoint's run divided its files otherwise into training and validation, and "
+                "would be validated on what it has trained on"
+            )
+        same = same_data(self.training_data, counters)
         differences = list(_differences(*self.compared(saved, self.run)))
         # Another split makes other contents of the same files.
         comparable = all(name != _SPLIT for name, *_ in differences)

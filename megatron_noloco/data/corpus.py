@@ -1,6 +1,5 @@
 """A corpus of text files: find them, split them for training, validation and test, and tokenize them."""
 
-import hashlib
 import io
 import os
 import platform
@@ -8,7 +7,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -42,6 +41,7 @@ class Corpus:
     test: np.ndarray
     special_tokens: int  # that the texts spell out
     notes: str  # the end of a summary: how many files are not read, and how many of JSON are read as text
+    by_file: bool  # whether each file is in one split
 
 
 def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
@@ -68,7 +68,7 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
     (train, validation, test), special = zip(*(_tokenize(part, tokenizer) for part in parts), strict=True)
     notes = _notes(documents, others) + read_once(sum(files.values()))
-    return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), notes)
+    return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), notes, by_file)
 
 
 def _read(files: Iterable[Path], folder: Path) -> tuple[dict[str, bytes], list[int]]:
@@ -245,13 +245,9 @@ def _no_text_error(path: Path) -> UserError:
 
 
 def _split_by_file(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:
-    """Assign whole files to splits, each by a hash of its name: adding a file moves no other file."""
-    parts: list[list[bytes]] = [[], [], []]
-    for name, text in documents.items():
-        digest = hashlib.sha256(os.fsencode(name)).digest()
-        point = int.from_bytes(digest[:6], "big") / 2**48  # 48 bits: exact, and below 1
-        parts[(point >= split.train) + (point >= split.train + split.validation)].append(text)
-    return parts
+    """Assign whole files to splits in their order, as sequences of a dataset are."""
+    texts = list(documents.values())
+    return [texts[first:stop] for first, stop in pairwise(split.bounds(len(texts)))]
 
 
 def _split_by_position(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:

@@ -20,6 +20,11 @@ _FINGERPRINT_TOKENS = 1 << 16
 _COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 
 
+# Counter in the checkpoints of a run whose files of text are each in one split, since they are divided in their
+# order. Up to version 0.3 a hash of their names divided them.
+BY_FILE = "training_data_3"
+
+
 @dataclass(frozen=True)
 class Part:
     """One dataset of a blend."""
@@ -36,6 +41,7 @@ class Datasets:
     validation: list[Part]
     summary: str  # one line for the banner
     vocab_size: int  # of the model
+    by_file: bool = False  # whether each file of text is in one split
 
     @cached_property
     def train(self) -> JoinedDataset:
@@ -53,7 +59,10 @@ class Datasets:
 
         The first is of all that samples are made of. The second, of 0.2 and before, is of the tokens that have a
         loss; it is another one where the blend is read in another order since. Of large arrays they read excerpts.
+        Where each file of text is in one split, there is a single one with another name.
         """
+        if self.by_file:
+            return {BY_FILE: _checksum(self.training)}
         weights = [part.weight for part in self.training]
         reordered = slots_of(weights) != slots_at(weights, BLEND_RESOLUTION)
         return {

@@ -1,15 +1,15 @@
 """Open the training and validation datasets of a run from its source."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.datasets import Datasets, Part, excerpt
+from megatron_noloco.data.datasets import BY_FILE, Datasets, Part, excerpt
 from megatron_noloco.data.indexed import IndexedTokens, open_indexed
 from megatron_noloco.data.records import RecordDataset, load_records, record_files
 from megatron_noloco.data.samples import ShuffledDataset, TokenDataset, check_vocabulary, in_samples
@@ -29,9 +29,9 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
     splits = (_TRAINING, _VALIDATION) if needs.evaluates else (_TRAINING,)
-    (training, *others), summary = _read(source, tokenizer, needs, splits)
+    (training, *others), summary, by_file = _read(source, tokenizer, needs, splits)
     validation = others[0] if others else []
-    datasets = Datasets(training, validation, summary, needs.vocab_size)
+    datasets = Datasets(training, validation, summary, needs.vocab_size, by_file)
     if len(datasets.train) < needs.global_batch:
         raise UserError(
             f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
@@ -41,10 +41,19 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 
 
 def validation_datasets(
-    source: Source, tokenizer: Tokenizer, needs: Needs
+    source: Source, tokenizer: Tokenizer, needs: Needs, counters: Mapping[str, float]
 ) -> list[TokenDataset | RecordDataset]:
-    """Return a run's validation datasets without building its training datasets; raises UserError."""
-    (parts,), _ = _read(source, tokenizer, needs, (_VALIDATION,))
+    """Return a run's validation datasets without building its training datasets; raises ValueError.
+
+    Args:
+        counters: of the run's checkpoint, which say how it divided files of text.
+    """
+    (parts,), _, by_file = _read(source, tokenizer, needs, (_VALIDATION,))
+    if by_file != (BY_FILE in counters):
+        raise ValueError(
+            "data.text: the run divided its files otherwise than they are divided today, so its validation split "
+            "is not known (evaluate: give --data)"
+        )
     return [part.dataset for part in parts]
 
 
@@ -78,35 +87,40 @@ def spelled_out(special_tokens: int, as_text: bool) -> str:
 
 def _read(
     source: Source, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
-) -> tuple[list[list[Part]], str]:
-    """Return the parts of each of the splits, and a summary if training is among them.
+) -> tuple[list[list[Part]], str, bool]:
+    """Return the parts of each of the splits, a summary if training is among them, and whether files are whole.
 
     Raises UserError for a part without samples, and for wrong tokens.
     """
+    by_file = False
     match source:
         case TextSource():
-            found = _read_text(source, tokenizer, needs, splits)
+            parts, summary, by_file = _read_text(source, tokenizer, needs, splits)
         case RecordSource():
-            found = _read_records(source, tokenizer, needs, splits)
+            parts, summary = _read_records(source, tokenizer, needs, splits)
         case IndexedSource():
-            found = _read_indexed(source, tokenizer, needs, splits)
-    for part in chain(*found[0]):
+            parts, summary = _read_indexed(source, tokenizer, needs, splits)
+    for part in chain(*parts):
         _check_tokens(part.dataset, needs.vocab_size)
-    return found
+    return parts, summary, by_file
 
 
 def _read_text(
     source: TextSource, tokenizer: Tokenizer, needs: Needs, splits: Sequence[int]
-) -> tuple[list[list[Part]], str]:
+) -> tuple[list[list[Part]], str, bool]:
     corpus = load_corpus(source.text, source.split, tokenizer)
     tokens = (corpus.train, corpus.validation)
+    for split in splits:
+        if not len(tokens[split]):
+            problem = _no_share(source.split, split, corpus.name)
+            raise ValueError(f"{problem} ({corpus.files} files); raise its weight or add text")
     parts = [[Part(TokenDataset(tokens[split], needs, _name(split, corpus.name)), 1.0)] for split in splits]
     summary = (
         f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
         f"{len(corpus.validation)} validation tokens{corpus.notes}"
         f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
     )
-    return parts, summary
+    return parts, summary, corpus.by_file
 
 
 def _read_records(
@@ -115,7 +129,7 @@ def _read_records(
     records, datasets = load_records(source.path, tokenizer), []
     lines = [place for place, record in enumerate(records) if record.begins]
     for split in splits:
-        first, stop = split_bounds(source.split, len(lines))[split : split + 2]
+        first, stop = source.split.bounds(len(lines))[split : split + 2]
         if first == stop:
             problem = _no_share(source.split, split, source.path)
             raise UserError(f"{problem} ({len(lines)} records); raise its weight or add records")
@@ -217,7 +231,7 @@ def _split_of_blend(
         if source.split is None:
             yield indexed, (0, sequences), prefix, weight
             continue
-        first, stop = split_bounds(source.split, sequences)[split : split + 2]
+        first, stop = source.split.bounds(sequences)[split : split + 2]
         if not len(indexed.part(first, stop)):
             share = _no_share(source.split, split, prefix)
             if sequences == 1:
@@ -230,12 +244,6 @@ def _split_of_blend(
                 "data.valid_data_path"
             )
         yield indexed, (first, stop), _name(split, prefix), weight
-
-
-def split_bounds(split: Split, sequences: int) -> list[int]:
-    """Return where train, validation and test begin, in sequences, and where test ends; rounded as in Megatron."""
-    bounds = [0, *(round(share * sequences) for share in accumulate(astuple(split)))]
-    return [*bounds[:-1], sequences]
 
 
 def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.plans.sample_order import slots_of
@@ -36,6 +37,13 @@ class Split:
             )
         weights += [0.0] * (3 - len(weights))
         return cls(*(weight / sum(weights) for weight in weights))
+
+    def bounds(self, number: int) -> list[int]:
+        """Return where each part of `number` sequences, records or files begins, and where the last one ends.
+
+        Rounded as in Megatron.
+        """
+        return [0, *(round(share * number) for share in accumulate((self.train, self.validation))), number]
 
 
 @dataclass(frozen=True)

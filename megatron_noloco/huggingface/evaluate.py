@@ -121,7 +121,8 @@ def open_weights(
             sys.stderr.write(f"--data {data}: {notes}\n")
     else:
         assert source is not None
-        datasets = validation_datasets(source.config.data.source, tokenizer, needs)
+        counters = source.saved.manifests[0].counters
+        datasets = validation_datasets(source.config.data.source, tokenizer, needs, counters)
     if architecture.seq_length > trained.seq_length:
         sys.stderr.write(
             f"--seq-length {architecture.seq_length}: the model's context is {trained.seq_length} tokens; it was "

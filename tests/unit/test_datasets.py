@@ -27,17 +27,17 @@ from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
 from megatron_noloco.data.open_datasets import (
     build_datasets,
-    split_bounds,
     validation_datasets,
     whole_dataset,
 )
 from megatron_noloco.data.samples import JoinedDataset, TokenDataset
-from megatron_noloco.data.sources import Blend, Needs, Split, TokenizerChoice
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.sources import Blend, Needs, Split, TextSource, TokenizerChoice
+from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder, slots_of
 from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import check_start, prepare
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import write_dataset
@@ -127,7 +127,7 @@ class TestIndexed:
             convert_split_vector_to_split_matrix,
         )
 
-        ours = split_bounds(Split.parse(",".join(map(str, weights))), sequences)
+        ours = Split.parse(",".join(map(str, weights))).bounds(sequences)
         shares = [weight / sum(weights) for weight in weights]
         for index, bounds in enumerate(convert_split_vector_to_split_matrix(shares)):
             if bounds is not None:
@@ -190,7 +190,7 @@ class TestIndexed:
         config = RunConfig.from_dict(run_config({"data_path": prefix, "split": "1,1,0"}))
         doors: list[Callable[[], object]] = [
             lambda: build(data_path=prefix, split="1,1,0"),
-            lambda: validation_datasets(config.data.source, byte, Needs(257, SEQ)),
+            lambda: validation_datasets(config.data.source, byte, Needs(257, SEQ), {}),
             lambda: whole_dataset(prefix, byte, Needs(257, SEQ)),
             lambda: check_start(config),
         ]
@@ -311,8 +311,43 @@ class TestText:
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation == []
-        with pytest.raises(ValueError, match=r"corpus too small: the validation split .* 0 tokens"):
+        line = (
+            r"a share of 0 leaves the validation split of .* empty \(1 files\); raise its weight or add text"
+        )
+        with pytest.raises(ValueError, match=line):
             build(text=str(tmp_path / "a.txt"), split="1,0,0")
+
+    @pytest.mark.parametrize("files", [19, 20])
+    def test_a_run_is_not_continued_or_evaluated_with_another_split_of_its_files(
+        self, files: int, tmp_path: Path
+    ) -> None:
+        """Up to version 0.3 a hash divided 20 files and more; what it validated on is not known today."""
+        for number in range(files):
+            (tmp_path / f"{number:02d}.txt").write_text("some text " * 90)
+        source, needs = TextSource(str(tmp_path), Split.parse("8,2")), Needs(257, SEQ)
+        checksums = build_datasets(source, ByteTokenizer(), needs).checksums
+        before = {"training_data_2": 1, "training_data": 2}  # counters of any run before
+        run = RunConfig.from_dict(SMALLEST | {"data": {"text": str(tmp_path), "split": "8,2"}})
+        now = checkpoint_settings(run, Topology(), checksums)
+        assert now.changes(run.to_dict(), checksums) == []
+        (dataset,) = validation_datasets(source, ByteTokenizer(), needs, checksums)
+        assert dataset.name == f"the validation split of {tmp_path}"
+        if files < 20:
+            assert now.changes(run.to_dict(), before) == []
+            validation_datasets(source, ByteTokenizer(), needs, before)
+            return
+        for counters in (before, {}):
+            with pytest.raises(
+                ValueError, match=r"^data.text: the checkpoint's run divided its files otherwise"
+            ):
+                now.changes(run.to_dict(), counters)
+            with pytest.raises(
+                ValueError, match=r"its validation split is not known \(evaluate: give --data\)"
+            ):
+                validation_datasets(source, ByteTokenizer(), needs, counters)
+        fewer = checkpoint_settings(run, Topology(), before)
+        with pytest.raises(ValueError, match="divided its files otherwise"):
+            fewer.changes(run.to_dict(), checksums)
 
 
 class TestUnigramEntropy:

@@ -293,7 +293,7 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     first = [BYTES.decode(built.train[index].tokens[:1]) for index in range(len(built.train))]
     assert first == list("01234567")
     assert "10 records (0 longer than a sample), 8 training samples" in built.summary
-    (validation,) = validation_datasets(source(path, packed=False), BYTES, needs)
+    (validation,) = validation_datasets(source(path, packed=False), BYTES, needs, {})
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
         build_datasets(source(path, "999,1"), BYTES, needs)
