@@ -107,8 +107,9 @@ def _records(
     for (first, stop), (prompt, whole) in zip(text.answers, encoded, strict=True):
         before, tokens = _apart(prompt, whole, text.text[first:stop], tokenizer, text.from_template)
         joined += before is not prompt
-        if not text.from_template:
-            tokens = np.append(tokens, tokenizer.end_of_document)
+        end = tokenizer.end_of_document  # which a completion may spell out
+        if not text.from_template and tokens[-1:].tolist() != [end]:
+            tokens = np.append(tokens, end)
         answer = np.repeat([False, True], [len(before), len(tokens)])
         if found and _begins_with(before, found[-1][0]):
             _, learnt = found.pop()

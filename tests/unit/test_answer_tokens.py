@@ -232,6 +232,19 @@ def test_what_is_not_as_in_generation_is_counted() -> None:
     )
 
 
+def test_special_tokens_that_a_record_spells_out_are_there_once() -> None:
+    """Where they are tokens; otherwise they are text, and those of a record are added."""
+    named, written = made("GPT-2", True)[0], {"prompt": "<s>fox", "completion": "red</s>"}
+    begin, end = named.special_tokens["<s>"], named.special_tokens["</s>"]
+    for splits in (False, True):
+        (record,) = load(FastTokenizer(named.folder, splits, True), written)
+        assert [(record.tokens == token).sum() for token in (begin, end)] == [1, 1]
+        assert record.tokens[0] == begin
+        assert record.tokens[-1] == end
+    (record,) = load(named, {"prompt": "fox", "completion": ""})
+    assert record.tokens[record.answer].tolist() == [end]
+
+
 def test_bytes_are_never_joined() -> None:
     (record,) = load(ByteTokenizer(), {"prompt": "Größe: ", "completion": "\nzwölf"})
     assert record.tokens[record.answer].tolist() == [*"\nzwölf".encode(), ByteTokenizer.end_of_document]
