@@ -40,7 +40,7 @@ from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Others, choose
 from megatron_noloco.federation.partners import FederationPartners
 from megatron_noloco.federation.passes import DEPTH, FAILURES
-from megatron_noloco.job.agreement import of_rank_0
+from megatron_noloco.job.agreement import found_by_rank_0
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, tag_of
@@ -121,7 +121,7 @@ class Replica:
         partners: the other replicas; of the speaker, None on the other ranks.
         choose: the partner; used by the speaker.
         guards: of each fragment; used by the speaker.
-        tell: returns the speaker's value on all ranks of the replica. A collective of the replica.
+        tell: returns on all ranks of the replica what a function returns on the speaker; a collective.
     """
 
     movement: Movement
@@ -129,7 +129,7 @@ class Replica:
     partners: FederationPartners | None
     choose: Choose
     guards: Sequence[Guard]
-    tell: Callable[[Any], Any]
+    tell: Callable[[Callable[[], Any]], Any]
     _tags: Iterator[int] = field(default_factory=count)
 
     def fragments(self) -> list[Fragment]:
@@ -189,8 +189,7 @@ class CommittedExchange:
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._failure, self._prepared, self._number = vector, None, None, number
         place = self._replica.place
-        speaks = self._partners is not None
-        partner, missed = self._replica.tell(self._choice(group, number) if speaks else None)
+        partner, missed = self._replica.tell(lambda: self._choice(group, number))
         if self._partners is not None:
             self._partners.begin(number, partner)
         self._partner, self._collecting = -1 if partner is None else partner, partner is not None
@@ -218,8 +217,7 @@ class CommittedExchange:
             self._prepare()
         seconds, counts = time.monotonic() - started, False
         if self._partner >= 0:
-            speaks = self._partners is not None
-            counts, missed, in_doubt = self._replica.tell(self._verdict() if speaks else None)
+            counts, missed, in_doubt = self._replica.tell(self._verdict)
             if not counts:
                 self.report.skip(self._replica.place.replica, missed)
                 self.report.in_doubt = in_doubt
@@ -311,4 +309,4 @@ def committing(
     def choose_partner(number: int, others: Others) -> int | None:
         return choose(grouping, place.replica, divmod(number, settings.fragments), others, interval)
 
-    return Replica(movement, place, partners, choose_partner, guards, of_rank_0)
+    return Replica(movement, place, partners, choose_partner, guards, found_by_rank_0)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.speakers import Receives, Sends
 from megatron_noloco.files import outside
 from megatron_noloco.job.activity import line_of
-from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
+from megatron_noloco.job.agreement import found_by_rank_0, of_all_ranks, of_rank_0
 from megatron_noloco.outer.vectors import HOST, NOTHING
 from megatron_noloco.transport.interface import RankLostError
 
@@ -171,25 +172,32 @@ class Handover:
 
         Returns None where there is none to take.
         """
-        given_up, asked_again = set[int](), set[int]()
+        given_up, asked_again, again = set[int](), set[int](), None
         while True:
-            started, found, problem = time.monotonic(), None, None
-            if self._asks is not None:
-                found, problem = self._asks.choose(least, seconds, given_up)
-            slot, offer = of_rank_0(found) or (-1, None)
-            if offer is not None:
-                problem, size = self._take(keeper, slot, offer)
+            started = time.monotonic()
+            found, problem = found_by_rank_0(partial(self._choose, least, seconds, given_up, again))
+            if found is not None:
+                problem, size = self._take(keeper, *found)
                 if problem is None:
-                    return Taken(slot, offer.step, size, time.monotonic() - started)
-            if self._asks is not None and problem is not None:
-                if problem.may_pass and problem.slot not in asked_again:
-                    asked_again.add(problem.slot)
-                    self._asks.wait_for(problem.slot)
-                else:
-                    given_up.add(problem.slot)
-                    tell(outside(f"the state of replica {problem.slot} was not taken over: {problem.why}"))
-            if of_rank_0(problem) is None:
+                    return Taken(found[0], found[1].step, size, time.monotonic() - started)
+            if problem is None:
                 return None
+            again = problem.slot if problem.may_pass and problem.slot not in asked_again else None
+            if again is not None:
+                asked_again.add(again)
+                continue
+            given_up.add(problem.slot)
+            if self._asks is not None:
+                tell(outside(f"the state of replica {problem.slot} was not taken over: {problem.why}"))
+
+    def _choose(
+        self, least: int, seconds: float, given_up: Collection[int], again: int | None
+    ) -> tuple[tuple[int, Offer] | None, NotTaken | None]:
+        """Do as `Asks.choose`, after a slot that was lost has had some seconds to come back."""
+        assert self._asks is not None
+        if again is not None:
+            self._asks.wait_for(again)
+        return self._asks.choose(least, seconds, given_up)
 
     def _take(self, keeper: Keeper, slot: int, offer: Offer) -> tuple[NotTaken | None, int]:
         """Return why a state could not be taken, alike on all ranks, and its bytes on this rank."""

@@ -23,7 +23,7 @@ from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.tree_mean import Tree, TreeMean
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import Vote, of_rank_0, voting
+from megatron_noloco.job.agreement import found_by_rank_0, of_rank_0, vote
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
 from megatron_noloco.outer.health import Health
@@ -35,7 +35,6 @@ FIRST_SECONDS = 5.0  # for another job, which may have a state to give
 TOGETHER_SECONDS = 30.0  # for others that are started again with this job
 _FAREWELL_SECONDS = 0.5  # for the others to read it: what arrives with the end of a connection may be lost
 _LOOK_SECONDS = 0.05
-_NEWS_SECONDS = 5.0  # after which the other ranks hear of a speaker that waits
 
 
 class Boundary(NamedTuple):
@@ -62,7 +61,6 @@ class Membership:
         transport: of the speaker; None on the other ranks.
         place: of the replica among the others.
         steps: see `join_federation`.
-        agree: how all ranks of the job vote.
 
     Attributes:
         keeping_up: of the speaker: which local step comes next.
@@ -78,7 +76,6 @@ class Membership:
         noloco: NolocoSettings,
         federation: FederationSettings,
         steps: int | None = None,
-        agree: Vote = list,
     ) -> None:
         self.transport, self.place = transport, place
         self.noloco, self.federation = noloco, federation
@@ -86,7 +83,7 @@ class Membership:
         self.handover = Handover(transport)
         self.keeper: Keeper
         self.say: Callable[[str], object] = lambda line: None
-        self._agree, self._steps = agree, steps
+        self._steps = steps
         self._replica: Replica
 
     def replica(self, weights: Weights, seed: int, held: Held | None = None) -> Replica:
@@ -104,7 +101,7 @@ class Membership:
 
     def health(self, weights: Weights) -> Health:
         """Return what ends this replica where its weights are no longer finite."""
-        return Health(weights, self._agree)
+        return Health(weights, vote)
 
     def sends_after(self, done: int) -> bool:
         """Return whether a round of weights, or of a fragment, begins after this local step."""
@@ -123,21 +120,23 @@ class Membership:
 
         Raises UserError where the rendezvous has only led to jobs with which a new job can never exchange.
         """
-        came, refusal = True, ""
         self.handover.trains_from(done)
-        if self.transport is not None:
-            self.transport.wait_for(1, FIRST_SECONDS)
-            seconds = self.noloco.deadline_seconds
-            if done:
-                seconds = min(seconds, TOGETHER_SECONDS)
-            refusal = "" if done else self.transport.refusal
-            if not refusal:
-                came = self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
-        came, refusal = of_rank_0((came or done > 0, refusal))
+        came, refusal = found_by_rank_0(partial(self._wait_for_others, done))
         if refusal:
             self.leave()
             raise UserError(refusal)
         return came
+
+    def _wait_for_others(self, done: int) -> tuple[bool, str]:
+        """Wait for others at the start; return whether enough came, and why none of them can."""
+        assert self.transport is not None
+        self.transport.wait_for(1, FIRST_SECONDS)
+        if done:
+            seconds, refusal = min(self.noloco.deadline_seconds, TOGETHER_SECONDS), ""
+        else:
+            seconds, refusal = self.noloco.deadline_seconds, self.transport.refusal
+        came = not refusal and self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
+        return came or done > 0, refusal
 
     def announce(self, done: int) -> None:
         """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
@@ -255,24 +254,22 @@ class Membership:
         waiting = None if self.keeping_up is None else self.keeping_up.at_end(done)
         now.part("waiting for the other replicas at the end")
         while True:
-            told = of_rank_0(None if waiting is None else self._look_at_end(waiting, done))
-            assert told is not None
-            goes_on, wanted, end = told
+            wanted, end = found_by_rank_0(partial(self._look_at_end, waiting, done))
             if wanted:
                 self.handover.give(partial(self.keeper.copy, done))
-            if not goes_on or end is not None:
+            if end is not None or not wanted:
                 return end
 
-    def _look_at_end(self, waiting: AtItsEnd, done: int) -> tuple[bool, bool, AtEnd | None]:
-        """Wait for news; return whether to go on, whether a state is wanted, and who forms the mean."""
+    def _look_at_end(self, waiting: AtItsEnd | None, done: int) -> tuple[bool, AtEnd | None]:
+        """Wait for news; return whether a state is wanted, and who forms the mean; neither if this job stops."""
         assert self.transport is not None
-        until = time.monotonic() + _NEWS_SECONDS
+        assert waiting is not None
         while not self.transport.partners.stopped():
             wanted, end = self.handover.wanted(done), waiting.look()
-            if wanted or end is not None or time.monotonic() > until:
-                return True, wanted, end
+            if wanted or end is not None:
+                return wanted, end
             time.sleep(_LOOK_SECONDS)
-        return False, False, None
+        return False, None
 
 
 def join_federation(
@@ -309,7 +306,7 @@ def join_federation(
             problem = error
     if (found := of_rank_0(problem)) is not None:
         raise found
-    return Membership(transport, place, noloco, federation, steps, voting())
+    return Membership(transport, place, noloco, federation, steps)
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Alike) -> Network:

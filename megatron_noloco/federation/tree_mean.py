@@ -126,8 +126,9 @@ class TreeMean:
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the mean, in one piece. Where nothing else has come it is the vector itself."""
         own, tree = self._replica.place.replica, self._tree
-        told = tree and (*tree.around(self.report.group), tree.deadline_seconds, dict(tree.left_out))
-        children, parent, seconds, left_out = self._replica.tell(told)
+        children, parent, seconds, left_out = self._replica.tell(
+            lambda: tree and (*tree.around(self.report.group), tree.deadline_seconds, dict(tree.left_out))
+        )
         total, included = self._vector.clone(), {own} - left_out.keys()
         if not included:
             total.zero_()
@@ -148,7 +149,7 @@ class TreeMean:
         elif included:
             came, total = None, total / len(included)  # in new memory: the parent may still ask for the sum
         stopped = tree is not None and came is None and tree.transport.partners.stopped()
-        self.stopped = self._replica.tell(stopped)
+        self.stopped = self._replica.tell(lambda: stopped)
         if self.stopped or not included:  # a part of the sums may be missing; or this replica is alone
             total, included = self._vector.clone(), {own}
         if not self.stopped:
@@ -204,12 +205,14 @@ class TreeMean:
         not be used again: late messages may arrive there.
         """
         link = None if self._tree is None else _Link(self._tree, slot, self._tag, seconds)
+
+        def wait() -> tuple[bool, list[int]] | None:
+            assert link is not None
+            return link.wait(included if gives is not None else None, gets is not None)
+
         while True:
             now.part(f"waiting for replica {slot} in {self._what}")
-            passes = None
-            if link is not None:
-                passes = link.wait(included if gives is not None else None, gets is not None)
-            found = self._replica.tell(passes)
+            found = self._replica.tell(wait)
             if found is None:
                 return None
             takes, listed = found
@@ -229,7 +232,7 @@ class TreeMean:
             came = came and bool(work.slots)
         if link is not None:
             link.passed(came, gives is not None)
-        return bool(self._replica.tell(came))
+        return bool(self._replica.tell(lambda: came))
 
 
 class _Link:

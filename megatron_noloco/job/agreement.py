@@ -2,24 +2,27 @@
 
 - Collectives: for what all ranks do at the same place of the program. `of_all_ranks` and `of_rank_0`, at the start
   and between local phases, carry any value that can be pickled, and fail at once when a process has ended.
-  `voting` carries a few integers, for what ranks agree on in each round; `wait_for_all` carries none.
+  `found_by_rank_0` does where rank 0 first waits for others. `vote` carries a few integers, for what ranks agree
+  on in each round; `wait_for_all` carries none. All use a gloo group of their own: the default group may be
+  NCCL's, which makes the host wait for the GPU, and ends the job where a rank waits for ten minutes.
 - The job's key-value store: for what ranks do at different times, or from a thread while the main thread is
   inside a library. `announce` and `announced` carry a number of each rank (stopping, the delay of an overlapped
   exchange), `claim` and `claimed` the text of the first rank that has one (a failure, a request to stop).
 """
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 Value = TypeVar("Value")
-Vote = Callable[[Sequence[int]], list[int]]
-"""vote(numbers): the smallest number of all ranks, place by place. A collective."""
-
 _POLL_SECONDS = 0.1
+_HEARTBEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0  # a rank that has not answered by then hangs
 
 
@@ -28,41 +31,88 @@ def of_all_ranks(value: Value) -> list[Value]:
     values = [value]
     if dist.is_initialized():
         values *= dist.get_world_size()
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, _control())
     return values
 
 
 def of_rank_0(value: Value) -> Value:
     """Return rank 0's value on every rank; `value` itself without torch.distributed. A collective."""
-    holder = [value]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(holder, src=0)
-    return holder[0]
+    return value if _is_alone() else _broadcast(value)
 
 
-def voting(group: dist.ProcessGroup | None = None) -> Vote:
-    """Return how ranks vote, on the host.
+def found_by_rank_0(find: Callable[[], Value]) -> Value:
+    """Return on every rank what `find` returns on rank 0, which may wait for as long as it likes. A collective.
+
+    The other ranks hear from rank 0 every few seconds, so that their waits never come to the group's time-out.
+    """
+    if _is_alone():
+        return find()
+    found: tuple[Value] | None = None
+    if dist.get_rank() == 0:
+        with _heartbeat():
+            found = (find(),)
+    while (told := _broadcast(found)) is None:
+        pass
+    return told[0]
+
+
+@contextmanager
+def _heartbeat() -> Iterator[None]:
+    """Broadcast None now and then, until what is done inside is over."""
+    over = threading.Event()
+
+    def beat() -> None:
+        with suppress(RuntimeError):  # a rank has ended: what is broadcast next fails as well
+            while not over.wait(_HEARTBEAT_SECONDS):
+                _broadcast(None)
+
+    thread = threading.Thread(target=beat, name="noloco-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def vote(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the smallest number of the ranks of a group, place by place. A collective of these ranks.
 
     Args:
-        group: the ranks, with a backend for the CPU; None: all ranks of the job, in a group of their own beside
-            other collectives. To make that group is a collective.
+        group: with a backend for the CPU; None: all ranks of the job.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return list
-    group = group or dist.new_group(backend="gloo")
-
-    def vote(numbers: Sequence[int]) -> list[int]:
-        smallest = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, group)
-        return smallest.tolist()
-
-    return vote
+        return list(numbers)
+    smallest = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group or _control())
+    return smallest.tolist()
 
 
 def wait_for_all() -> None:
     """Wait until all ranks are at this place of the program; nobody without torch.distributed. A collective."""
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(_control())
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _broadcast(value: Value) -> Value:
+    """Return rank 0's value on every rank."""
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0, group=_control())
+    return holder[0]
+
+
+def _control() -> dist.ProcessGroup:
+    """Return the group of these collectives, which the first of them makes."""
+    return _control_beside(dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _control_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo")
 
 
 def announce(subject: str, number: int) -> None:

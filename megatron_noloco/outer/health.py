@@ -1,12 +1,11 @@
 """Ends a replica whose weights, losses or gradients are no longer finite."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import Vote
 from megatron_noloco.outer.weights import Weights
 
 _MOST_LOST_STEPS = 10  # in a row
@@ -23,10 +22,10 @@ class Health:
 
     Args:
         weights: of this rank.
-        agree: see `job.agreement.voting`; over the ranks of the replica.
+        agree: see `job.agreement.vote`; over the ranks of the replica.
     """
 
-    def __init__(self, weights: Weights, agree: Vote) -> None:
+    def __init__(self, weights: Weights, agree: Callable[[Sequence[int]], list[int]]) -> None:
         self._weights = weights
         self._agree = agree
         self._skipped = 0  # local steps in a row

@@ -15,7 +15,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
-from megatron_noloco.job.agreement import voting
+from megatron_noloco.job.agreement import vote
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.outer import (
     Channel,
@@ -90,7 +90,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         checkpointer=checkpointer,
         monitor=monitor,
         stopping=joined.stopping,
-        health=Health(engine.weights, voting(groups.replica)),
+        health=Health(engine.weights, partial(vote, group=groups.replica)),
         final_average=build_final_average(config, outer, membership),
         choices=chosen_later,
         membership=membership,

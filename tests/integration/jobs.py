@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful
@@ -72,11 +73,13 @@ def run_jobs(
     function: Callable[..., Any],
     *args: Any,
     timeout: float = 120,
+    backend: str = "gloo",
 ) -> list[list[Any]]:
     """Return `function(slot, rank, *args)` by slot and rank; a job of one rank has no torch.distributed.
 
     Args:
         ranks: of each job, or of all.
+        backend: of the default group.
     """
     sizes = [ranks] * slots if isinstance(ranks, int) else ranks
     starts = [*accumulate(sizes, initial=0)]
@@ -90,7 +93,7 @@ def run_jobs(
         dist.destroy_process_group()
         if sizes[slot] > 1:
             store = dist.FileStore(str(folder / f"job_{slot}"), sizes[slot])
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes[slot])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=sizes[slot])
         else:  # as a process that no launcher has started
             for name in LAUNCH_VARIABLES:
                 del os.environ[name]

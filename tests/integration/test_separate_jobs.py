@@ -317,6 +317,37 @@ def test_at_the_end_there_is_one_model(tmp_path: Path, slots: int, ranks: int) -
     assert (before - before.mean(0)).norm() > 1e-3
 
 
+def with_no_messages(slot: int, rank: int, folder: Path) -> Tensor:
+    """What this rank exchanges, after rounds, a handed-over state and the final average."""
+    loop = Loop(slot, rank, dist.new_group(backend="gloo"))
+    sent = torch.tensor(rank)
+    dist.broadcast(sent, src=0)
+    assert sent == rank, "the default group carries nothing"
+    if slot == 1:
+        wait_for(folder / "trained")
+    options = federation(folder, slot, 2, start_with=1, rounds_behind=1)
+    noloco = attach(loop.model, SETTINGS, **options, seed=SEED, inner=loop.optimizer)
+    assert (noloco.taken > 0) == (slot == 1)
+    while noloco.done < 3 * STEPS:
+        loop.step(noloco.done)
+        noloco.step()
+        if noloco.done == STEPS and slot == rank == 0:
+            (folder / "trained").touch()
+            assert noloco.outer.transport.wait_for(1, SECONDS)  # type: ignore[union-attr, attr-defined]
+    (report,) = noloco.average()
+    assert report.group == (0, 1)
+    weights = noloco.outer.weights.read()
+    noloco.close()
+    return weights
+
+
+def test_control_messages_do_not_use_the_default_group(tmp_path: Path) -> None:
+    """It may be NCCL's. Torch's "fake" one sends nothing, so what is received over it is wrong."""
+    found = run_jobs(tmp_path, 2, 2, with_no_messages, tmp_path, backend="fake")
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def average_together(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     loop = Loop(rank, 0, None)
     noloco = attach(loop.model, SETTINGS, replicas=world_size, seed=SEED)

@@ -150,7 +150,7 @@ def committed_with(
 ) -> CommittedExchange:
     """Return the exchange of a replica of one rank with vectors of so many elements."""
     place, movement = Place(transport.rank, transport.world_size), alone(length)
-    replica = Replica(movement, place, transport.partners, choose, [Guard()], lambda value: value)
+    replica = Replica(movement, place, transport.partners, choose, [Guard()], lambda find: find())
 
     def make() -> list[Exchange]:
         channels = [Channel.SLABS + index for index in range(DEPTH)]

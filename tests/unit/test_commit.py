@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -66,9 +67,9 @@ class Voice:
         self._barrier = threading.Barrier(ranks, timeout=SECONDS)
         self._told: Any = None
 
-    def tell(self, value: Any) -> Any:
-        if value is not None:
-            self._told = value
+    def tell(self, rank: int, find: Callable[[], Any]) -> Any:
+        if rank == 0:
+            self._told = find()
         self._barrier.wait()
         told = self._told
         self._barrier.wait()
@@ -142,7 +143,7 @@ def committed_of(
         partners,
         lambda _, others: the_other(place.replica, others),
         more.get("guards") or [Guard()],
-        more.get("tell", lambda value: value),
+        more.get("tell", lambda find: find()),
     )
 
     def make() -> list[Exchange]:
@@ -207,7 +208,7 @@ def of_two_ranks(fault: Fault = no_fault, second_waits: float = SECONDS) -> list
     def run(replica: int, rank: int) -> Outcome:
         movement = Movement(holdings, [range(LENGTH)], inside[replica][rank], slab=1000)
         partners = Partners(second_waits if replica else SECONDS)
-        more = {"movement": movement, "tell": voices[replica].tell}
+        more = {"movement": movement, "tell": partial(voices[replica].tell, movement.rank)}
         speaks = partners if rank == 0 else None
         committed = committed_of(FaultyTransport(speakers[replica], fault), speaks, None, more)
         committed.begin(vector(replica)[rank * half : (rank + 1) * half], (0, 1), 7, "a test")

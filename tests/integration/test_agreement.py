@@ -1,0 +1,59 @@
+"""What the ranks of a job agree on."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_noloco.job import agreement
+from tests.harness import run_ranks
+
+BEATS = 3
+
+
+def waits(rank: int, world_size: int) -> tuple[Any, int]:
+    """What rank 0 finds after some heartbeats, and how many this rank has heard."""
+    heard, enough, broadcast = 0, threading.Event(), agreement._broadcast
+
+    def counted(value: Any) -> Any:
+        nonlocal heard
+        found = broadcast(value)
+        heard += found is None
+        if heard == BEATS:
+            enough.set()
+        return found
+
+    def find() -> str:
+        assert enough.wait(60)
+        return f"rank {rank}"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_HEARTBEAT_SECONDS", 0.01)
+        patch.setattr(agreement, "_broadcast", counted)
+        found = agreement.found_by_rank_0(find)
+    dist.barrier()
+    return found, heard
+
+
+def test_ranks_hear_from_rank_0_while_it_waits() -> None:
+    found = run_ranks(3, waits)
+    assert [what for what, _ in found] == ["rank 0"] * 3
+    (beats,) = {beats for _, beats in found}
+    assert beats >= BEATS
+
+
+def all_ways(rank: int, world_size: int) -> list[Any]:
+    return [
+        agreement.of_all_ranks(rank),
+        agreement.of_rank_0(rank),
+        agreement.found_by_rank_0(lambda: rank),
+        agreement.vote([rank, -rank]),
+        agreement.wait_for_all(),
+        world_size == 1 or agreement._control() is agreement._control(),
+    ]
+
+
+def test_all_ranks_have_the_same() -> None:
+    assert run_ranks(2, all_ways) == [[[0, 1], 0, 0, [0, -1], None, True]] * 2
+    assert all_ways(0, 1) == [[0], 0, 0, [0, 0], None, True]
