@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -96,13 +95,8 @@ class Attached:
 
     def _notice_loads(self) -> None:
         """Until `close`, have `load_state_dict` of the modules and of their parts call `when_loaded` first."""
-
-        def notice(own: int, module: nn.Module, *_: object) -> None:
-            if id(module) == own:  # copies of the module have the hook as well, and may load
-                self.when_loaded()
-
         for part in chain.from_iterable(module.modules() for module in self._adapter.modules):
-            hook = part.register_load_state_dict_pre_hook(partial(notice, id(part)))
+            hook = part.register_load_state_dict_pre_hook(_Notice(self, part))
             self._until_closed.callback(hook.remove)
 
     def step(self) -> list[RoundReport]:
@@ -254,6 +248,24 @@ class Attached:
         now.who = f"replica {self.outer.place.replica}, rank {this_rank()}"
         self._until_closed.enter_context(now.doing("training"))
         self._until_closed.enter_context(Watchdog(seconds))
+
+
+class _Notice:
+    """Calls `when_loaded` before weights are loaded into an attached module.
+
+    Copies of the module have the hook as well, and may load. In a copy that was pickled, such as the model of a
+    spawned process or a file of torch.save, a method of text takes its place, which any program has.
+    """
+
+    def __init__(self, attached: Attached, module: nn.Module) -> None:
+        self._attached, self._own = attached, id(module)
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        if id(module) == self._own:
+            self._attached.when_loaded()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, ("", "format")  # takes any arguments, and does nothing
 
 
 def _refuse_load() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import multiprocessing
 import re
 import threading
 import time
@@ -609,6 +610,24 @@ def test_an_attached_model_refuses_loads_and_new_weights() -> None:
     assert found.keys() == expected.keys()
     for name, line in expected.items():
         assert found[name].startswith(line), (name, found[name])
+
+
+def test_an_attached_model_can_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a file, and into a process that is spawned; a forkserver pickles likewise."""
+    monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
+    module = nn.Linear(3, 3)
+    noloco = attach(module, SETTINGS, **federation(tmp_path, 0, 2, start_with=1))
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert b"noloco" not in file.getvalue(), "a program without this package can read it"
+    file.seek(0)
+    torch.load(file, weights_only=False).load_state_dict(module.state_dict())
+    child: Any = multiprocessing.get_context("spawn").Process(target=module.eval)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert "the next round would undo it" in refusal(lambda: module.load_state_dict(module.state_dict()))
+    noloco.close()
 
 
 def reads_what_the_other_reads(rank: int, world_size: int) -> list[str]:
