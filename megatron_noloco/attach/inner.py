@@ -1,14 +1,17 @@
 """The state of inner optimizer and schedule, as jobs give it to each other; optimizers that keep weights."""
 
+import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful, Stepped
 from megatron_noloco.errors import UserError
@@ -109,11 +112,19 @@ class InnerState:
         return found
 
     def rest(self, adapter: EngineAdapter) -> dict[str, Any]:
-        """Return what is not in `vectors`, for `torch.save`; the same on all ranks."""
+        """Return what is not in `vectors`, for `torch.save`; the same on all ranks.
+
+        What a group has besides numbers, text and tensors, such as a function, is of the program: it is left out.
+        Raises ValueError where another object has more.
+        """
         with self._entered():
             stepped, names = adapter.stepped(), adapter.names
             optimizers = [_rest_of(optimizer, stepped, names) for optimizer in self.optimizers]
-        return {"optimizers": optimizers, "others": [one.state_dict() for one in self._others]}
+        others = [with_plain_numbers(one.state_dict()) for one in self._others]
+        for part, state in zip(self._others, others, strict=True):
+            if not _can_be_read(state):
+                raise ValueError(f"{type(part).__name__} keeps more than numbers, text and tensors")
+        return {"optimizers": with_plain_numbers(optimizers), "others": others}
 
     def load(self, adapter: EngineAdapter, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
         """Continue from `vectors` and `rest` of another job. A collective of the replica.
@@ -150,7 +161,7 @@ def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
     """Return the entry of a tensor. Raises UserError for a state that is neither like the tensor nor a number."""
     found: Entry = {}
     keeps = f"{type(optimizer).__name__} keeps"
-    for name, value in optimizer.state.get(tensor, {}).items():
+    for name, value in with_plain_numbers(optimizer.state.get(tensor, {})).items():
         if torch.is_tensor(value) and value.dim():
             if value.shape != tensor.shape or not value.is_floating_point():
                 raise UserError(
@@ -190,7 +201,46 @@ def _rest_of(optimizer: torch.optim.Optimizer, stepped: Stepped, names: Mapping[
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in ("params", "param_names") and _is_setting(value)
+    }
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_setting, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, int | float | str | np.generic | Tensor)
+
+
+def _can_be_read(state: object) -> bool:
+    """Return whether torch.load takes what torch.save makes of a state, the contents of tensors left out."""
+    file = io.BytesIO()
+    try:
+        torch.save(tree_map(lambda one: None if type(one) is Tensor else one, state), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # neither says which errors, nor always the same
+        return False
+    return True
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """Return a state with Python's numbers in place of numpy's and of other kinds, which torch.load refuses."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, int | float) and type(value) is not bool:
+        return int(value) if isinstance(value, int) else float(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(with_plain_numbers, value))
+    if isinstance(value, MutableMapping):
+        entries = [(with_plain_numbers(name), with_plain_numbers(one)) for name, one in value.items()]
+        made = copy(value)  # also a Counter, as MultiStepLR has
+        made.clear()
+        made.update(dict(entries))
+        return made
+    return value
 
 
 def _filled(adapter: EngineAdapter, vector: Tensor) -> list[Tensor]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,6 +172,38 @@ def test_steps_that_are_left_out_make_a_job_no_faster(monkeypatch: pytest.Monkey
     for done, reports in ((1, []), (2, []), (9, []), (10, [report])):
         rows.after_step(done, reports)
     assert [(row["step"], row["speed/seconds_per_step"]) for row in told] == [(10, 2.0)]
+
+
+def test_numbers_of_numpy_and_functions_of_the_program_void_no_state() -> None:
+    """A loop's cosine is numpy's, as is what a LambdaLR then keeps; a group may have a function."""
+
+    class Odd(torch.optim.lr_scheduler.LambdaLR):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"rule": len}
+
+    def made(schedule: Any, rate: Any) -> tuple[Any, Any, JobState]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        optimizer.param_groups[0]["rule"] = lambda name: "bias" in name
+        schedule = schedule(optimizer, lambda step: np.float64(0.5) ** step)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            schedule.step()
+        adapter, outer = torch_adapter(model), job(0.0)[0]
+        outer.weights, outer.state = adapter.weights, lambda wait: {"slow_weights": adapter.weights.read()}
+        return optimizer, schedule, JobState(outer, alone(6), inner_state([optimizer, schedule]), adapter)
+
+    _, _, giver = made(torch.optim.lr_scheduler.LambdaLR, np.float32(0.5))
+    optimizer, schedule, own = made(torch.optim.lr_scheduler.LambdaLR, 0.1)
+    take(own, giver.copy(7))
+    assert own.inner_from == 7
+    assert optimizer.param_groups[0]["lr"] == 0.0625
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    assert optimizer.param_groups[0]["rule"]("bias")
+    assert schedule.get_last_lr() == [0.0625]
+    with pytest.warns(UserWarning, match="begins anew: Odd keeps more than numbers, text and tensors"):
+        take(own, made(Odd, 0.1)[2].copy(9))
 
 
 def test_a_state_of_other_parts_begins_anew_in_one_line() -> None:

@@ -2,16 +2,19 @@
 
 import io
 import re
+from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
-from megatron_noloco.attach.inner import check_no_weights, inner_state
+from megatron_noloco.attach.inner import check_no_weights, inner_state, with_plain_numbers
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation import membership
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -115,6 +118,23 @@ def test_numbers_are_taken_as_they_were_kept(kept: Any) -> None:
     fresh, adapter = Factored(model.parameters(), lr=0.1), torch_adapter(model)
     inner_state(fresh).load(adapter, vectors, rest)
     assert [fresh.state[one]["kept"] for one in model.parameters()] == [kept, kept]
+
+
+class Counted(int, Enum):
+    ONE = 1
+
+
+def test_a_state_has_plain_numbers_alone() -> None:
+    """As torch.load takes them, in what keeps its type."""
+    numbers = {"a": np.float32(0.5), np.int64(2): [np.bool_(True), True, (Counted.ONE, "text", None)]}
+    found = with_plain_numbers({"numbers": numbers, "milestones": Counter(np.array([3, 3]))})
+    assert repr(found) == repr(
+        {
+            "numbers": {"a": 0.5, 2: [True, True, (1, "text", None)]},
+            "milestones": Counter({3: 2}),
+        }
+    )
+    assert [type(one) for one in found["numbers"][2][2]] == [int, str, type(None)]
 
 
 def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() -> None:
