@@ -326,7 +326,10 @@ def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             problem = f"federation.listen: cannot listen at {endpoint}: {why}"
             if error.errno == errno.EADDRINUSE and any(_port_of(one) == port for one in _LISTENERS):
-                problem += ", by this process: close() what attach returned before"
+                problem += (
+                    ", by this process: close() what attach returned before; for two models, such as those of a "
+                    "GAN, give each a federation with a rendezvous and a port of its own"
+                )
                 raise UserError(problem) from None
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 remedy = _free_port(network, port) if error.errno == errno.EADDRINUSE else _NO_ADDRESS

@@ -26,6 +26,7 @@ from tools.loopback import loopback_world
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 2_501, 2, 3
 AT_ONCE = 700  # elements that are formed at a time: a vector has several pieces, some of two tensors
 CHUNK_BYTES = 2048
+STRETCH = 900  # elements that a group of 4 has under way: the memory of messages is used again in a round
 CODED_AT_ONCE, SEGMENT = 2, 3  # likewise blocks, that a GPU codes at a time, and that are sent at a time
 
 Method = Mapping[str, Any]
@@ -110,6 +111,17 @@ def _trained(transport: Transport, settings: NolocoSettings, device: str) -> Fou
     outer.restore(saved)
     outer.finish()
     note("restored")
+    outer.restore(saved)
+    outer.finish()
+    outer.restore(
+        {name: torch.zeros_like(one) if name == "correction" else one for name, one in saved.items()}
+    )
+    note("restored while weights are merged")
+    outer.finish()
+    outer.run_round(ROUNDS)
+    outer.restore(saved)
+    note("restored while weights are written")
+    outer.finish()
     return found | saved | {name: tensor.cpu().clone() for name, tensor in outer.state().items()}
 
 

@@ -78,16 +78,32 @@ def with_deepspeed(
     return ended(noloco)
 
 
-def with_fully_shard(rank: int, device: str, settings: Any) -> Tensor:
-    """A loop of FSDP2: replicas of two ranks."""
+def with_fully_shard(rank: int, device: str, settings: Any, events: bool = False) -> Tensor:
+    """A loop of FSDP2: replicas of two ranks.
+
+    Args:
+        events: whether the loop lets the next gathering wait for the optimizer alone, as torch documents it.
+    """
     mesh = init_device_mesh(device, (REPLICAS, 2), mesh_dim_names=("replica", "shard"))["shard"]
     net = model().to(device)
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
-    return trained(net, rank, device, settings, REPLICAS)
+
+    def stepped() -> None:
+        if events and device == "cuda":
+            net.set_post_optim_event(torch.cuda.current_stream().record_event())
+
+    return trained(net, rank, device, settings, REPLICAS, stepped)
 
 
-def trained(net: nn.Module, rank: int, device: str, settings: Any, replicas: int) -> Tensor:
+def trained(
+    net: nn.Module,
+    rank: int,
+    device: str,
+    settings: Any,
+    replicas: int,
+    stepped: Callable[[], None] = lambda: None,
+) -> Tensor:
     """The steps of a loop with an optimizer of torch."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     noloco = attach(net, settings, replicas=replicas)
@@ -95,6 +111,7 @@ def trained(net: nn.Module, rank: int, device: str, settings: Any, replicas: int
         net(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        stepped()
         noloco.step()
     return ended(noloco)
 
@@ -118,6 +135,7 @@ LOOPS: dict[str, Callable[[int, str], Tensor]] = {
     "ZeRO 2": lambda rank, device: with_deepspeed(rank, device, HOST, 2),
     "ZeRO 3": lambda rank, device: with_deepspeed(rank, device, HOST, 3),
     "FSDP2": lambda rank, device: with_fully_shard(rank, device, HOST),
+    "FSDP2, with events of the loop": lambda rank, device: with_fully_shard(rank, device, HOST, events=True),
     "FSDP2, on the device": lambda rank, device: with_fully_shard(rank, device, DEVICE),
     "ZeRO 3, no parameter stays whole": lambda rank, device: with_deepspeed(
         rank, device, HOST, 3, sliced=True

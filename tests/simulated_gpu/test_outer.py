@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.outer import coded_exchange, vectors
+from megatron_noloco.outer import coded_exchange, optimizer, vectors
 from megatron_noloco.outer import payload as codes
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.preflight.plan import bus_bytes
@@ -15,6 +15,7 @@ from tests.simulated_gpu.rounds import (
     AT_ONCE,
     CODED_AT_ONCE,
     SEGMENT,
+    STRETCH,
     after_rounds,
     cost_of_a_round,
     differences,
@@ -22,6 +23,7 @@ from tests.simulated_gpu.rounds import (
 
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {},
+    "a group of 4": {"group_size": 4},
     "without momentum": {"outer_momentum": 0.0, "outer_lr": 1.0, "consensus_weight": None},
     "a group of 4, int4": {"group_size": 4, "payload": "int4"},
     "three fragments, int8": {"fragments": 3, "payload": "int8"},
@@ -39,6 +41,7 @@ def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "_AT_ONCE", AT_ONCE)
     monkeypatch.setattr(codes, "_AT_ONCE", CODED_AT_ONCE)
     monkeypatch.setattr(coded_exchange, "_SEGMENT", SEGMENT)
+    monkeypatch.setattr(optimizer, "STRETCH", STRETCH)
 
 
 def check(method: dict[str, Any], orders: tuple[Order, ...]) -> None:
