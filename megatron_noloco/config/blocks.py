@@ -1,10 +1,13 @@
 """Defines what blocks of the user's file are made of, and the blocks about a run; others have their own files."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from megatron_noloco.fields import AboveZero, FilePath, NonNegative, Positive, Size, Text, field
+
+AUTO_SAVE_SECONDS = 1800.0
 
 
 class Block(BaseModel):
@@ -44,8 +47,10 @@ class TrainingConfig(Block):
 class CheckpointConfig(Block):
     """Checkpoints: when they are saved, and from which one a run continues. Replaces DeepSpeed's `checkpoint`."""
 
-    save_interval: NonNegative = field(
-        0, "Local steps between two checkpoints; 0: only at the end, and when the run is stopped."
+    save_interval: NonNegative | Literal["auto"] = field(
+        "auto",
+        'Local steps between two checkpoints; 0: only at the end, and when the run is stopped; "auto": every 30 '
+        "minutes, too.",
     )
     keep_last: Positive = field(2, "Complete checkpoints kept; older ones are removed.")
     async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")

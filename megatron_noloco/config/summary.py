@@ -5,6 +5,7 @@ import math
 from itertools import chain
 from typing import Any
 
+from megatron_noloco.config.blocks import CheckpointConfig
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.round_memory import outer_state
@@ -62,6 +63,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
             lines.append(f"overlap: {_overlap(config.noloco)}")
         kept_aside = bool(topology.slots)
         lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, kept_aside)}")
+    lines.append(f"checkpoints: {_checkpoints(config.checkpoint)}")
     lines += [f"old form: {line}; version 0.3 is the last that reads it" for line in config.translations]
     if architecture is not None:
         rows = architecture.padded_vocab_size
@@ -73,6 +75,14 @@ def _layout(config: RunConfig, topology: Topology) -> str:
     chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
     uneven = len(set(chain(*chunks))) > 1
     return topology.in_words(topology.replicas) + f"; stages of {in_words(chunks)} layers" * uneven
+
+
+def _checkpoints(checkpoint: CheckpointConfig) -> str:
+    interval = checkpoint.save_interval
+    if interval == 0:
+        return "at the end, and when the run is stopped"
+    often = "every 30 minutes" if interval == "auto" else f"every {count(interval, 'local step')}"
+    return f"{often} and at the end; the last {checkpoint.keep_last} are kept"
 
 
 def _federation(federation: FederationSettings, topology: Topology) -> str:

@@ -114,7 +114,7 @@ def _schedule(config: RunConfig) -> Schedule:
     return Schedule(
         steps=config.training.train_iters,
         log_interval=config.training.log_interval,
-        save_interval=config.checkpoint.save_interval,
+        save_interval=0 if config.checkpoint.save_interval == "auto" else config.checkpoint.save_interval,
         evaluation_interval=config.evaluation.interval,
         evaluates=config.evaluation.iters > 0,
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
 from megatron_noloco.config.old_forms import of_saved_run
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -92,7 +93,8 @@ def join_job(prepared: Prepared) -> Joined:
         settings = replace(settings, run=config.to_dict())
     # From here on no signal ends this process at once: what follows must look.
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
-    stopping = Stopping(limit_minutes, output_dir, old_stop_request)
+    save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
+    stopping = Stopping(limit_minutes, output_dir, old_stop_request, save_seconds)
     transport: Transport | None = None
     if topology.slots:
         steps, place = config.training.train_iters, Place(topology.slot, topology.slots)

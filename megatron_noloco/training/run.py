@@ -118,6 +118,9 @@ class Run:
                 with now.doing(f"saving after local step {done}, at which it was asked to stop"):
                     self._leave(done)
                 return done, True
+            if self.stopping.saves_before_step(done) and self.checkpointer.saved_step != done:
+                with now.doing(f"saving after local step {done}"):
+                    self._save(done, last=False)
             before, step = done, self._next_step(done)
             if step >= self.schedule.steps:  # the state of a replica at its end was taken over
                 done = step

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.exit_codes import StoppedError
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main

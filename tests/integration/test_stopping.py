@@ -19,6 +19,7 @@ from megatron_noloco.job import agreement, leaving, stopping
 from megatron_noloco.job.run_folder import ask_to_stop, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.job.watchdog import Watchdog
+from megatron_noloco.training import joined
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state
 
@@ -95,7 +96,7 @@ def asked_before_the_first_step(rank: int, world_size: int, number: signal.Signa
     stop = Stopping(None, NOWHERE, "")
     if rank == 0:
         os.kill(os.getpid(), number)
-    stop._agreed.wait()
+    stop._stop.agreed.wait()
     done = next(step for step in range(10, 20) if stop.before_step(step))
     stop.close(done)
     return done
@@ -128,7 +129,7 @@ def stopped_in_an_evaluation(rank: int, world_size: int) -> tuple[int, int]:
         if (rank, part) == (1, 50):
             os.kill(os.getpid(), signal.SIGTERM)
         if (rank, part) in ((0, 0), (1, 50)):
-            stop._agreed.wait()
+            stop._stop.agreed.wait()
         if stop.before_part(10, part):
             break
     assert stop.before_step(10)
@@ -254,6 +255,27 @@ def test_the_second_ctrl_c_ends_at_once_and_the_handlers_are_put_back() -> None:
     assert run_ranks(1, interrupted_twice) == [True]
 
 
+def saves_of(rank: int, world_size: int) -> list[int]:
+    """After how many steps a rank saves that needs the other one at times; asked a hundred times a second."""
+    stop = Stopping(None, NOWHERE, "", save_seconds=0.01)
+    saves = []
+    for step in range(100):
+        assert not stop.before_step(step)
+        if stop.saves_before_step(step):
+            saves.append(step)
+        time.sleep(0.01 * (rank == step // 50))  # one is ahead, then the other
+        if step % 20 == 19:
+            dist.barrier()
+    stop.close(100)
+    return saves
+
+
+def test_all_ranks_save_after_the_same_steps() -> None:
+    saves, others = run_ranks(2, saves_of)
+    assert saves == others
+    assert len(saves) > 2
+
+
 # In a run
 
 
@@ -330,3 +352,18 @@ def test_a_run_whose_time_is_over_stops_as_a_run_that_is_asked_to(tmp_path: Path
     last = outcomes[0].out.splitlines()[-1]
     assert last.startswith("stopped after iteration ")
     assert last.endswith(" (exit_duration_minutes); the same command continues from there")
+
+
+def test_saves_after_some_time_change_nothing(
+    straight: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "AUTO_SAVE_SECONDS", 0.01)
+    whole = straight("2x2")
+    run = whole.clean(tmp_path)
+    outcomes = run.launch(4, changes={"checkpoint": {"save_interval": "auto", "keep_last": STEPS}})
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 4
+    assert "checkpoints: every 30 minutes and at the end; the last 40 are kept" in outcomes[0].out
+    *_, first = catalog.steps(run.checkpoints)
+    assert all(map(catalog.is_complete, catalog.steps(run.checkpoints)))
+    assert catalog.step_of(first) in range(1, STEPS)
+    assert_same_state(run.step_folder(STEPS), whole.step_folder(STEPS))

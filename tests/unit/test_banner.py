@@ -80,6 +80,11 @@ BANNER: list[tuple[dict[str, Any], str]] = [
         {"noloco.fragments": 2},
         "2, each 1/2 of a rank's weights and exchanged once in 5 local steps; one every 2.5",
     ),
+    (
+        {"checkpoint.save_interval": 50},
+        "checkpoints: every 50 local steps and at the end; the last 2 are kept",
+    ),
+    ({"checkpoint.save_interval": 0}, "checkpoints: at the end, and when the run is stopped"),
     ({"noloco.fragments": 2}, "outer state: 12 bytes per parameter ("),
     ({"noloco.overlap_steps": 1}, MERGED + "1 local step after it began"),
     ({"noloco.overlap_steps": "auto"}, MERGED + "as many local steps after it began as hide the exchanges"),
@@ -113,6 +118,7 @@ spread: without local steps, 3.9 rounds would halve the standard deviation of th
 (rho = 0.700, explained in docs/method.md)
 overlap: none, training waits for every exchange
 outer state: 16 bytes per parameter (slow weights 4, outer momentum 4, combined vector 4, received vector 4)
+checkpoints: every 30 minutes and at the end; the last 2 are kept
 parameters: 197,184 (padded vocabulary 256)
 """
 
