@@ -115,7 +115,7 @@ class InnerState:
         """Return what is not in `vectors`, for `torch.save`; the same on all ranks.
 
         What a group has besides numbers, text and tensors, such as a function, is of the program: it is left out.
-        Raises ValueError where another object has more.
+        Raises UserError where another object has more.
         """
         with self._entered():
             stepped, names = adapter.stepped(), adapter.names
@@ -123,7 +123,7 @@ class InnerState:
         others = [with_plain_numbers(one.state_dict()) for one in self._others]
         for part, state in zip(self._others, others, strict=True):
             if not _can_be_read(state):
-                raise ValueError(f"{type(part).__name__} keeps more than numbers, text and tensors")
+                raise UserError(f"{type(part).__name__} keeps more than numbers, text and tensors")
         return {"optimizers": with_plain_numbers(optimizers), "others": others}
 
     def load(self, adapter: EngineAdapter, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:

@@ -43,14 +43,14 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 def validation_datasets(
     source: Source, tokenizer: Tokenizer, needs: Needs, counters: Mapping[str, float]
 ) -> list[TokenDataset | RecordDataset]:
-    """Return a run's validation datasets without building its training datasets; raises ValueError.
+    """Return a run's validation datasets without building its training datasets; raises UserError.
 
     Args:
         counters: of the run's checkpoint, which say how it divided files of text.
     """
     (parts,), _, by_file = _read(source, tokenizer, needs, (_VALIDATION,))
     if by_file != (BY_FILE in counters):
-        raise ValueError(
+        raise UserError(
             "data.text: the run divided its files otherwise than they are divided today, so its validation split "
             "is not known (evaluate: give --data)"
         )
@@ -113,7 +113,7 @@ def _read_text(
     for split in splits:
         if not len(tokens[split]):
             problem = _no_share(source.split, split, corpus.name)
-            raise ValueError(f"{problem} ({corpus.files} files); raise its weight or add text")
+            raise UserError(f"{problem} ({corpus.files} files); raise its weight or add text")
     parts = [[Part(TokenDataset(tokens[split], needs, _name(split, corpus.name)), 1.0)] for split in splits]
     summary = (
         f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "

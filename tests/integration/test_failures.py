@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from megatron_noloco.cli.exit_codes import StoppedError
 
 from megatron_noloco.checkpoint import catalog
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.main import main
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job import watchdog
