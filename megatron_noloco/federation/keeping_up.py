@@ -95,7 +95,7 @@ class AtItsEnd:
     ) -> None:
         self._transport, self._own, self._seconds, self._why_not = transport, own, seconds, left_out
         self._awaited = dict[int, _Awaited]()
-        self._links, self._since = dict[int, set[int]](), -math.inf
+        self._links, self._since, self._first = dict[int, set[int]](), -math.inf, math.inf
 
     def look(self) -> AtEnd | None:
         """Look at the others; return who forms the mean, or None where others are still waited for."""
@@ -120,12 +120,17 @@ class AtItsEnd:
         return AtEnd(tuple(sorted(came)), why | self._why_not(came), self._links)
 
     def _is_settled(self, at: float) -> bool:
-        """Return whether all are connected to each other, or who is has not changed for a while."""
+        """Return whether all are connected to each other, or who is has not changed for a while.
+
+        Nor is it waited for any longer than for a replica.
+        """
+        self._first = min(self._first, at)
         links = self._transport.links()
         if links != self._links:
             self._links, self._since = links, at
         there = set().union(*links.values())
-        return at - self._since > _SETTLED_SECONDS or all(there <= to | {slot} for slot, to in links.items())
+        late = at - self._since > _SETTLED_SECONDS or at - self._first > self._seconds
+        return late or all(there <= to | {slot} for slot, to in links.items())
 
 
 class KeepingUp:

@@ -1,5 +1,6 @@
 """Where a replica of a federation goes on, and from what."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -228,6 +229,20 @@ def test_one_that_comes_and_goes_holds_no_other_up(looks: list[tuple[int, bool]]
     waited, members = end_with(looks, deadline)
     assert waited <= 2 * deadline * len({exchange for exchange, _ in looks})
     assert members == (0,)
+
+
+@pytest.mark.parametrize(
+    ("links", "waited"),
+    [
+        (lambda at: {0: {1}, 1: {0}}, 0),
+        (lambda at: {0: {1}, 1: {0, 2}}, 3),  # it does not change
+        (lambda at: {0: {1}, 1: {0, 2 + at}} if at < 4 else {0: {1}, 1: {0}}, 4),
+        (lambda at: {0: {1}, 1: {0, 2 + at}}, 7),  # it always changes
+    ],
+)
+def test_who_is_connected_to_whom_is_waited_for_a_while(links: Callable[[int], Any], waited: int) -> None:
+    with patch.object(AtTheEnd, "links", lambda there: links(int(there.at))):
+        assert end_with([(AT_ITS_END, True)], 6.0) == (waited, (0, 1))
 
 
 def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
