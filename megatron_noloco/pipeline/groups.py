@@ -123,7 +123,6 @@ def build_groups(
     _set_parallel_state(groups, alone)
     if torch.cuda.is_available():
         connect(groups, torch.device("cuda"))
-        torch.cuda.synchronize()
     return groups
 
 

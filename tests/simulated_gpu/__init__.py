@@ -10,6 +10,7 @@ The faults that only a GPU shows are simulated:
   memory takes what lies there when it runs. Hence a missing wait shows as other numbers than a CPU's.
 - Two streams that are not ordered run in one of several orders (`Order`): a race may need one of them to show.
 - Memory that is freed while a kernel of another stream may still use it is an error, without `record_stream`.
+  So is host memory that the program has pinned itself, freed while a copy from or to it is queued.
 - `Gpu.waits` has the source line of each wait of the host, also of those inside torch.
 - Random numbers come from the device's own generator, as it was when their kernel was queued.
 

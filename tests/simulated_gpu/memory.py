@@ -65,9 +65,13 @@ def is_pinned(tensor: Tensor) -> bool:
     """Return whether a tensor lies in pinned host memory."""
     if on_device(tensor):
         return False
+    return is_registered(tensor) or _pinned.get(tensor) is not None
+
+
+def is_registered(tensor: Tensor) -> bool:
+    """Return whether a host tensor lies in memory that the program pinned itself: freed, it is gone at once."""
     first = tensor.data_ptr()
-    in_range = any(start <= first < start + size for start, size in list(_registered.items()))
-    return in_range or _pinned.get(tensor) is not None
+    return any(start <= first < start + size for start, size in list(_registered.items()))
 
 
 class Runtime:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.simulated_gpu.memory import device_memory, is_pinned, on_device
+from tests.simulated_gpu.memory import device_memory, is_pinned, is_registered, on_device
 from tests.simulated_gpu.streams import Device, Kernel, Order, outside_modes
 
 aten = torch.ops.aten
@@ -253,10 +253,11 @@ def copy_across(device: Device, to: Tensor, source: Tensor, non_blocking: bool) 
     crosses = to if to_host == non_blocking else source
     device.crossed["host" if to_host else "device"] += crosses.itemsize * source.numel()
     with outside_modes():
-        host, there = (to, source.data) if to_host else (source, to.data)
+        host, there = (to.data, source.data) if to_host else (source.data, to.data)
         if non_blocking and is_pinned(host):
             ends = (host, there) if to_host else (there, host)
-            device.current.put(Kernel("copy", lambda: ends[0].copy_(ends[1]), [there]))
+            memory = [there, host] if is_registered(host) else [there]
+            device.current.put(Kernel("copy", lambda: ends[0].copy_(ends[1]), memory))
         elif to_host or not non_blocking:
             device.wait("copy to the host" if to_host else "copy to the device")
             to.copy_(source)

@@ -28,7 +28,7 @@ _ROOTS = ("site-packages/", f"{Path(__file__).resolve().parents[2]}/")
 
 
 class RaceError(RuntimeError):
-    """Memory was freed while a kernel of a stream that did not allocate it had not run yet."""
+    """Memory was freed before a copy of the host, or a kernel of a stream that did not allocate it, had run."""
 
 
 class Order(Enum):
@@ -70,7 +70,8 @@ class Kernel:
     Args:
         name: names it in errors.
         work: is called without arguments.
-        memory: the device tensors that it reads or writes: aliases that nothing else refers to.
+        memory: the device tensors that it reads or writes, and what it copies of memory that the program pinned:
+            aliases that nothing else refers to.
     """
 
     __slots__ = ("memory", "place", "work")
@@ -96,11 +97,14 @@ class Kernel:
 
     def _check(self, tensor: Tensor, stream: "Stream") -> None:
         storage, device, owner = tensor.untyped_storage()._cdata, here(), device_memory.get(tensor)
-        if owner is stream or (storage, stream) in device.recorded or owner.waits_for(stream, stream.done):
+        if owner is not None and (
+            owner is stream or (storage, stream) in device.recorded or owner.waits_for(stream, stream.done)
+        ):
             return
         others = torch._C._storage_Use_Count(storage) - 1 - device.pending[storage]  # 1: its Python object
         if others <= 0:
-            raise RaceError(f"memory of another stream was freed before this had run: {self.place}")
+            whose = "of another stream" if owner else "of the host"
+            raise RaceError(f"memory {whose} was freed before this had run: {self.place}")
 
 
 class Stream:

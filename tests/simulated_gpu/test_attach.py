@@ -135,7 +135,9 @@ LOOPS: dict[str, Callable[[int, str], Tensor]] = {
     "ZeRO 2": lambda rank, device: with_deepspeed(rank, device, HOST, 2),
     "ZeRO 3": lambda rank, device: with_deepspeed(rank, device, HOST, 3),
     "FSDP2": lambda rank, device: with_fully_shard(rank, device, HOST),
-    "FSDP2, with events of the loop": lambda rank, device: with_fully_shard(rank, device, HOST, events=True),
+    "FSDP2, with events of the loop": lambda rank, device: with_fully_shard(
+        rank, device, DEVICE, events=True
+    ),
     "FSDP2, on the device": lambda rank, device: with_fully_shard(rank, device, DEVICE),
     "ZeRO 3, no parameter stays whole": lambda rank, device: with_deepspeed(
         rank, device, HOST, 3, sliced=True

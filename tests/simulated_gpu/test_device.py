@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer.vectors import buffer
 from tests.simulated_gpu import Gpu, Order, RaceError, installed
 
 
@@ -13,6 +14,15 @@ from tests.simulated_gpu import Gpu, Order, RaceError, installed
 def simulated() -> Iterator[None]:
     with installed():
         yield
+
+
+def test_a_copy_from_memory_that_is_gone_is_a_race() -> None:
+    """Memory that the program itself has pinned; torch keeps its own for the copies from it."""
+    with Gpu():
+        there = torch.empty(2, device="cuda")
+        there.copy_(buffer(2, torch.device("cpu")), non_blocking=True)
+        with pytest.raises(RaceError, match="memory of the host was freed before this had run"):
+            torch.cuda.synchronize()
 
 
 def pinned(*values: float) -> Tensor:

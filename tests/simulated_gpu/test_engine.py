@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,9 +15,10 @@ from megatron_noloco.plans.routing import Routing
 from tests.harness import by_hand, run_ranks
 from tests.integration.test_engine import BF16, RECOMPUTE
 from tests.integration.tiny import FAMILY_MODELS, build, microbatch, tiny_with
-from tests.simulated_gpu import Gpu, Order, Wait
+from tests.simulated_gpu import Gpu, Order, Wait, installed
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess
+from tests.simulated_gpu.streams import CUDA
 
 STEPS, MICROBATCHES, LAYERS = 2, 2, 2
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -126,6 +128,23 @@ def test_recomputed_layers_draw_the_same_dropout(results: Results) -> None:
     assert not torch.equal(once["losses"], results("fp32", Order.LATE)["losses"])
     for numbers in NUMBERS:
         assert torch.equal(once[numbers], again[numbers]), numbers
+
+
+def test_rounds_progress_until_the_gpu_has_done_what_is_queued() -> None:
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            torch.cuda.synchronize()
+        return looks < 9
+
+    with installed(), Gpu():
+        torch.zeros(1, device="cuda")
+        engine: Any = SimpleNamespace(_device=CUDA, pipeline=SimpleNamespace(between_microbatches=look))
+        ReplicaEngine._progress_while_computing(engine)
+    assert looks == 3
 
 
 # Waits of a local step, by file

@@ -1,5 +1,6 @@
 """The tests of this folder fail for faults that no test on a CPU finds: each mutant has a single line changed."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from tests.harness import REPOSITORY
 
 
 class Mutant(NamedTuple):
-    """A change of the package, and the tests that are to fail for it (a file of this folder, and pytest's -k)."""
+    """A change of the package, and the tests that are to fail for it (a file of `tests`, and pytest's -k)."""
 
     file: str
     before: str
@@ -21,10 +22,95 @@ class Mutant(NamedTuple):
     tests: tuple[str, str]
 
 
-ROUNDS = "test_outer.py", "are_those_of_a_cpu"
-CROSSED = "test_outer.py", "cross_the_bus"
-WAITS = "test_engine.py", "waits_for_the_norm and fp32"
+ROUNDS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu"
+PAIRS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu and pairs"
+GROUPS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu and of and not int4"
+CROSSED = "simulated_gpu/test_outer.py", "cross_the_bus"
+WAITS = "simulated_gpu/test_engine.py", "waits_for_the_norm and fp32"
+CLOCK = "unit/test_stream_clock.py", "block"
 MUTANTS = {
+    "memory is released before the copies from it": Mutant(
+        "outer/vectors.py",
+        "torch.cuda.synchronize()",
+        "pass",
+        ("simulated_gpu/test_outer.py", "memory_is_released"),
+    ),
+    "an outer step waits for local steps": Mutant(
+        "outer/vectors.py",
+        "nullcontext() if self._stream is None else torch.cuda.stream(self._stream)",
+        "nullcontext()",
+        ("simulated_gpu/test_outer.py", "waits_for_no_local_step"),
+    ),
+    "a mean is overwritten before it is used": Mutant("outer/vectors.py", "self.side.wait()", "pass", GROUPS),
+    "a correction is overwritten before it is merged": Mutant(
+        "outer/vectors.py", "wait_for(self.weights.device)", "pass", PAIRS
+    ),
+    "no copy of weights is marked": Mutant(
+        "outer/vectors.py",
+        "torch.cuda.current_stream().record_event() if crosses",
+        "None if crosses",
+        PAIRS,
+    ),
+    "slow weights are overwritten before they are written": Mutant(
+        "outer/weights.py", "wait_for(self.device)", "pass", PAIRS
+    ),
+    "nothing that is queued is waited for": Mutant(
+        "outer/weights.py", "torch.cuda.current_stream(device).synchronize()", "pass", PAIRS
+    ),
+    "a round ends before its outer step": Mutant(
+        "outer/round.py",
+        "self._vectors.side.wait()\n        self.complete",
+        "pass\n        self.complete",
+        PAIRS,
+    ),
+    "a delayed round ends before its outer step": Mutant(
+        "outer/round.py",
+        "self._vectors.side.wait()\n            self.complete",
+        "pass\n            self.complete",
+        ROUNDS,
+    ),
+    "sketches are sent before they are computed": Mutant(
+        "outer/coded_exchange.py",
+        "wait_for(vector.device)\n\n",
+        "pass\n\n",
+        ("simulated_gpu/test_outer.py", "are_those_of_a_cpu and int4"),
+    ),
+    "FSDP2 gathers weights before they are merged": Mutant(
+        "attach/sharded_module.py",
+        "written = torch.cuda.current_stream().record_event()\n"
+        "            for part in divided_modules(self._module):\n"
+        "                part.set_post_optim_event(written)",
+        "pass",
+        ("simulated_gpu/test_attach.py", "events"),
+    ),
+    "ZeRO 3 gathers weights before they are written": Mutant(
+        "engine/zero.py",
+        "torch.cuda.current_stream().synchronize()",
+        "pass",
+        ("simulated_gpu/test_attach.py", "stays"),
+    ),
+    "a checkpoint is written before it is copied": Mutant(
+        "checkpoint/checkpointer.py",
+        "torch.cuda.current_stream().synchronize()",
+        "pass",
+        ("simulated_gpu/test_training.py", "routes"),
+    ),
+    "rounds wait while the GPU computes": Mutant(
+        "engine/replica.py",
+        "queued = torch.cuda.current_stream().record_event()\n"
+        "        while self.pipeline.between_microbatches() and not queued.query():",
+        "while self.pipeline.between_microbatches() and False:",
+        ("simulated_gpu/test_engine.py", "rounds_progress"),
+    ),
+    "blocks count before they end": Mutant(
+        "pipeline/stream_clock.py", "self._open and self._open[0][1].query()", "self._open", CLOCK
+    ),
+    "a stream is inside of what it has left": Mutant(
+        "pipeline/stream_clock.py",
+        "if not end.query():\n                return what if begin.query()",
+        "if True:\n                return what if True",
+        CLOCK,
+    ),
     "the side stream is not waited for": Mutant(
         "outer/vectors.py", "self._stream.synchronize()", "pass", ROUNDS
     ),
@@ -66,15 +152,40 @@ MUTANTS = {
         "pipeline/communicator.py",
         "return dist.batch_isend_irecv(operations) if operations else []",
         "return [work for one in operations for work in dist.batch_isend_irecv([one])]",
-        ("test_nccl_order.py", "all_ranks_end and chunks"),
+        ("simulated_gpu/test_nccl_order.py", "all_ranks_end and chunks"),
     ),
     "no group is connected at the start": Mutant(
         "pipeline/groups.py",
         'connect(groups, torch.device("cuda"))',
         "pass",
-        ("test_nccl_order.py", "connected_at_the_start and parallelism"),
+        ("simulated_gpu/test_nccl_order.py", "connected_at_the_start and parallelism"),
     ),
 }
+
+
+_METHODS = {"synchronize", "record_event", "record_stream", "wait_event", "wait_stream", "query"}
+_METHODS |= {"set_post_optim_event"}
+_FUNCTIONS = {"torch.cuda.stream", "wait_for", "self.side.wait", "self._vectors.side.wait"}
+
+
+def waits_in(source: str) -> set[int]:
+    """The lines at which the source waits for a device, or marks or orders its streams."""
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = [(call.lineno, ast.unparse(call)) for call in calls]
+    return {line for line, name in names if name in _FUNCTIONS or name.rpartition(".")[2] in _METHODS}
+
+
+def test_each_wait_has_a_mutant() -> None:
+    package, without = REPOSITORY / "megatron_noloco", []
+    for path in package.rglob("*.py"):
+        file, source = path.relative_to(package).as_posix(), path.read_text()
+        mutated = set[int]()
+        for mutant in MUTANTS.values():
+            if mutant.file == file:
+                first = source[: source.index(mutant.before)].count("\n") + 1
+                mutated |= set(range(first, first + mutant.before.count("\n") + 1))
+        without += [f"{file}:{line}" for line in sorted(waits_in(source) - mutated)]
+    assert not without
 
 
 @pytest.mark.slow
@@ -103,6 +214,6 @@ def outcome_of(mutant: Mutant, folder: Path) -> subprocess.CompletedProcess[str]
     changed.write_text(source.replace(mutant.before, mutant.after))
     file, names = mutant.tests
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-k", names]
-    command += [f"tests/simulated_gpu/{file}"]
+    command += [f"tests/{file}"]
     environ = {**os.environ, "PYTHONPATH": str(folder)}
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)

@@ -4,13 +4,15 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_noloco.outer import coded_exchange, optimizer, vectors
+from megatron_noloco.outer import TorchWeights, coded_exchange, optimizer, vectors
 from megatron_noloco.outer import payload as codes
+from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.preflight.plan import bus_bytes
 from megatron_noloco.settings import PAPER, NolocoSettings
-from tests.simulated_gpu import Order, installed
+from tests.simulated_gpu import Gpu, Order, installed
 from tests.simulated_gpu.rounds import (
     AT_ONCE,
     CODED_AT_ONCE,
@@ -67,6 +69,33 @@ def test_all_methods_are_those_of_a_cpu(
     method: dict[str, Any], overlap_steps: int, slow_weights: str
 ) -> None:
     check({**method, "overlap_steps": overlap_steps, "slow_weights": slow_weights}, tuple(Order))
+
+
+def test_memory_is_released_after_the_copies_from_it() -> None:
+    with installed(), Gpu() as gpu:
+        buffers = vectors.Buffers()
+        there = torch.empty(3, device="cuda")
+        there.copy_(buffers.get("pinned", torch.float32, 3).fill_(1.0), non_blocking=True)
+        assert not torch.cuda.current_stream().query()
+        buffers.release()
+        assert there.tolist() == [1.0, 1.0, 1.0]
+        assert gpu.waits
+
+
+def test_an_outer_step_waits_for_no_local_step() -> None:
+    settings = NolocoSettings(**PAPER | {"slow_weights": "device"})
+    with installed(), Gpu():
+        weights = torch.zeros(3, device="cuda")
+        of_rank = vectors.OuterVectors(TorchWeights([weights]), settings, keeps_rounding=False)
+        mean = torch.full((3,), 4.0, device="cuda")
+        torch.cuda.synchronize()
+        weights.add_(1.0)  # a local step
+        with of_rank.side.used():
+            of_rank.outer_step(vectors.Spans([(0, 3)]), MeanPiece(0, 3, mean), None, None)
+        of_rank.side.wait()
+        assert not torch.cuda.current_stream().query()
+        with torch.cuda.stream(torch.cuda.Stream()):  # for no other stream is waited
+            assert of_rank.slow_weights.tolist() == [4.0, 4.0, 4.0]
 
 
 BLOCKS = 60
