@@ -44,7 +44,7 @@ def _watch(args: argparse.Namespace) -> int:
     from megatron_noloco.monitor.run_log import RunLog
     from megatron_noloco.monitor.watch import run_table
 
-    run, terminal = RunLog(args.folder), Console()
+    run, terminal = RunLog(args.folder, keeps_rows=False), Console()
     if args.once:
         terminal.print(run_table(run))
         return 0

@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,49 @@ _FACTS = {  # of `run.json` that readers rely on, if they are there
 }
 
 
+@dataclass
+class Counts:
+    """What the rows of steps add up to."""
+
+    rounds: int = 0
+    alone: int = 0  # of the rounds
+    missed: int = 0
+    last_missed: str = ""  # why
+    skipped_steps: int = 0
+    poisoned_elements: int = 0
+    deadline_seconds: float | None = None  # the newest
+
+    def add(self, row: Row) -> None:
+        if "round/partners" in row:
+            self.rounds += 1
+            self.alone += not row["round/partners"]
+        if "round/missed" in row:
+            self.missed += 1
+            self.last_missed = row["round/missed"]
+        self.skipped_steps += row.get("train/skipped_steps") or 0
+        self.poisoned_elements += row.get("round/poisoned_elements") or 0
+        self.deadline_seconds = row.get("round/deadline_seconds", self.deadline_seconds)
+
+
 class ReplicaLog:
     """Reads the folder of one replica.
+
+    Args:
+        keeps_rows: whether all rows are kept, not the newest of each kind.
 
     Attributes:
         replica: "00" for the folder `replica_00`.
         rows: the complete rows of `metrics.jsonl`, without damaged lines.
+        counts: of all rows, also of those that a restarted job has written again.
         written: when that file was last written, in seconds since the epoch; 0 where there is none yet.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keeps_rows: bool = True) -> None:
         self.folder = folder
+        self.keeps_rows = keeps_rows
         self.replica = folder.name.removeprefix("replica_")
         self.rows: list[Row] = []
+        self.counts = Counts()
         self.written = 0.0
         self._file = self._read = 0
 
@@ -42,15 +73,24 @@ class ReplicaLog:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._file or status.st_size < self._read:
-                self._file, self._read, self.rows = status.st_ino, 0, []
+                self._file, self._read, self.rows, self.counts = status.st_ino, 0, [], Counts()
             self.written = status.st_mtime
             file.seek(self._read)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._read += len(complete) + len(newline)
-        for row in filter(is_row, map(parsed, complete.splitlines())):
-            if self.rows and row["step"] < self.rows[-1]["step"]:  # of another job, which was started again
-                self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
-            self.rows.append(row)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read += len(line)
+                if is_row(row := parsed(line)):
+                    self._add(row)
+
+    def _add(self, row: Row) -> None:
+        if self.rows and row["step"] < self.rows[-1]["step"]:  # of another job, which was started again
+            self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
+        if not self.keeps_rows:
+            self.rows = [earlier for earlier in self.rows if earlier["kind"] != row["kind"]]
+        self.rows.append(row)
+        if row["kind"] == "step":
+            self.counts.add(row)
 
     def rows_of(self, kind: str) -> list[Row]:
         """Return the rows of a kind: "step", "evaluation" or "checkpoint"."""
@@ -95,9 +135,10 @@ class RunLog:
         replicas: the logs of all replicas, in order; without those that a resume with fewer replicas has dropped.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keeps_rows: bool = True) -> None:
         """Read the folder; raises UserError where no replica has written anything."""
         self.folder = folder
+        self.keeps_rows = keeps_rows
         self.facts: dict[str, Any] = {}
         self.replicas: list[ReplicaLog] = []
         self.update()
@@ -118,7 +159,7 @@ class RunLog:
         known = {log.folder: log for log in self.replicas}
         count = self.facts.get("replicas", math.inf)
         folders = {name: folder for name, folder in self._folders().items() if int(name) < count}
-        logs = [known.get(folder) or ReplicaLog(folder) for folder in folders.values()]
+        logs = [known.get(folder) or ReplicaLog(folder, self.keeps_rows) for folder in folders.values()]
         self.replicas = sorted(logs, key=lambda log: (len(log.replica), log.replica))
         for log in self.replicas:
             log.update()

@@ -83,9 +83,9 @@ def _totals(run: RunLog) -> Iterator[str]:
     if (mean := evaluation.get("validation/mean_model_loss")) is not None:
         yield f"validation at step {evaluation['step']}: mean model {figures.loss(mean)}"
     deadlines = [
-        f"replica {log.replica} {figures.whole(row['round/deadline_seconds'])} s"
+        f"replica {log.replica} {figures.whole(log.counts.deadline_seconds)} s"
         for log in _there(run)
-        for row in [row for row in log.rows_of("step") if "round/deadline_seconds" in row][-1:]
+        if log.counts.deadline_seconds is not None
     ]
     if deadlines:
         yield f"waits for a partner at most: {', '.join(deadlines)}"
@@ -97,18 +97,13 @@ def _totals(run: RunLog) -> Iterator[str]:
 def notes(run: RunLog) -> Iterator[str]:
     """Yield a line for each replica that had rounds without a partner, skipped steps or poisoned elements."""
     for log in run.replicas:
-        steps = log.rows_of("step")
-        rounds = [row["round/partners"] for row in steps if "round/partners" in row]
-        skipped_steps = sum(row.get("train/skipped_steps") or 0 for row in steps)
-        poisoned = sum(row.get("round/poisoned_elements") or 0 for row in steps)
-        notes = []
-        if alone := rounds.count([]):
-            missed = [row["round/missed"] for row in steps if "round/missed" in row]
-            why = f" ({len(missed)} missed, the last: {missed[-1]})" if missed else ""
-            notes.append(f"no partner in {alone} of {len(rounds)} rounds in the log{why}")
-        if skipped_steps:
-            notes.append(f"{skipped_steps} skipped steps")
-        if poisoned:
-            notes.append(f"{poisoned} poisoned elements")
+        counts, notes = log.counts, list[str]()
+        if counts.alone:
+            why = f" ({counts.missed} missed, the last: {counts.last_missed})" if counts.missed else ""
+            notes.append(f"no partner in {counts.alone} of {counts.rounds} rounds in the log{why}")
+        if counts.skipped_steps:
+            notes.append(f"{counts.skipped_steps} skipped steps")
+        if counts.poisoned_elements:
+            notes.append(f"{counts.poisoned_elements} poisoned elements")
         if notes:
             yield f"replica {log.replica}: {', '.join(notes)}"

@@ -79,6 +79,31 @@ def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
     assert [row["step"] for row in log.rows] == [1, 7], "a resumed run has put another file in place"
 
 
+def test_watch_keeps_the_newest_rows_only(tmp_path: Path) -> None:
+    """And shows the same, also of rows that come later."""
+    evaluation = {"kind": "evaluation", "step": 2, "validation/loss": 2.5}
+    first = step(2, **meeting(0, **{"round/missed": "late", "round/deadline_seconds": 5.0}))
+    path = write(
+        tmp_path, "00", step(1, **meeting(0, 1)), first, evaluation, step(3, **{"train/skipped_steps": 2})
+    )
+    short, whole = RunLog(tmp_path, keeps_rows=False), RunLog(tmp_path)
+    with path.open("a") as file:
+        file.write(json.dumps(step(4, **meeting(1))) + "\n")
+    short.update()
+    whole.update()
+    assert [row["step"] for row in short.replicas[0].rows] == [2, 4]
+    assert len(whole.replicas[0].rows) == 5
+    assert short.replicas[0].counts == whole.replicas[0].counts
+    shown, expected = (io.StringIO() for _ in range(2))
+    for run, text in ((short, shown), (whole, expected)):
+        Console(file=text, width=200).print(run_table(run, time.time()))
+    assert shown.getvalue() == expected.getvalue()
+    assert (
+        "no partner in 2 of 3 rounds in the log (1 missed, the last: late), 2 skipped steps"
+        in shown.getvalue()
+    )
+
+
 def test_the_time_of_training_is_that_of_the_steps_that_were_computed(tmp_path: Path) -> None:
     """2 s each: 10 after a start from another replica's state, 10 of 20, 5 and 5 around a start from its own."""
     log = ReplicaLog(tmp_path)
