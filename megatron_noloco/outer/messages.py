@@ -20,6 +20,7 @@ class Channel(IntEnum):
     FINAL = 4
     COMMITS = 5
     MEAN_MODEL = 6
+    MEAN_LOSSES = 7
     SLABS = 8  # and those that follow: of a federation
 
 

@@ -73,10 +73,11 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     reader = Reader.at(topology, at, stage.separate_documents)
     losses, means = None, None
     if membership is None and transport is not None:
-        losses, weights = (
+        own_losses, mean_losses, weights = (
             Exchange(transport, place, channel, config.noloco.deadline_seconds)
-            for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
+            for channel in (Channel.LOSSES, Channel.MEAN_LOSSES, Channel.MEAN_MODEL)
         )
+        losses = own_losses, mean_losses
         means = partial(mean_model, outer, weights) if config.evaluation.mean_model else None
     evaluator = Evaluator(engine, routing, prepared.validation, losses, means)
     evaluator.stops_before = joined.stopping.before_part

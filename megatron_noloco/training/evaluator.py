@@ -1,5 +1,7 @@
 """Measures the loss of every replica of this job and of the mean model, on the same validation microbatches.
 
+The data-parallel ranks of a replica divide its microbatches; for the mean model all replicas of the job do.
+
 In an evaluation all replicas of a job communicate. Without the mean model (`evaluation.mean_model` false) they
 exchange losses only; without evaluations (`evaluation.iters` 0) nothing. In a federation each job evaluates its
 own replica, and sends nothing.
@@ -12,6 +14,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
@@ -32,7 +35,7 @@ class Evaluator:
 
     Args:
         sources: the validation microbatches of each dataset.
-        losses: carries the losses of the replicas of this job; None where it has one.
+        losses: carry the losses of the replicas of this job, and of the mean model; None where it has one replica.
         mean_model: puts the mean model in place, see `outer.mean_model`; None: no weights are exchanged.
 
     Attributes:
@@ -44,7 +47,7 @@ class Evaluator:
         engine: ReplicaEngine,
         routing: Routing,
         sources: list[ValidationSource],
-        losses: Exchange | None,
+        losses: tuple[Exchange, Exchange] | None,
         mean_model: Callable[[int], AbstractContextManager[ExchangeReport]] | None,
     ) -> None:
         self.engine = engine
@@ -74,16 +77,22 @@ class Evaluator:
             return None
 
     def _measure(self, done: int) -> Evaluation:
-        own_losses = self._losses()
+        own_losses = [loss for loss, _ in self._losses()]
         if self.alone:
             return self._evaluation([own_losses], own_losses, math.nan)
         self._begin_part()
-        by_replica = [own_losses] if self.losses is None else self._exchanged(self.losses, own_losses, done)
-        if self.mean_model is None:
+        by_replica = [own_losses]
+        if self.losses is not None:
+            by_replica = self._exchanged(self.losses[0], own_losses, done).tolist()
+        if self.mean_model is None or self.losses is None:
             return self._evaluation(by_replica, [math.nan] * len(own_losses), math.nan)
         with self.mean_model(done) as report:
-            mean_losses = self._losses()
-        return self._evaluation(by_replica, mean_losses, report.standard_deviation)
+            shares = self._losses(self.engine.groups.position.replica, self.replicas)
+        losses, tokens = zip(*shares, strict=True)
+        table = self._exchanged(self.losses[1], [*losses, *tokens], done).double()
+        losses, tokens = table.split(len(shares), dim=1)
+        mean_losses = (losses * tokens).sum(0) / tokens.sum(0)
+        return self._evaluation(by_replica, mean_losses.tolist(), report.standard_deviation)
 
     def _evaluation(
         self, by_replica: list[list[float]], mean_losses: list[float], spread: float
@@ -105,40 +114,54 @@ class Evaluator:
             datasets if len(datasets) > 1 else [],
         )
 
-    def _exchanged(self, exchange: Exchange, own_losses: list[float], done: int) -> list[list[float]]:
-        """Return the losses of all replicas, by replica and dataset.
+    def _exchanged(self, exchange: Exchange, own_numbers: list[float], number: int) -> Tensor:
+        """Return the numbers of all replicas in fp32, shape [replicas, numbers].
 
         An exchange takes a mean, so each replica fills in its own row of a table, times the number of replicas.
-        The mean leaves out what is not finite: such a loss is sent as a zero, with a one beside it.
+        The mean leaves out what is not finite: such a number is sent as a zero, with a one beside it.
         """
-        own = torch.tensor(own_losses)
-        table = torch.zeros(self.replicas, 2, len(own_losses))
+        own = torch.tensor(own_numbers)
+        table = torch.zeros(self.replicas, 2, len(own_numbers))
         marked = torch.stack([torch.nan_to_num(own, 0.0, 0.0, 0.0), (~own.isfinite()).float()])
         table[self.engine.groups.position.replica] = marked * self.replicas
         everyone = tuple(range(self.replicas))
         own, mean = table.flatten(), torch.empty(table.numel())
-        table = group_mean(exchange, own, everyone, done, "an evaluation", out=mean).view_as(table)
-        return table[:, 0].where(table[:, 1] < 0.5, math.nan).tolist()
+        table = group_mean(exchange, own, everyone, number, "an evaluation", out=mean).view_as(table)
+        return table[:, 0].where(table[:, 1] < 0.5, math.nan)
 
-    def _losses(self) -> list[float]:
-        """Return this replica's mean loss per token on each dataset. A collective of the replica."""
-        return [self._loss(source) for source in self.sources]
+    def _losses(self, share: int = 0, shares: int = 1) -> list[tuple[float, float]]:
+        """Return this replica's mean loss per token on each dataset, and the tokens. A collective of the replica.
 
-    def _loss(self, source: ValidationSource) -> float:
-        total, stages = torch.zeros(2, dtype=torch.float64), self.engine.groups.topology.pp
-        at_once = 1 if stages == 1 else _FILLS * stages
-        for first in range(0, len(source), at_once):
+        Args:
+            share: of the microbatches, of so many that all replicas measure.
+        """
+        return [self._loss(source, share, shares) for source in self.sources]
+
+    def _loss(self, source: ValidationSource, share: int, shares: int) -> tuple[float, float]:
+        topology, position = self.engine.groups.topology, self.engine.groups.position
+        total = torch.zeros(2, dtype=torch.float64)
+        at_once = 1 if topology.pp == 1 else _FILLS * topology.pp
+        ranks, own = shares * topology.dp, share * topology.dp + position.dp
+        multiple = topology.pp if topology.vpp > 1 else 1  # that the interleaved schedule takes
+        # All ranks compute as many, since ranks of other experts and stages wait for them.
+        count = -(-len(source) // (ranks * multiple)) * multiple
+        for first in range(0, count, at_once):
             self._begin_part()
 
             def read(_: int, microbatch: int, first: int = first) -> Microbatch:
-                return source.microbatch(first + microbatch)
+                return source.microbatch(min((first + microbatch) * ranks + own, len(source) - 1))
 
-            losses = self.engine.evaluate(read, self.routing.straight(), min(at_once, len(source) - first))
-            for _, loss, tokens in losses:
-                total += torch.tensor([float(loss) * int(tokens), int(tokens)], dtype=torch.float64)
+            losses = self.engine.evaluate(read, self.routing.straight(), min(at_once, count - first))
+            for place, (_, loss, tokens) in enumerate(losses, first):
+                if place * ranks + own < len(source):  # else it is computed for the sake of the others
+                    total += torch.tensor([float(loss) * int(tokens), int(tokens)], dtype=torch.float64)
         now.part("adding up the losses of the replica's ranks")
         dist.all_reduce(total, group=self.engine.groups.replica)
-        return float(total[0] / total[1])
+        loss, tokens = total.tolist()
+        if not tokens and shares > 1:
+            return 0.0, 0.0
+        copies = topology.tp  # of the last stage
+        return loss / tokens if tokens else math.nan, tokens / copies
 
     def _begin_part(self) -> None:
         """Raise _StoppedError, on all ranks of the job before the same part, where it was asked to stop."""

@@ -145,7 +145,7 @@ def diverges(rank: int, world_size: int, config: str) -> tuple[bool, list[int], 
     """Whether the run was of use, which replicas diverged, and what it wrote to stderr."""
     already_joined()
     run = build_run(config)
-    run.evaluator._losses = lambda: [math.nan]  # type: ignore[method-assign]
+    run.evaluator._losses = lambda: [(math.nan, 1.0)]  # type: ignore[method-assign]
     with redirect_stderr(StringIO()) as written:
         of_use = run.train()
     return of_use, run.monitor.diverged, written.getvalue()

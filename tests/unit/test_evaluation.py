@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,7 @@ from megatron_noloco.outer import (
     TorchWeights,
     mean_model,
 )
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.evaluator import Evaluator
 from tools.loopback import LoopbackTransport, loopback_world
@@ -76,18 +77,18 @@ class Replica:
         engine: Any = SimpleNamespace(
             groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank))
         )
-        losses, means = (
+        *losses, means = (
             Exchange(transport, place, channel, deadline_seconds, stretch)
-            for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
+            for channel in (Channel.LOSSES, Channel.MEAN_LOSSES, Channel.MEAN_MODEL)
         )
         sources: Any = [
             SimpleNamespace(weight=weight, dataset=SimpleNamespace(name=f"dataset {place}"))
             for place, weight in enumerate(weights)
         ]
         in_place = partial(mean_model, self.outer, means) if with_mean else None
-        self.evaluator = Evaluator(engine, Any, sources, losses, in_place)
+        self.evaluator = Evaluator(engine, Any, sources, tuple(losses), in_place)
         measured: Any = self.evaluator
-        measured._loss = lambda source: sources.index(source) + loss(self.masters)
+        measured._loss = lambda source, *share: (sources.index(source) + loss(self.masters), 10.0)
 
 
 def first(weights: list[Tensor]) -> float:
@@ -208,8 +209,9 @@ def test_an_evaluation_ends_before_any_part_at_which_the_job_stops(stops_at: int
         parts.append(begun)
         evaluator: Any = replica.evaluator
         evaluator.stops_before = lambda done, part, begun=begun: begun.append(part) or part == stops_at
-        evaluator._loss = lambda source, own=evaluator, weights=replica.masters: (
-            own._begin_part() or first(weights)
+        evaluator._loss = lambda source, *share, own=evaluator, weights=replica.masters: (
+            own._begin_part() or first(weights),
+            10.0,
         )
     found = evaluate(fleet)
     assert parts == [list(range(min(stops_at, 2) + 1))] * 2
@@ -222,3 +224,41 @@ def test_a_replica_that_is_gone_is_named() -> None:
     replica = Replica(here, 2, first, deadline_seconds=0.05)
     with pytest.raises(PartnerTimeoutError, match=r"^replica 0: no answer from partner 1 .* an evaluation "):
         replica.evaluator.evaluate(1)
+
+
+@pytest.mark.parametrize("count", [1, 6, 8])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"dp": 2}, {"replicas": 3}, {"replicas": 2, "dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "vpp": 2}]
+)
+def test_ranks_divide_the_microbatches(
+    sizes: dict[str, int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each microbatch counts once; all ranks compute as many, with virtual stages a multiple of the stages."""
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: None)
+    topology = Topology(**sizes)
+    source: Any = type(
+        "Source", (), {"microbatch": lambda self, index: index, "__len__": lambda self: count}
+    )()
+    computed, losses, tokens = [], 0.0, 0.0
+    for replica in range(topology.replicas):
+        for dp in range(topology.dp):
+            done = list[int]()
+
+            def evaluate(read: Any, routes: Any, number: int, done: list[int] = done) -> list[Any]:
+                assert number % (topology.pp if topology.vpp > 1 else 1) == 0
+                indices = [read(0, place) for place in range(number)]
+                done += indices
+                return [(0, 10.0**index, 2) for index in indices]
+
+            position = Position(replica, topology.pp - 1, dp, 0)
+            groups = SimpleNamespace(topology=topology, position=position, replica=None)
+            engine: Any = SimpleNamespace(groups=groups, evaluate=evaluate)
+            routing: Any = SimpleNamespace(straight=lambda: None)
+            evaluator = Evaluator(engine, routing, [source], None, None)
+            loss, counted = evaluator._loss(source, replica, topology.replicas)
+            losses, tokens = losses + (loss * counted if counted else 0.0), tokens + counted
+            computed.append(len(done))
+    assert tokens == 2 * count
+    assert losses == pytest.approx(2 * sum(10.0**index for index in range(count)), rel=1e-12)
+    assert len(set(computed)) == 1
+    assert computed[0] < count / len(computed) + (topology.pp if topology.vpp > 1 else 1)
