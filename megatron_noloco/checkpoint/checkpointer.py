@@ -89,6 +89,10 @@ class Checkpointer:
             return tensor.to("cpu", copy=copy)
         return self._copies.get(name, tensor.dtype, *tensor.shape).copy_(tensor, non_blocking=True)
 
+    def newest_step(self) -> int | None:
+        """Return the newest step of which all ranks have written their files."""
+        return catalog.step_of(self.settings.folder / catalog.latest(self.settings.folder))
+
     def wait(self) -> str | None:
         """Wait until the last save has finished; return why it failed, None if it did not."""
         writing, self._writing = self._writing, None

@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,7 @@ class Monitor:
         self.throughput = throughput
         self.console = console
         self._rounds = self._rounds_met = 0
+        self._uncommitted = dict[int, float]()  # by step, the pause for the save
         self.diverged: list[int] = []
         self.begin()
 
@@ -266,14 +267,21 @@ class Monitor:
         self._interval_started += seconds
 
     def saved(self, step: int, pause_seconds: float, error: str | None) -> None:
-        """Write the row of a checkpoint, or the reason why this rank could not save it, on stderr."""
+        """Note that this rank has saved, or write the reason why it could not, on stderr."""
         if error is not None:
             sys.stderr.write(
                 f"rank {dist.get_rank()}: the checkpoint of step {step} failed, earlier ones are kept: {error}\n"
             )
         else:
-            self.metrics.write("checkpoint", step, {"time/save_seconds": pause_seconds})
+            self._uncommitted[step] = pause_seconds
         self._interval_started += pause_seconds
+
+    def committed(self, newest_step: Callable[[], int | None]) -> bool:
+        """Write the row of the newest checkpoint once all ranks have written it; return whether no row is open."""
+        if self._uncommitted and (step := newest_step()) in self._uncommitted:
+            self.metrics.write("checkpoint", step, {"time/save_seconds": self._uncommitted[step]})
+            self._uncommitted = {later: pause for later, pause in self._uncommitted.items() if later > step}
+        return not self._uncommitted
 
     def summary(self, done: int, stopped_by: str | None, unsaved: int, federated: bool) -> None:
         """Show the closing table; in a federation also how many rounds had a partner.

@@ -84,7 +84,8 @@ class ReplicaLog:
                     self._add(row)
 
     def _add(self, row: Row) -> None:
-        if self.rows and row["step"] < self.rows[-1]["step"]:  # of another job, which was started again
+        late = row["kind"] == "checkpoint"  # of a save that took some steps
+        if self.rows and not late and row["step"] < self.rows[-1]["step"]:  # of a job that was started again
             self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
         if not self.keeps_rows:
             self.rows = [earlier for earlier in self.rows if earlier["kind"] != row["kind"]]

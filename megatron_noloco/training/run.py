@@ -20,6 +20,9 @@ from megatron_noloco.outer.health import Health
 from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.rounds import Choice, FinalAverage
 
+_COMMIT_SECONDS = 10.0
+_LOOK_SECONDS = 0.02
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -83,6 +86,8 @@ class Run:
         finally:
             self.loader.close()
             failed_save = self.checkpointer.close()
+            if failed_save is None and sys.exception() is None:
+                self._wait_for_commit()
             self.monitor.close()
         if failed_save is not None:
             sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
@@ -169,6 +174,7 @@ class Run:
         evaluated = True
         with now.doing(f"writing, evaluating or saving after local step {done}"):
             if self.schedule.logs(before, done):
+                self.monitor.committed(self.checkpointer.newest_step)
                 self.monitor.log(done)
             if self.schedule.evaluates_after(before, done):
                 evaluated = self._evaluate(done)
@@ -244,3 +250,10 @@ class Run:
             return
         report = self.checkpointer.save(done, self.monitor.metrics.counters)
         self.monitor.saved(report.step, report.pause_seconds, report.error)
+        self.monitor.committed(self.checkpointer.newest_step)
+
+    def _wait_for_commit(self) -> None:
+        """Wait a little until the other ranks have written the last checkpoint, whose row can be written then."""
+        deadline = time.monotonic() + _COMMIT_SECONDS
+        while not self.monitor.committed(self.checkpointer.newest_step) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)

@@ -42,7 +42,11 @@ def train(rank: int, world_size: int) -> Rows:
         if done == 3:
             clock.now += 14
             watched.saved(done, 7.0, None)
+            assert not watched.committed(lambda: None), "another rank still writes"
+            assert [row["kind"] for row in rows] == ["evaluation"]
+            assert watched.committed(lambda: 3)
             watched.saved(done, 7.0, "No space left on device")
+            assert watched.committed(lambda: 3)
     clock.now += 40  # of which 36 are spent waiting for others
     watched.averaged([ExchangeReport((0, 1), seconds=4.0)], 40.0, federated=True)
     watched.log(4)

@@ -79,6 +79,14 @@ def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
     assert [row["step"] for row in log.rows] == [1, 7], "a resumed run has put another file in place"
 
 
+def test_a_late_row_of_a_checkpoint_drops_no_other(tmp_path: Path) -> None:
+    """All ranks had written it two steps later."""
+    write(tmp_path, "00", step(1), step(2), step(3), {"kind": "checkpoint", "step": 1}, step(4))
+    (log,) = RunLog(tmp_path).replicas
+    assert [row["step"] for row in log.rows] == [1, 2, 3, 1, 4]
+    assert log.newest("checkpoint")["step"] == 1
+
+
 def test_watch_keeps_the_newest_rows_only(tmp_path: Path) -> None:
     """And shows the same, also of rows that come later."""
     evaluation = {"kind": "evaluation", "step": 2, "validation/loss": 2.5}
