@@ -57,7 +57,7 @@ def _preprocess(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from megatron_noloco.data.corpus import read_once
+    from megatron_noloco.data.folders import read_once
     from megatron_noloco.data.inputs import find_inputs
     from megatron_noloco.data.open_datasets import spelled_out
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess

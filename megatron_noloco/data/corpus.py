@@ -1,26 +1,23 @@
 """A corpus of text files: find them, split them for training, validation and test, and tokenize them."""
 
 import io
-import os
 import platform
 import sysconfig
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 import numpy as np
 
+from megatron_noloco.data.folders import COMPRESSIONS, JSON_LINES, PARQUET, files_below, once, read_once
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_utf_8, is_utf_8, without_mark
 
 STANDARD_LIBRARY = "python-stdlib"
-JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this size
 _ADVICE = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 
@@ -131,94 +128,6 @@ def standard_library_files() -> list[Path]:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
     files = files_below(_library_folder(), _SKIPPED_FOLDERS)
     return [path for path in files if path.suffix == ".py" and _is_text(path)]
-
-
-def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders.
-
-    Raises UserError for a folder that cannot be read.
-    """
-    found = [
-        path
-        for parent, names in _folders_from(folder, skipped)
-        for path in (parent / name for name in names if not name.startswith("."))
-        if path.is_file()
-    ]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def once(paths: Collection[Path]) -> dict[Path, int]:
-    """Return one path to each file, in their order, and the number of further paths to it, such as links.
-
-    A name that says that a file holds records goes before others, then the file's own path before links.
-    """
-    groups: dict[tuple[int, int], list[Path]] = {}
-    for path in sorted(paths, key=lambda path: (not holds_records(path), path.is_symlink())):
-        groups.setdefault(_identity(path), []).append(path)
-    further = {first: len(others) for first, *others in groups.values()}
-    return {path: further[path] for path in paths if path in further}
-
-
-def read_once(further: int) -> str:
-    """Return the end of a summary that counts further paths to files; "" where there are none."""
-    return f"; further paths to files that are read once: {further}" * (further > 0)
-
-
-def plain_name(path: Path) -> str:
-    """Return the name of a file in small letters, without the suffix of a compression."""
-    name = path.name.lower()
-    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
-
-
-def holds_records(path: Path) -> bool:
-    """Return whether a file has the name of JSON lines or Parquet, compressed or not."""
-    return plain_name(path).endswith((*JSON_LINES, PARQUET))
-
-
-def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder from `folder` on, and the names of its files.
-
-    Links are followed after all else: a folder that is reached twice, as in a loop, comes once, by its own path.
-    Of a cache of the Hugging Face Hub only `snapshots` is read, whose links name the files in `blobs`.
-    """
-    seen, starts = set(), deque([folder])
-    while starts:
-        for parent, folders, files in os.walk(starts.popleft(), onerror=_refuse):
-            identity = _identity(parent)
-            if identity in seen:
-                folders.clear()
-                continue
-            seen.add(identity)
-            if {"blobs", "snapshots"} <= {*folders}:
-                folders[:], files = ["snapshots"], []
-            folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-            starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
-            yield Path(parent), files
-
-
-def _refuse(error: OSError) -> NoReturn:
-    remedy = "make the folder readable, or hide it by a name that begins with a dot"
-    raise UserError(f"{error.filename}: {error.strerror}; {remedy}") from None
-
-
-def _identity(path: str | Path) -> tuple[int, int]:
-    """Return what all paths to a file or folder have in common, with links and without."""
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
-def check_outside(output: Path, option: str, folder: Path, folder_option: str) -> None:
-    """Raise UserError when `output` lies in a folder of text, or in one that is linked there.
-
-    `folder` may be a file, in which nothing lies.
-    """
-    real = output.resolve()
-    above = {_identity(path) for path in (real, *real.parents) if path.exists()}
-    if folder.is_dir() and any(_identity(parent) in above for parent, _ in _folders_from(folder, ())):
-        raise UserError(
-            f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as text; "
-            f"give another {option}"
-        )
 
 
 def _library_folder() -> Path:

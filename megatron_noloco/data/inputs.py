@@ -9,16 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from megatron_noloco.data.corpus import (
-    COMPRESSIONS,
-    JSON_LINES,
-    PARQUET,
-    PIECE_BYTES,
-    files_below,
-    once,
-    plain_name,
-    read_piece,
-)
+from megatron_noloco.data.corpus import PIECE_BYTES, read_piece
+from megatron_noloco.data.folders import COMPRESSIONS, JSON_LINES, PARQUET, files_below, once, plain_name
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_utf_8, check_whole_characters, is_utf_8, without_mark
 

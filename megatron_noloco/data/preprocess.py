@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_noloco.data.auto_tokenizer import check_folder
-from megatron_noloco.data.corpus import check_outside
+from megatron_noloco.data.folders import check_outside
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Input, Piece, is_text, read_pieces
 from megatron_noloco.data.sources import TokenizerChoice

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
-from megatron_noloco.data.corpus import JSON_LINES, PARQUET, files_below, holds_records, once, read_once
+from megatron_noloco.data.folders import JSON_LINES, PARQUET, files_below, holds_records, once, read_once
 from megatron_noloco.data.inputs import Input, read_rows
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -21,13 +21,8 @@ from megatron_noloco.files import check_whole_characters
 _UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
 _NAMED = 3  # files in a summary
 _BATCH_RECORDS = 1000  # encoded at once
-_ANCHORS = (
-    "",
-    "\n",
-    "a",
-    "0",
-    ".",
-)  # texts after which answers are encoded; none joins with every other text
+# Texts after which answers are encoded; none is joined with every other text.
+_ANCHORS = ("", "\n", "a", "0", ".")
 
 
 class Record(NamedTuple):

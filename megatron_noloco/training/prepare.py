@@ -20,8 +20,9 @@ from megatron_noloco.checkpoint.catalog import (
 )
 from megatron_noloco.checkpoint.run_settings import tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
+from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_text, find_text
 from megatron_noloco.data.datasets import Datasets
+from megatron_noloco.data.folders import check_outside
 from megatron_noloco.data.indexed import open_indexed
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.open_datasets import build_datasets

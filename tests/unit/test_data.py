@@ -17,11 +17,10 @@ from megatron_noloco.data.corpus import (
     Corpus,
     _split_by_file,
     check_text,
-    files_below,
     load_corpus,
-    once,
     standard_library_files,
 )
+from megatron_noloco.data.folders import files_below, once
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.samples import TokenDataset
 from megatron_noloco.data.sources import Blend, Needs, Split
