@@ -91,7 +91,7 @@ class Checkpointer:
 
     def newest_step(self) -> int | None:
         """Return the newest step of which all ranks have written their files."""
-        return catalog.step_of(self.settings.folder / catalog.latest(self.settings.folder))
+        return catalog.step_of(self.settings.folder / catalog.latest(self.settings.folder)[0])
 
     def wait(self) -> str | None:
         """Wait until the last save has finished; return why it failed, None if it did not."""
