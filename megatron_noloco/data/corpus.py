@@ -24,6 +24,7 @@ _ADVICE = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BATCH_PIECES = 16  # encoded at once: a tokenizer needs hundreds of bytes per token while it encodes
+_GOLDEN = 2654435769  # 2^32 over the golden ratio: multiples of it, modulo 2^32, lie evenly
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,13 @@ def _no_text_error(path: Path) -> UserError:
 
 
 def _split_by_file(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:
-    """Assign whole files to splits in their order, as sequences of a dataset are."""
+    """Assign whole files to splits by their places, so that the files of each split lie evenly among all."""
     texts = list(documents.values())
-    return [texts[first:stop] for first, stop in pairwise(split.bounds(len(texts)))]
+    order = sorted(range(len(texts)), key=lambda place: place * _GOLDEN % 2**32)
+    return [
+        [texts[place] for place in sorted(order[first:stop])]
+        for first, stop in pairwise(split.bounds(len(texts)))
+    ]
 
 
 def _split_by_position(documents: dict[str, bytes], split: Split) -> list[list[bytes]]:

@@ -104,13 +104,19 @@ class TestCorpus:
 
     @pytest.mark.parametrize("number", range(20, 61))
     def test_any_number_of_files_has_each_split_that_has_a_file(self, number: int) -> None:
-        """In their order, each file in one of them; 5 % of 20 files is one."""
+        """Each file is in one of them, in the order of files; 5 % of 20 files is one."""
         texts = {f"{index:02d}.txt": str(index).encode() for index in range(number)}
         parts = _split_by_file(texts, Split.parse(SPLIT))
-        assert [text for part in parts for text in part] == [*texts.values()]
+        assert sorted(text for part in parts for text in part) == sorted(texts.values())
+        assert all(sorted(part, key=int) == part for part in parts)
         assert abs(len(parts[0]) - 0.949 * number) <= 0.5
         assert abs(len(parts[1]) - 0.05 * number) < 1
         assert parts[1]
+
+    def test_files_for_validation_lie_evenly_among_all(self) -> None:
+        texts = {f"{index:04d}.txt": str(index).encode() for index in range(1000)}
+        places = [int(text) for text in _split_by_file(texts, Split.parse(SPLIT))[1]]
+        assert max(np.diff([0, *places, 1000])) < 2 / 0.05
 
     def test_a_copy_elsewhere_is_split_alike(self, tmp_path: Path) -> None:
         for folder in (tmp_path / "here", tmp_path / "there"):
