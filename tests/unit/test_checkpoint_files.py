@@ -593,7 +593,7 @@ def _nothing_half_written(tmp_path: Path) -> Any:
 
 
 def waited(error: BaseException) -> str | None:
-    checkpointer = Checkpointer(Mock(), Mock(), Mock(), Mock(start_step=0))
+    checkpointer = Checkpointer(Mock(folder=Path("run", "checkpoints")), Mock(), Mock(), Mock(start_step=0))
     checkpointer._writing = Future()
     checkpointer._writing.set_exception(error)
     found = checkpointer.close()
