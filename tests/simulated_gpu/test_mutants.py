@@ -24,7 +24,7 @@ class Mutant(NamedTuple):
 
 ROUNDS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu"
 PAIRS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu and pairs"
-GROUPS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu and of and not int4"
+GROUPS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu and group and not int4"
 CROSSED = "simulated_gpu/test_outer.py", "cross_the_bus"
 WAITS = "simulated_gpu/test_engine.py", "waits_for_the_norm and fp32"
 CLOCK = "unit/test_stream_clock.py", "block"
