@@ -69,7 +69,7 @@ def test_a_run_whose_folder_is_renamed_writes_nothing_into_another_one(
     assert outcome.err.startswith(f"{tmp_path}/run: was renamed or removed while this job wrote there")
     assert len(outcome.err.splitlines()) == 1
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["running"]
-    assert catalog.latest(tmp_path / "old" / "checkpoints") == "step_00000003"
+    assert catalog.latest(tmp_path / "old" / "checkpoints") == ("step_00000003", "")
 
 
 def config_of_two_stages(folder: Path, replicas: int, **training: object) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ WORDS = [
     "🙂",
     "ing",
 ]
-PLACE = TemporaryDirectory()  # removed at the end of the process
+PLACES = list[Path]()  # for files; hypothesis permits no fixture of a test
 SPECIAL = ["<s>", "</s>", "<unk>"]
 GPT4 = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEMPLATE = (
@@ -120,10 +120,15 @@ TRAINERS: dict[type, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> None:
+    PLACES.append(tmp_path_factory.mktemp("answers"))
+
+
 @cache
 def made(kind: str, bos: bool) -> tuple[FastTokenizer, Any]:
     """Return a tokenizer, and what transformers loads from its export."""
-    folder, tokenizer = Path(mkdtemp(dir=PLACE.name)), KINDS[kind]()
+    folder, tokenizer = Path(mkdtemp(dir=PLACES[-1])), KINDS[kind]()
     tokenizer.train_from_iterator(TEXT * 20, TRAINERS[type(tokenizer.model)]())
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
@@ -138,7 +143,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def load(tokenizer: Any, *records: Any) -> list[Record]:
-    return load_records(write(Path(mkdtemp(dir=PLACE.name)) / "a.jsonl", *records), tokenizer)
+    return load_records(write(Path(mkdtemp(dir=PLACES[-1])) / "a.jsonl", *records), tokenizer)
 
 
 @kinds
@@ -215,7 +220,7 @@ def test_what_is_not_as_in_generation_is_counted() -> None:
     word_piece, space = made("WordPiece", False)[0], made("GPT-2", False)[0]
     chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "red"}]
     needs, split = Needs(1000, 64, evaluates=False), Split.parse("1")
-    folder = Path(mkdtemp(dir=PLACE.name))
+    folder = Path(mkdtemp(dir=PLACES[-1]))
     path = write(folder / "a.jsonl", {"prompt": "fox", "completion": "1"}, {"messages": chat})
     summary = build_datasets(RecordSource(path, split, True), word_piece, needs).summary
     assert summary.endswith(
