@@ -16,7 +16,7 @@ end_job() { kill -TERM "$job"; } # at once
 after_job() { :; }               # when it has ended; may change code
 
 relay_output() { # from stdin; a job outlives a reader that is gone and a full disk, at which mpirun would end it
-    trap '' HUP TERM
+    trap '' HUP PIPE TERM
     cat 2>/dev/null || {
         echo "stdout cannot be written; training continues without its console" >&2 || true
         cat >/dev/null

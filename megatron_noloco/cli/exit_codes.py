@@ -53,7 +53,7 @@ def report(error: Exception) -> int:
     """
     if isinstance(error, ModuleNotFoundError):
         error = _missing_extra(error) or error
-    if isinstance(error, OSError) and error.filename is not None and error.errno in _REFUSALS:
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
         error = UserError(str(error))
     if isinstance(error, UserError):
         return usage_error(error)

@@ -46,8 +46,9 @@ def leave(exit_code: int) -> NoReturn:
     the process with SIGABRT after everything has succeeded.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # of a full disk, which was reported
+            stream.flush()
     os._exit(exit_code)
 
 

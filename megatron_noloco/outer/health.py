@@ -28,6 +28,7 @@ class Health:
     def __init__(self, weights: Weights, agree: Callable[[Sequence[int]], list[int]]) -> None:
         self._weights = weights
         self._agree = agree
+        self._steps = 0
         self._skipped = 0  # local steps in a row
         self._not_finite: int | Tensor = (
             0  # losses in a row; read by `check` alone, since a read waits for a GPU
@@ -42,6 +43,7 @@ class Health:
             losses: of the microbatches; empty on ranks that compute none.
             skipped: the same on all ranks of the replica; False while fp16 searches its loss scale.
         """
+        self._steps += 1
         self._skipped = self._skipped + 1 if skipped else 0
         if losses:
             self._not_finite = (self._not_finite + 1) * ~torch.stack(list(losses)).isfinite().all()
@@ -63,6 +65,12 @@ class Health:
         if not left:
             raise _error(f"the losses of the last {_MOST_LOST_STEPS} local steps are not finite")
         return left == _MOST_LOST_STEPS
+
+    def check_run(self) -> None:
+        """Raise NotFiniteError if all local steps of a short run were lost. A collective of the replica."""
+        taken = self._steps - max(self._skipped, int(self._not_finite))
+        if self._steps and not self._agree([taken])[0]:
+            raise _error(f"all {self._steps} local steps were lost: their gradients or losses are not finite")
 
 
 def _error(problem: str) -> NotFiniteError:

@@ -141,6 +141,7 @@ class Run:
                 self._round(done, time.perf_counter() - started)
             if done < self.schedule.steps:
                 self._after_round(before, done)
+        self.health.check_run()
         return done, not self._end(before, done)
 
     def _end(self, before: int, done: int) -> bool:

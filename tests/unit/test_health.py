@@ -34,6 +34,21 @@ def test_ten_skipped_steps_in_a_row_end_a_replica() -> None:
         watched.after_step((), True)
 
 
+@pytest.mark.parametrize(
+    ("skipped", "loss", "ends"), [(True, 1.0, True), (False, math.nan, True), (False, 1.0, False)]
+)
+def test_a_short_run_whose_steps_are_all_lost_ends(skipped: bool, loss: float, ends: bool) -> None:
+    watched = health()
+    watched.check_run()
+    for _ in range(3):
+        watched.after_step([torch.tensor(loss)], skipped)
+    if ends:
+        with pytest.raises(NotFiniteError, match="all 3 local steps were lost"):
+            watched.check_run()
+    watched.after_step([torch.tensor(1.0)], False)
+    watched.check_run()
+
+
 @pytest.mark.parametrize(("last", "ends"), [(math.inf, True), (math.nan, True), (1.0, False)])
 def test_ten_losses_in_a_row_that_are_not_finite_end_a_replica(last: float, ends: bool) -> None:
     watched = health()
