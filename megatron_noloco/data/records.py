@@ -113,8 +113,13 @@ def _records(
     begin, as_text = tokenizer.before_document, tokenizer.splits_special_tokens and not text.from_template
     counted = Record(*found[0], text.spelled_out, as_text, text.empty, joined)
     for place, (tokens, answer) in enumerate(found):
-        if tuple(tokens[: len(begin)]) != begin:  # a template may write it itself
-            tokens, answer = np.insert(tokens, 0, begin), np.insert(answer, 0, [False] * len(begin))
+        lead = begin
+        if not begin and answer[0]:  # after the end of another document, where generation begins, too
+            lead = (tokenizer.end_of_document,)
+        elif tuple(tokens[: len(begin)]) == begin:  # a template may write it itself
+            lead = ()
+        if lead:
+            tokens, answer = np.insert(tokens, 0, lead), np.insert(answer, 0, [False] * len(lead))
         counts = counted if place == 0 else Record(tokens, answer, begins=False)
         yield counts._replace(tokens=tokens, answer=answer)
 

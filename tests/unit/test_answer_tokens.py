@@ -1,6 +1,7 @@
 """Training reads the tokens that generation reads before an answer, and learns every token of the answer."""
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -138,6 +139,17 @@ def made(kind: str, bos: bool) -> tuple[FastTokenizer, Any]:
     return ours, load_as_written(folder / "exported")
 
 
+def without_chat_format(tokenizer: FastTokenizer) -> FastTokenizer:
+    """Return the tokenizer with a template that writes messages only."""
+    folder = Path(mkdtemp(dir=PLACES[-1]))
+    for file in tokenizer.folder.glob("*.json"):
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    return FastTokenizer(folder, prepend_bos=bool(tokenizer.before_document))
+
+
 texts = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -163,7 +175,8 @@ def test_a_completion_follows_the_tokens_that_generation_reads(
     if record.joined:
         assert kind == "WordPiece", "an unknown word is one token"
     else:
-        assert record.tokens[:first].tolist() == prompt_tokens(theirs, prompt)
+        begin = prompt_tokens(theirs, prompt) or [ours.end_of_document]
+        assert record.tokens[:first].tolist() == begin
 
 
 @kinds
@@ -253,3 +266,16 @@ def test_special_tokens_that_a_record_spells_out_are_there_once() -> None:
 def test_bytes_are_never_joined() -> None:
     (record,) = load(ByteTokenizer(), {"prompt": "Größe: ", "completion": "\nzwölf"})
     assert record.tokens[record.answer].tolist() == [*"\nzwölf".encode(), ByteTokenizer.end_of_document]
+
+
+@kinds
+@pytest.mark.parametrize("bos", [False, True], ids=["", "BOS"])
+def test_an_answer_to_nothing_follows_what_generation_begins_with(kind: str, bos: bool) -> None:
+    ours, _ = made(kind, bos)
+    bare = [{"role": "user", "content": ""}, {"role": "assistant", "content": "red"}]
+    (record,) = load(ours, {"prompt": "", "completion": "red"})
+    answer = [*ours.encode("red").tolist(), ours.end_of_document]
+    assert record.tokens.tolist() == [*(ours.before_document or [ours.end_of_document]), *answer]
+    assert record.tokens[record.answer].tolist() == answer
+    (of_chat,) = load(without_chat_format(ours), {"messages": bare})
+    assert of_chat.tokens[of_chat.answer].tolist() == ours.encode("red").tolist()

@@ -290,7 +290,7 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": "", "completion": str(n)} for n in range(10)))
     needs = Needs(257, 8, global_batch=2)
     built = build_datasets(source(path, packed=False), BYTES, needs)
-    first = [BYTES.decode(built.train[index].tokens[:1]) for index in range(len(built.train))]
+    first = [BYTES.decode(built.train[index].tokens[1:2]) for index in range(len(built.train))]
     assert first == list("01234567")
     assert "10 records (0 longer than a sample), 8 training samples" in built.summary
     (validation,) = validation_datasets(source(path, packed=False), BYTES, needs, {})
