@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import write_text
+from megatron_noloco.files import outside, write_text
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -198,11 +198,16 @@ def _saved_load(step: Path) -> Any:
 
 def is_complete(folder: Path) -> bool:
     """Return whether all ranks of a step have written their manifests."""
+    return _problem(folder) is None
+
+
+def _problem(folder: Path) -> DamagedCheckpointError | None:
+    """Return what is wrong with the manifests of a step; None where it is complete."""
     try:
         read_manifests(folder)
-    except DamagedCheckpointError:
-        return False
-    return True
+    except DamagedCheckpointError as error:
+        return error
+    return None
 
 
 def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) -> None:
@@ -234,16 +239,26 @@ def write_latest(checkpoints: Path) -> list[Path]:
 def latest(checkpoints: Path) -> tuple[str, str]:
     """Return the name of the newest complete step, "" if there is none, and a line if `latest` does not name it.
 
-    The step that `latest` names was complete, and may be damaged since.
+    The step that `latest` names was complete. It is also returned where its manifests are damaged since, or where
+    they are missing and no other step is complete: otherwise the run would seem to have saved nothing.
     """
-    path, named = checkpoints / "latest", ""
+    path, named, folders = checkpoints / "latest", "", steps(checkpoints)
     with contextlib.suppress(OSError):
         named = path.read_text(errors="replace").strip()
-    found = next((step.name for step in steps(checkpoints) if step.name == named or is_complete(step)), "")
-    if found in ("", named):
+    problem = next((_problem(step) for step in folders if step.name == named), None)
+    damaged = problem is not None and not isinstance(problem, IncompleteError)
+    is_there = any(step.name == named for step in folders)
+    found = next(
+        (step.name for step in folders if (damaged and step.name == named) or is_complete(step)),
+        named if is_there else "",
+    )
+    if found == named:  # or both are ""
         return found, ""
-    says = f'names "{named[:40]}"' if named else "is empty" if path.exists() else "is missing"
-    return found, f"{path}: {says}; the newest complete step is {found}"
+    says = "is empty" if path.exists() else "is missing"
+    if named:
+        state = ", which is not complete" if problem else "" if is_there else ", which is not there"
+        says = f'names "{outside(named)[:40]}"{state}'
+    return found, f"{path}: {says}" + (f"; the newest complete step is {found}" if found else "")
 
 
 def set_aside(folder: Path) -> Path:

@@ -182,6 +182,8 @@ def _checkpoint_folders(path: Path) -> list[Path]:
 def _describe(path: Path) -> str:
     if not path.exists():
         return "there is no such folder"
+    if note := catalog.latest(path)[1] or catalog.latest(path / "checkpoints")[1]:
+        return note.removeprefix(f"{path}/")
     if (path / "run.json").exists():
         return "this run has saved no checkpoint yet (checkpoint.save_interval, or Ctrl-C)"
     return "a Hugging Face model, no checkpoint" if (path / "config.json").exists() else "no checkpoint here"

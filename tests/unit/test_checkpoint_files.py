@@ -207,7 +207,9 @@ def test_a_whole_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
     [
         (None, "is missing"),
         ("", "is empty"),
-        ("step_00000077\n", 'names "step_00000077"'),
+        ("step_00000077\n", 'names "step_00000077", which is not there'),
+        ("step_00000015\n", 'names "step_00000015", which is not complete'),
+        ("\x1b[2J\n", 'names "\\x1b[2J", which is not there'),
         ("step_00000005", 'names "step_00000005"'),
     ],
 )
@@ -225,6 +227,23 @@ def test_the_newest_complete_step_is_found_without_latest(
         code, out, err = inspect(path)
         assert (code, err, facts(out)["checkpoint"]) == (0, [note], str(steps[1]))
     assert catalog.latest(checkpoints) == ("step_00000010", note)
+
+
+def test_a_named_step_that_no_other_can_replace_is_named(tmp_path: Path, inspect: Inspect) -> None:
+    """Its manifests may be missing, or its whole folder; or it is damaged, which is no reason to take another."""
+    checkpoints = tmp_path / "checkpoints"
+    write_checkpoint(checkpoints, 5)
+    newest = write_checkpoint(checkpoints, 10)
+    edit(newest / MANIFEST, lambda content: content[:20])
+    assert inspect(tmp_path)[::2] == (2, [f"{newest / MANIFEST}: not a manifest"])
+    shutil.rmtree(checkpoints / "step_00000005")
+    (newest / MANIFEST).unlink()
+    assert inspect(tmp_path)[::2] == (2, [f"{newest / MANIFEST}: No such file or directory"])
+    shutil.rmtree(newest)
+    (tmp_path / "run.json").touch()
+    code, _, (line,) = inspect(tmp_path)
+    assert code == 2
+    assert line.startswith(f'{tmp_path}: checkpoints/latest: names "step_00000010", which is not there; give')
 
 
 def test_each_replica_of_a_federation_is_found_without_latest(tmp_path: Path, inspect: Inspect) -> None:
