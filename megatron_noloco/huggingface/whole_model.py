@@ -1,5 +1,6 @@
 """Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import adds_bos
 from megatron_noloco.errors import UserError
+from megatron_noloco.files import outside, read_object
 from megatron_noloco.huggingface.pretrained import config_for_any_version, read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.activity import line_of
@@ -160,11 +162,30 @@ def _is_of_code_to_run(error: Exception) -> bool:
     return "trust_remote_code" in str(error)
 
 
+def _ends(folder: Path, vocab_size: int) -> list[int] | None:
+    """Return the tokens at which a text ends; None where there is none.
+
+    They are those of generation_config.json, of which nothing else is read; without the file, of config.json.
+    Raises UserError where they are no tokens.
+    """
+    path = folder / "generation_config.json"
+    path = path if path.exists() else folder / "config.json"
+    named = read_object(path, "copy it again").get("eos_token_id")
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    if any(type(end) is not int for end in ends):
+        raise UserError(
+            f"{path}: eos_token_id is {outside(json.dumps(named))[:40]}; it must be the number of a token, "
+            "or a list"
+        )
+    return [end for end in ends if 0 <= end < vocab_size] or None
+
+
 def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
     """Return tokenizer and model, with the weights that `evaluate` reads; raises UserError, in one line."""
     import transformers
 
     architecture = read_architecture(folder)
+    ends = _ends(folder, architecture.vocab_size)
     with PretrainedWeights(folder, architecture) as weights:
         tensors = weights.hf_tensors()
     try:
@@ -172,17 +193,15 @@ def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
         # Without the last two options wrong shapes are a traceback, and missing tensors are drawn at random.
         loaded: Any = getattr(transformers, family_of(architecture).hf_class).from_pretrained(
             None,
-            config=transformers.AutoConfig.for_model(**config_for_any_version(folder)),
+            config=transformers.AutoConfig.for_model(
+                **config_for_any_version(folder) | {"eos_token_id": ends}
+            ),
             state_dict=tensors,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
         model, info = loaded
-        # Of generation_config.json, or the keys in config.json that it has replaced, only the end is taken.
-        settings = model.generation_config
-        if (folder / "generation_config.json").exists():
-            settings = transformers.GenerationConfig.from_pretrained(folder)
-        model.generation_config = transformers.GenerationConfig(eos_token_id=settings.eos_token_id)
+        model.generation_config = transformers.GenerationConfig(eos_token_id=ends)
     except Exception as error:  # transformers raises anything for files that it does not expect
         if _is_of_code_to_run(error):
             raise UserError(

@@ -627,12 +627,39 @@ def test_generation_obeys_the_command_not_the_folder(
         {"stop_strings": ["e"]},
         {"max_new_tokens": 2, "min_new_tokens": 1},
         {"suppress_tokens": [*range(100)], "no_repeat_ngram_size": 1},
+        {"num_return_sequences": 3},  # transformers refuses it, and the next
+        {"early_stopping": "x", "temperature": "warm"},
     ):
         assert generated(eos_token_id=256, **settings) == expected, settings
-    change_config(top_p=0.01, repetition_penalty=2.0)(folder)
+    change_config(top_p=0.01, repetition_penalty=2.0, eos_token_id="</s>")(folder)
     assert generated(eos_token_id=256) == expected
     ends = ByteTokenizer().encode(expected).tolist()
     assert len(generated(eos_token_id=ends)) < len(expected)
+    assert generated() == generated(eos_token_id=[]) == generated(eos_token_id=1 << 70)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"eos_token_id": "</s>"}', 'eos_token_id is "</s>"; it must be the number of a token, or a list'),
+        ('{"eos_token_id": [1, true]}', "eos_token_id is [1, true]; it"),
+        ("", "not a JSON object"),
+        ('{"eos_token_id":', "not a JSON object"),
+        ("null", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        (None, "Is a directory"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read_is_named(
+    content: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model()
+    folder = write_folder(tmp_path / "theirs", model, exported(random_weights(model), model))
+    ByteTokenizer().save(folder, 32)
+    file = folder / "generation_config.json"
+    file.mkdir() if content is None else file.write_text(content)
+    code = main(["generate", str(folder), "--prompt", "the", "--tokens", "2"])
+    assert_one_line(code, capsys, (f"{file}: {reason}",))
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
