@@ -1,5 +1,6 @@
 """Folders of text and records: the files below, each once, and what their names say that they hold."""
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -58,7 +59,8 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
     """Yield each folder from `folder` on, and the names of its files.
 
     Links are followed after all else: a folder that is reached twice, as in a loop, comes once, by its own path.
-    Of a cache of the Hugging Face Hub only `snapshots` is read, whose links name the files in `blobs`.
+    Of a cache of the Hugging Face Hub only `snapshots` is read, whose links name the files in `blobs`. If the
+    revision that `refs/main` names is there, others are not read.
     """
     seen, starts = set(), deque([folder])
     while starts:
@@ -68,11 +70,26 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
                 folders.clear()
                 continue
             seen.add(identity)
-            if {"blobs", "snapshots"} <= {*folders}:
+            if {"blobs", "snapshots"} <= {*folders} and ("refs" in folders or _is_of_the_hub(parent)):
                 folders[:], files = ["snapshots"], []
+            if _main_revision(Path(parent)) in folders:
+                folders[:], files = [_main_revision(Path(parent))], []
             folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
             starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
             yield Path(parent), files
+
+
+def _is_of_the_hub(folder: str) -> bool:
+    """Return whether the library of the Hugging Face Hub names folders of its cache so."""
+    return Path(folder).name.startswith(("models--", "datasets--"))
+
+
+def _main_revision(snapshots: Path) -> str:
+    """Return what `refs/main` of a cache of the Hub names; "" where there is none, or for another folder."""
+    with contextlib.suppress(OSError, ValueError):
+        if snapshots.name == "snapshots":
+            return (snapshots.parent / "refs" / "main").read_text().strip()
+    return ""
 
 
 def _refuse(error: OSError) -> NoReturn:

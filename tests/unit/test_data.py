@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,25 @@ class TestCorpus:
         write_cache(tmp_path)
         names = [path.relative_to(tmp_path).as_posix() for path in files_below(tmp_path)]
         assert names == ["snapshots/abc/README.md", "snapshots/abc/data/train.jsonl"]
+
+    def test_of_a_cache_with_two_revisions_that_of_main_is_read(self, tmp_path: Path) -> None:
+        write_cache(tmp_path)
+        (tmp_path / "snapshots" / "abd").mkdir()
+        (tmp_path / "snapshots" / "abd" / "a.txt").write_text("of another revision")
+        assert [path.name for path in files_below(tmp_path)] == ["README.md", "train.jsonl"]
+        (tmp_path / "refs" / "main").write_text("gone")
+        assert [path.name for path in files_below(tmp_path)] == ["README.md", "train.jsonl", "a.txt"]
+
+    @pytest.mark.parametrize(("name", "read"), [("photos", 3), ("datasets--a--b", 2), ("models--a--b", 2)])
+    def test_a_folder_is_a_cache_only_if_the_hub_would_write_it(
+        self, name: str, read: int, tmp_path: Path
+    ) -> None:
+        """Others may have folders of the same names."""
+        (tmp_path / name).mkdir()
+        write_cache(tmp_path / name)
+        shutil.rmtree(tmp_path / name / "refs")
+        (tmp_path / name / "blobs" / "2f").write_text("a blob that no snapshot names")
+        assert len(once(files_below(tmp_path))) == read
 
     def test_a_folder_that_may_not_be_read_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
