@@ -57,7 +57,7 @@ def _preprocess(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from megatron_noloco.data.folders import read_once
+    from megatron_noloco.data.folders import dead_links, read_once
     from megatron_noloco.data.inputs import find_inputs
     from megatron_noloco.data.open_datasets import spelled_out
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
@@ -85,10 +85,12 @@ def _preprocess(args: argparse.Namespace) -> int:
     left_out += [f"{tally.not_text} files that are not UTF-8 text"] * bool(tally.not_text)
     notes = f"; left out: {', '.join(left_out)}" if left_out else ""
     notes += read_once(sum(item.further_paths for item in job.inputs))
-    if tally.beside_records:
-        notes += f"; of these files of text beside records: {tally.beside_records}"
+    notes += dead_links(Path(given).expanduser() for given in args.input)
     notes += spelled_out(tally.special_tokens, args.split_special_tokens)
-    say(f"{tally.documents} documents, {tally.tokens} tokens{notes}")
+    beside = f", {tally.beside_records} of them from files of text beside records" * (
+        tally.beside_records > 0
+    )
+    say(f"{tally.documents} documents{beside}, {tally.tokens} tokens{notes}")
     say(*(str(job.output(key)) for key in args.json_keys))
     return 0
 

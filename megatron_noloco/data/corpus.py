@@ -11,7 +11,15 @@ from typing import IO
 
 import numpy as np
 
-from megatron_noloco.data.folders import COMPRESSIONS, JSON_LINES, PARQUET, files_below, once, read_once
+from megatron_noloco.data.folders import (
+    COMPRESSIONS,
+    JSON_LINES,
+    PARQUET,
+    dead_links,
+    files_below,
+    once,
+    read_once,
+)
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
@@ -66,6 +74,7 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
     (train, validation, test), special = zip(*(_tokenize(part, tokenizer) for part in parts), strict=True)
     notes = _notes(documents, others) + read_once(sum(files.values()))
+    notes += dead_links([path] * (text != STANDARD_LIBRARY))
     return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), notes, by_file)
 
 

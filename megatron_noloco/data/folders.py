@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,13 +18,21 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
 
     Raises UserError for a folder that cannot be read.
     """
-    found = [
-        path
-        for parent, names in _folders_from(folder, skipped)
-        for path in (parent / name for name in names if not name.startswith("."))
-        if path.is_file()
-    ]
+    found = filter(Path.is_file, _paths_below(folder, skipped))
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def dead_links(paths: Iterable[Path]) -> str:
+    """Return the end of a summary that counts links below folders that lead nowhere; "" where there are none."""
+    number = sum(
+        not path.exists() for folder in paths if folder.is_dir() for path in _paths_below(folder, ())
+    )
+    return f"; links that lead nowhere, left out: {number}" * (number > 0)
+
+
+def _paths_below(folder: Path, skipped: Collection[str]) -> Iterator[Path]:
+    for parent, names in _folders_from(folder, skipped):
+        yield from (parent / name for name in names if not name.startswith("."))
 
 
 def once(paths: Collection[Path]) -> dict[Path, int]:

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
-from megatron_noloco.data.folders import JSON_LINES, PARQUET, files_below, holds_records, once, read_once
+from megatron_noloco.data.folders import (
+    JSON_LINES,
+    PARQUET,
+    dead_links,
+    files_below,
+    holds_records,
+    once,
+    read_once,
+)
 from megatron_noloco.data.inputs import Input, read_rows
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -65,7 +73,7 @@ def record_files(path: str) -> tuple[list[Path], str]:
         )
     names = ", ".join(file.name for file in others[:_NAMED]) + ", ..." * (len(others) > _NAMED)
     left_out = f"; left out: {len(others)} files without records ({names})" if others else ""
-    return records, left_out + read_once(sum(files.values()))
+    return records, left_out + read_once(sum(files.values())) + dead_links([given])
 
 
 def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:

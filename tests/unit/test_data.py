@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_noloco.cli.main import main
 from megatron_noloco.data.corpus import (
     STANDARD_LIBRARY,
     Corpus,
@@ -23,6 +24,7 @@ from megatron_noloco.data.corpus import (
 )
 from megatron_noloco.data.folders import files_below, once
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.records import record_files
 from megatron_noloco.data.samples import TokenDataset
 from megatron_noloco.data.sources import Blend, Needs, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -184,6 +186,21 @@ class TestCorpus:
         write_cache(tmp_path)
         names = [path.relative_to(tmp_path).as_posix() for path in files_below(tmp_path)]
         assert names == ["snapshots/abc/README.md", "snapshots/abc/data/train.jsonl"]
+
+    def test_links_that_lead_nowhere_are_counted(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Of a folder, of text or records, in each summary."""
+        folder, note = tmp_path / "here", "; links that lead nowhere, left out: 2"
+        folder.mkdir()
+        (folder / "gone.jsonl").symlink_to("nowhere")
+        (folder / "loop").symlink_to("loop")
+        (folder / "a.jsonl").write_text('{"text": "a"}\n')
+        assert record_files(str(folder))[1] == note
+        (folder / "a.txt").write_text("text")
+        assert load(str(folder), "1").notes.endswith(note)
+        assert main(["data", "preprocess", "--input", str(folder), "--output-prefix", f"{tmp_path}/out"]) == 0
+        assert note in capsys.readouterr().out
 
     def test_of_a_cache_with_two_revisions_that_of_main_is_read(self, tmp_path: Path) -> None:
         write_cache(tmp_path)
