@@ -32,6 +32,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> tuple[dict[str, Any
         for name, value in template["model"].items()
         if not families_with(name) or architecture.family in families_with(name)
     }
+    _check_dropouts(folder, architecture, template_model)
     model = {
         **_dropouts(architecture, _config_of(folder)),  # the template may override them
         **template_model,
@@ -178,6 +179,18 @@ def _dropouts(architecture: Architecture, theirs: dict[str, Any]) -> dict[str, A
     """Return the dropout probabilities of config.json above 0, as fields of a run's block `model`."""
     dropouts = {ours: theirs.get(key) for key, ours in family_of(architecture).hf_dropouts.items()}
     return {ours: value for ours, value in dropouts.items() if value}
+
+
+def _check_dropouts(folder: Path, architecture: Architecture, given: dict[str, Any]) -> None:
+    """Raise UserError where two keys of config.json that are one field of a run differ, if no field is given."""
+    theirs, dropouts = _config_of(folder), family_of(architecture).hf_dropouts
+    for ours in {*dropouts.values()} - {*given}:
+        found = {key: theirs.get(key) or 0.0 for key in dropouts if dropouts[key] == ours}
+        if len({*found.values()}) > 1:
+            named = " and ".join(f"{key} is {value}" for key, value in found.items())
+            raise UserError(
+                f"{folder / 'config.json'}: {named}; model.{ours} is one value for both: give it in --config"
+            )
 
 
 def config_for_any_version(folder: Path) -> dict[str, Any]:

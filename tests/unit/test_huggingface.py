@@ -724,6 +724,7 @@ def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tu
 
 MIXTURE = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
 DROPOUT = {"attention_dropout": 0.1}
+RESIDUAL = {"residual_dropout": 0.2, "embedding_dropout": 0.2}
 # Family and changes of the folder, the config's block `model` beside the sizes, what becomes of it
 TAKEN_OVER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (
@@ -736,7 +737,8 @@ TAKEN_OVER: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("llama", {"initializer_range": 0.018042}, {"init_method_std": 0.02}, {"init_method_std": 0.018042}),
     ("llama", DROPOUT, {}, DROPOUT),
     ("llama", DROPOUT, {"attention_dropout": 0.0}, {"attention_dropout": 0.0}),
-    ("starcoder2", DROPOUT | {"residual_dropout": 0.2}, {}, DROPOUT | {"hidden_dropout": 0.2}),
+    ("starcoder2", DROPOUT | RESIDUAL, {}, DROPOUT | {"hidden_dropout": 0.2}),
+    ("starcoder2", {"residual_dropout": 0.2}, {"hidden_dropout": 0.1}, {"hidden_dropout": 0.1}),
 ]
 
 
@@ -749,6 +751,17 @@ def test_import_keeps_what_the_folder_does_not_decide(
     code, output = import_folder(folder, {"model": SMALLEST["model"] | given | {"num_layers": 99}})
     found = json.loads(output.read_text())["model"]
     assert (code, {name: found[name] for name in expected}) == (0, expected)
+
+
+def test_dropouts_that_are_one_field_of_a_run_must_be_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model="starcoder2"))
+    change_config(residual_dropout=0.2, embedding_dropout=MISSING)(folder)
+    code, output = import_folder(folder)
+    line = "embedding_dropout is 0.0 and residual_dropout is 0.2; model.hidden_dropout is one value for both"
+    assert_one_line(code, capsys, (f"{folder / 'config.json'}: {line}",))
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("family", MODELS)
