@@ -81,7 +81,7 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
 
     A record is a JSON object with `messages` or with `prompt` and `completion`. The tokenizer's chat template
     renders messages, whose answers are those of the role "assistant"; otherwise the completion is the answer.
-    Raises UserError that names file and line of the first line that is not a record.
+    Raises UserError that names file and line of the first line that is not a record, or where there is none.
     """
     texts = (text for file in record_files(path)[0] for text in _read(file, tokenizer))
     records = list[Record]()
@@ -92,6 +92,8 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
             encoded = iter(tokenizer.encode_batch(ends, from_template))
             for text in alike:
                 records += _records(text, [(next(encoded), next(encoded)) for _ in text.answers], tokenizer)
+    if not records:
+        raise UserError(f"data.sft_data_path: no records in {path}")
     return records
 
 

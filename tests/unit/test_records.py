@@ -299,6 +299,14 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
         build_datasets(source(path, "999,1"), BYTES, needs)
 
 
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_records_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    for path in (tmp_path, tmp_path / "a.jsonl"):
+        with pytest.raises(ValueError, match=f"^data.sft_data_path: no records in {path}$"):
+            build_datasets(source(str(path)), BYTES, Needs(257, 8))
+
+
 def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
     empty = {"role": "assistant", "content": " "}
     given = (
