@@ -108,13 +108,13 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from megatron_noloco.data.auto_tokenizer import check_exported
-    from megatron_noloco.huggingface.export import TOLERANCE, check_export, export
+    from megatron_noloco.huggingface.export import TOLERANCE, check_export, export, not_exported
     from megatron_noloco.huggingface.source import open_source
 
     source = open_source(args.checkpoint, args.combine, args.tokenizer)
     output = Path(args.output)
     export(source, output, args.dtype, args.max_shard_size)
-    say(*source.losses_report())
+    say(*source.losses_report(), *not_exported(source.architecture, source.config.model))
     if note := check_exported(source.tokenizer, output):
         say(note)
     difference = check_export(source, output)

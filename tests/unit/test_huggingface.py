@@ -912,6 +912,18 @@ def test_an_export_fills_the_folder_that_is_there(
     assert (tmp_path / "link").is_symlink()
 
 
+@pytest.mark.parametrize(
+    ("family", "dropout", "told"), [("llama", 0.1, 1), ("llama", 0.0, 0), ("starcoder2", 0.1, 0)]
+)
+def test_a_dropout_that_an_export_cannot_hold_is_said(family: str, dropout: float, told: int) -> None:
+    model = make_model(model=family)
+    config = RunConfig.from_dict(SMALLEST | {"model": SMALLEST["model"] | {"hidden_dropout": dropout}})
+    lines = export.not_exported(model, config.model)
+    assert [line.partition(":")[0] for line in lines] == [
+        "model.hidden_dropout 0.1 is not in the export"
+    ] * told
+
+
 def test_a_model_card_does_not_say_where_the_files_were() -> None:
     config = {
         "data": {"data_path": ["0.3", "/home/me/corpus", "0.7", "more/text"]},
