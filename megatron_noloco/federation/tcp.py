@@ -25,6 +25,7 @@ from typing import Any
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import split
 from megatron_noloco.federation.streams import Buffer, Carrier, Serve, Stream, StreamEndedError
+from megatron_noloco.files import outside
 
 _BEGIN, _DATA, _CLOSE, _ABORT = range(4)
 _HEADER_BYTES = 4
@@ -90,7 +91,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._kind == _ABORT:
             self._reason += self._scratch[:count]
             if not self._left:
-                self._end(StreamEndedError(self._reason.decode(errors="replace")))
+                self._end(StreamEndedError(outside(self._reason.decode(errors="replace"))))
         elif self._place:
             self._place = self._place[count:]
             if not self._place:

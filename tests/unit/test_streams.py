@@ -249,6 +249,19 @@ def test_streams_one_after_the_other_share_a_connection(kind: str, keys: Keys) -
     run(kind, keys, echo, dial)
 
 
+def test_a_reason_of_another_process_is_a_short_line(keys: Keys) -> None:
+    async def serve(stream: Stream) -> None:
+        stream.abort("\x1b[2J\n" + 5000 * "a")
+
+    async def dial(carrier: Carrier, endpoint: str) -> None:
+        with pytest.raises(StreamEndedError) as ended:
+            await ask(carrier, endpoint)
+        assert str(ended.value).isprintable()
+        assert len(str(ended.value)) <= 500
+
+    run("TLS", keys, serve, dial)
+
+
 def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path) -> None:
     async def dial(carrier: Carrier, endpoint: str) -> None:
         with pytest.raises(ConnectionError, match=r"has another key|was lost"):
