@@ -82,10 +82,11 @@ hosts_of_scheduler() {
 check_hostfile() { # sets hosts, how many there are; 1 without HOSTFILE
     hosts=1
     if [ -z "${HOSTFILE:-}" ]; then return; fi
-    if LC_ALL=C grep -q "$(printf '[\r\357\273\277]')" "$HOSTFILE" 2>/dev/null; then # written on Windows
+    # Written on Windows: with CR, and perhaps in UTF-16 or with a mark of UTF-8.
+    if LC_ALL=C grep -aq "$(printf '[\r\357\273\277\377\376]')" "$HOSTFILE" 2>/dev/null; then
         written=$HOSTFILE HOSTFILE=$(mktemp)
         trap 'rm -f "$HOSTFILE"' EXIT
-        tr -d '\r\357\273\277' <"$written" >"$HOSTFILE"
+        tr -d '\r\000\357\273\277\377\376' <"$written" >"$HOSTFILE"
     fi
     hosts=$(grep -c '^[[:space:]]*[^#[:space:]]' "$HOSTFILE" 2>/dev/null) || {
         echo "HOSTFILE=$HOSTFILE: $([ -r "$HOSTFILE" ] && echo 'names no host' || echo 'there is no such file')" >&2

@@ -71,7 +71,10 @@ def parse_json(line: bytes) -> Any:
         reason = f"{error.msg}, column {error.pos + 1}"
     except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply
         reason = str(error)
-    raise UserError(f"not JSON ({reason}); each line must hold one whole JSON object")
+    problem = f"not JSON ({reason}); each line must hold one whole JSON object"
+    if without_mark(line).lstrip().startswith(b"["):
+        problem += ": for a file that is one list, `jq -c '.[]' FILE` writes them"
+    raise UserError(problem)
 
 
 def _text(fields: Any, key: str) -> str:

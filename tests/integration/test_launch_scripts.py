@@ -308,10 +308,11 @@ def test_a_hostfile_without_hosts_starts_nothing(
     assert launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)}) == (2, f"HOSTFILE={path}: {says}\n")
 
 
-def test_a_hostfile_of_windows_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_hostfile_of_windows_is_read(encoding: str, tmp_path: Path) -> None:
     """With a byte order mark, and carriage returns, which mpirun would take for parts of the names."""
     hosts = tmp_path / "hosts"
-    hosts.write_bytes(b"\xef\xbb\xbfnode1 slots=4\r\nnode2 slots=4\r\n")
+    hosts.write_bytes("node1 slots=4\r\nnode2 slots=4\r\n".encode(encoding))
     shows = """while [ "$1" != --hostfile ]; do shift; done\ncat "$2" >&2\n"""
     write_programs(
         tmp_path, {"mpirun": f"""[ "$1" != --version ] || {{ echo "Open MPI) 5"; exit; }}\n{shows}"""}

@@ -21,6 +21,7 @@ from megatron_noloco.data.records import Record, RecordDataset, load_records, pa
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.training.outputs import example_prompt
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -353,3 +354,10 @@ def test_the_checksum_is_of_which_tokens_have_a_loss(tmp_path: Path) -> None:
         for answered in (2, 3)
     )
     assert [np.array_equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, True]
+
+
+def test_a_file_that_is_one_list_has_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps([{"prompt": "a", "completion": "b"}], indent=1))
+    with pytest.raises(UserError, match=r"line 1: not JSON .* one list, `jq -c '\.\[\]' FILE` writes them$"):
+        load_records(str(path), ByteTokenizer())
