@@ -20,8 +20,8 @@ _FINGERPRINT_TOKENS = 1 << 16
 _COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 
 
-# Counter in the checkpoints of a run whose files of text are each in one split, since they are divided in their
-# order. Up to version 0.3 a hash of their names divided them.
+# Counter in the checkpoints of a run whose files of text are each in one split, which their places decide. Up to
+# version 0.3 a hash of their names did, under another counter.
 BY_FILE = "training_data_3"
 
 

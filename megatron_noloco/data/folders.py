@@ -80,8 +80,8 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
             seen.add(identity)
             if {"blobs", "snapshots"} <= {*folders} and ("refs" in folders or _is_of_the_hub(parent)):
                 folders[:], files = ["snapshots"], []
-            if _main_revision(Path(parent)) in folders:
-                folders[:], files = [_main_revision(Path(parent))], []
+            if (revision := _main_revision(Path(parent))) in folders:
+                folders[:], files = [revision], []
             folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
             starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
             yield Path(parent), files
