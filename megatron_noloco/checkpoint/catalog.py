@@ -246,10 +246,13 @@ def latest(checkpoints: Path) -> tuple[str, str]:
     with contextlib.suppress(OSError):
         named = path.read_text(errors="replace").strip()
     problem = next((_problem(step) for step in folders if step.name == named), None)
-    damaged = problem is not None and not isinstance(problem, IncompleteError)
     is_there = any(step.name == named for step in folders)
     found = next(
-        (step.name for step in folders if (damaged and step.name == named) or is_complete(step)),
+        (
+            step.name
+            for step in folders
+            if (not isinstance(problem, IncompleteError) if step.name == named else is_complete(step))
+        ),
         named if is_there else "",
     )
     if found == named:  # or both are ""
