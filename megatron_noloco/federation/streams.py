@@ -32,7 +32,13 @@ class StreamEndedError(ConnectionError):
 
 
 class Stream(ABC):
-    """One side of a conversation. At most one task sends, and one receives."""
+    """One side of a conversation. At most one task sends, and one receives.
+
+    Attributes:
+        is_member: whether the other side has shown the key of the federation, or there is no key.
+    """
+
+    is_member = True
 
     @abstractmethod
     async def send(self, *buffers: Buffer) -> None:
@@ -76,15 +82,24 @@ class Stream(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.abort(str(error) or _REASONS.get(type(error), type(error).__name__))
-            return
+            self.abort(reason_of(error))
+        else:
+            await self.end()
+
+    async def end(self) -> None:
+        """Close the stream, or abort it where the other side does not close it in five seconds."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self.close()
         except BaseException as failure:
-            self.abort(f"was not closed: {failure or type(failure).__name__}")
+            self.abort(f"was not closed: {reason_of(failure)}")
             if not isinstance(failure, TimeoutError | ConnectionError):
                 raise
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a conversation ends with this error, for the other side."""
+    return str(error) or _REASONS.get(type(error), type(error).__name__)
 
 
 Serve = Callable[[Stream], Awaitable[None]]
@@ -92,7 +107,13 @@ Serve = Callable[[Stream], Awaitable[None]]
 
 
 class Carrier(ABC):
-    """Opens streams to other processes, and accepts theirs. Used by one event loop."""
+    """Opens streams to other processes, and accepts theirs. Used by one event loop.
+
+    Attributes:
+        pulse_seconds: between two small messages that are sent though nothing has changed.
+    """
+
+    pulse_seconds = 0.5
 
     @abstractmethod
     async def listen(self, serve: Serve) -> None:

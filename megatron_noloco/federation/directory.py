@@ -1,0 +1,104 @@
+"""The addresses of all replicas that are there or were there, as far as this replica knows them.
+
+Each replica keeps a directory of all. A status names a checksum of the sender's directory; where two differ, each
+side tells the other what it has not told it yet (`links`). So a change passes from neighbour to neighbour, in about
+R log R messages for R replicas, and a lost message is made up for.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron_noloco.federation.messages import LARGEST, Address
+from megatron_noloco.settings import MOST_SLOTS
+
+_HOST = r"(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\])"
+_LISTENING = re.compile(rf"tcp://(?:\*|{_HOST}):([0-9]{{1,5}})")
+_ENDPOINT = re.compile(rf"tcp://{_HOST}:([0-9]{{1,5}})")
+_LONGEST_ENDPOINT = 255  # characters
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether the text is "tcp://HOST:PORT"."""
+    match = _ENDPOINT.fullmatch(text)
+    return match is not None and 0 < int(match[1]) < 2**16 and len(text) <= _LONGEST_ENDPOINT
+
+
+def can_listen(text: str) -> bool:
+    """Whether the text is "tcp://HOST:PORT", or * for all hosts and 0 for any port."""
+    match = _LISTENING.fullmatch(text)
+    return match is not None and int(match[1]) < 2**16
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """Return "tcp://HOST:PORT"."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def split(endpoint: str) -> tuple[str, int]:
+    """Return host and port of an endpoint."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of an endpoint; "" for ""."""
+    return split(endpoint)[0] if endpoint else ""
+
+
+class Directory:
+    """The addresses of all replicas, by slot. Changed by one thread.
+
+    Args:
+        slot: of this replica.
+        own: its address.
+
+    Attributes:
+        addresses: a change replaces the mapping, so other threads read one moment of it.
+        checksum: of all addresses; alike in equal directories.
+        version: counts the changes.
+    """
+
+    def __init__(self, slot: int, own: Address) -> None:
+        self.addresses: Mapping[int, Address] = {}
+        self.checksum = self.version = 0
+        self._slot = slot
+        self._changed: dict[int, int] = {}  # version of the last change, by slot
+        self._set(slot, own)
+
+    @property
+    def own(self) -> Address:
+        """The address of this replica."""
+        return self.addresses[self._slot]
+
+    def merge(self, addresses: Mapping[int, Address]) -> None:
+        """Keep the latest address of each slot; leave out malformed addresses.
+
+        Where another process has had this replica's slot, with a later number, this process takes a later one: the
+        other one's clock was ahead, or both are there, which `links` finds out.
+        """
+        for slot, address in addresses.items():
+            known = self.addresses.get(slot)
+            is_later = known is None or known.incarnation < address.incarnation
+            is_sound = 0 <= slot < MOST_SLOTS and (not address.endpoint or is_endpoint(address.endpoint))
+            if slot == self._slot and is_later and address.incarnation < LARGEST:
+                self._set(slot, replace(self.own, incarnation=address.incarnation + 1))
+            elif is_later and is_sound and slot != self._slot:
+                self._set(slot, address)
+
+    def since(self, version: int) -> dict[int, Address]:
+        """Return what has changed after a version."""
+        return {slot: self.addresses[slot] for slot, changed in self._changed.items() if changed > version}
+
+    def _set(self, slot: int, address: Address) -> None:
+        before = self.addresses.get(slot)
+        self.addresses = {**self.addresses, slot: address}
+        self.checksum ^= _digest(slot, address) ^ (0 if before is None else _digest(slot, before))
+        self.version += 1
+        self._changed[slot] = self.version
+
+
+def _digest(slot: int, address: Address) -> int:
+    text = f"{slot} {address}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7])

@@ -1,0 +1,350 @@
+"""A link: what one replica knows of another, and conversations of the two.
+
+A link is a stream of small messages, opened by whoever can dial. It says, twice a second and at each change, where
+its replica is. A conversation (a round, a state, a final mean) is a stream of its own. So nothing ends with a link,
+and two links at once do no harm. Only silence, or a later process of the other replica, ends conversations.
+
+The opener of a conversation dials, or asks over the link (`Open`) where it cannot. A round is opened by the higher
+slot, and awaited by the lower one. All other conversations are opened by the replica that wants something.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
+
+from megatron_noloco.federation.ledger import Ledger
+from megatron_noloco.federation.messages import (
+    Hello,
+    Known,
+    MalformedError,
+    Message,
+    Open,
+    Prepared,
+    Row,
+    Status,
+    Talk,
+    Verdict,
+    hear,
+    say,
+)
+from megatron_noloco.federation.streams import Stream, StreamEndedError, reason_of
+
+if TYPE_CHECKING:
+    from megatron_noloco.federation.node import Node
+
+ROUND = "round"  # the kind of conversation that both replicas begin
+NO_PART = "has no part in this round"
+TICK_SECONDS = 0.5
+_OPEN_SECONDS = 10.0
+_MOST_EARLY = 64  # streams that nobody here waits for yet
+_MOST_ROWS = 64  # of metrics; earlier ones are thrown away
+_LINKED_AGAIN_TICKS = 6  # in which a lost link may come back
+
+
+class Seen(NamedTuple):
+    """What is known of another replica; for other threads.
+
+    Attributes:
+        incarnation: of the process that was linked last; 0: it was never heard of.
+        present: whether there is a link.
+        status: what it has said last.
+    """
+
+    incarnation: int = 0
+    present: bool = False
+    status: Status = Status()
+
+
+class Link:
+    """Another replica, as this one sees it. Used by one event loop, but for `seen` and `rows`.
+
+    Attributes:
+        ledger: of the rounds with the process that was linked last.
+        rows: its newest rows of metrics that nobody has read.
+        told: version of this replica's directory that the other one was told.
+        is_dialled: whether this process was dialled with success.
+        silent_ticks: since the last message.
+    """
+
+    def __init__(self, node: "Node", slot: int) -> None:
+        self.node, self.slot = node, slot
+        self.seen = Seen()
+        self.ledger = Ledger()
+        self.rows: deque[str] = deque(maxlen=_MOST_ROWS)
+        self.told = self.silent_ticks = 0
+        self.is_dialled = False
+        self._streams: list[Stream] = []  # usually one
+        self._sending = asyncio.Lock()
+        self._changed = asyncio.Event()  # replaced after each message
+        self._talks = WeakSet[Stream]()
+        self._asks = itertools.count()
+        self._asked: dict[int, tuple[Open, asyncio.Future[_Talking]]] = {}
+        self._awaited: dict[int, asyncio.Future[_Talking]] = {}  # by round
+        self._early: dict[int, _Talking] = {}  # likewise
+
+    # The link
+
+    async def run(self, stream: Stream, hello: Hello) -> None:
+        """Listen to a link until its end. Raises ConnectionError."""
+        if hello.address.incarnation > self.seen.incarnation:
+            self.end("was started anew")
+            self.ledger, self.is_dialled, self.seen = Ledger(), False, Seen(hello.address.incarnation)
+        self._streams.append(stream)
+        self.told, self.silent_ticks = 0, 0
+        try:
+            for message in (self.node.status(self), *(asked for asked, _ in self._asked.values())):
+                await self.say(message)
+            while True:
+                message = await hear(stream, Status, Known, Open, Prepared, Verdict, Row)
+                self.silent_ticks = 0
+                await self._take(message)
+        except MalformedError as error:
+            self.node.warn(f"the link to replica {self.slot} was closed: {error}")
+            raise
+        finally:
+            self._lose(stream, "the link was closed")
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether there is a link; the other side may not have said its status yet."""
+        return bool(self._streams)
+
+    async def say(self, message: Message) -> None:
+        """Say something over the link; it is lost where there is no link."""
+        async with self._sending:
+            if self._streams:
+                stream = self._streams[-1]
+                try:
+                    await say(stream, message)
+                except ConnectionError as error:
+                    self._lose(stream, str(error))
+
+    async def tell_status(self) -> None:
+        """Say where this replica is, unless the last message is not sent yet."""
+        if not self._sending.locked():
+            await self.say(self.node.status(self))
+
+    def tick(self, silent: int) -> None:
+        """Count the silence, and end what it makes hopeless.
+
+        Args:
+            silent: ticks after which the other replica is lost.
+        """
+        self.silent_ticks += 1
+        if not self._streams and self.silent_ticks > _LINKED_AGAIN_TICKS:
+            self._fail_waiting("is not there")
+        if self.silent_ticks > silent:
+            self.end("has fallen silent")
+
+    def end(self, reason: str) -> None:
+        """End the link, and all conversations with this process."""
+        self.end_talks(reason)
+        for stream in list(self._streams):
+            self._lose(stream, reason)
+
+    def end_talks(self, reason: str) -> None:
+        """End all conversations; the link stays."""
+        for stream in list(self._talks):
+            stream.abort(reason)
+        self._fail_waiting(reason)
+
+    def _fail_waiting(self, reason: str) -> None:
+        for waiting in (*self._awaited.values(), *(waiting for _, waiting in self._asked.values())):
+            _fail(waiting, reason)
+
+    def _lose(self, stream: Stream, reason: str) -> None:
+        stream.abort(reason)
+        if stream in self._streams:
+            self._streams.remove(stream)
+            if not self._streams:
+                self.seen = self.seen._replace(present=False)
+                self.node.lost(self)
+        self._change()
+
+    def _change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _take(self, message: Message) -> None:
+        match message:
+            case Status():
+                self.seen = self.seen._replace(present=True, status=message)
+                for number, waiting in self._awaited.items():
+                    if number < message.open_from:
+                        _fail(waiting, NO_PART)
+                self.node.heard(self)
+            case Known():
+                self.node.directory.merge(message.addresses)
+            case Open():
+                self.node.spawn(self._answer(message))
+            case Prepared(number):
+                self.ledger.hear(number)
+                if (counts := self.ledger.verdict(number)) is not None:
+                    await self.say(Verdict(number, counts))
+            case Verdict(number, counts) if self.ledger.is_prepared(number):
+                self.ledger.close(number, counts)
+            case Row():
+                self.rows.append(message.text)
+        self._change()
+
+    # Conversations
+
+    @asynccontextmanager
+    async def meet(self, number: int) -> AsyncIterator[Stream]:
+        """Give the stream of a round, which both replicas begin.
+
+        Raises ConnectionError where the other replica has no part in the round, or is lost.
+        """
+        if self.seen.status.open_from > number:
+            raise StreamEndedError(NO_PART)
+        talking = await (self._open(ROUND, number) if self.node.slot > self.slot else self._wait(number))
+        async with self._talk(talking) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def open(self, kind: str) -> AsyncIterator[Stream]:
+        """Give the stream of a conversation that the other replica serves (`Node.serves`).
+
+        Raises ConnectionError where the other replica is lost.
+        """
+        async with self._talk(await self._open(kind, 0)) as stream:
+            yield stream
+
+    async def settle(self, number: int, seconds: float) -> bool | None:
+        """Return whether a round counts for which this side is prepared; None: the round stays in doubt.
+
+        Asks over the link until the other process answers, has left or was replaced by a later one.
+        """
+        process, ledger = self.seen.incarnation, self.ledger
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.seen.incarnation == process and self.seen.status.phase != "left":
+                    if ledger.verdict(number) is not None:
+                        break
+                    changed = self._changed
+                    await self.say(Prepared(number))
+                    with suppress(TimeoutError):  # the question may be lost
+                        async with asyncio.timeout(TICK_SECONDS):
+                            await changed.wait()
+        return ledger.verdict(number)
+
+    async def begin(self, talk: Talk, stream: Stream) -> None:
+        """Run a conversation that the other replica has opened, to its end.
+
+        Raises ConnectionError where nobody wants it.
+        """
+        talking = _Talking(stream)
+        if talk.ask < 0:
+            await self._begin(talk.kind, talk.number, talking)
+            return
+        _, waiting = self._asked.pop(talk.ask, (None, None))
+        if waiting is None or waiting.done():
+            raise StreamEndedError("is not waited for any more")
+        waiting.set_result(talking)
+        await talking.over.wait()
+
+    def close_rounds(self, before: int) -> None:
+        """Refuse rounds before this number from now on."""
+        for number in [number for number in self._early if number < before]:
+            self._early.pop(number).refuse(NO_PART)
+
+    async def _begin(self, kind: str, number: int, talking: "_Talking") -> None:
+        if kind in self.node.serves:
+            async with self._talk(talking) as stream:
+                await self.node.serves[kind](self, stream)
+            return
+        waiting = self._awaited.pop(number, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(talking)
+        elif kind != ROUND or number < self.node.open_from(self.slot) or len(self._early) >= _MOST_EARLY:
+            talking.refuse(NO_PART)
+        else:
+            if number in self._early:
+                self._early.pop(number).refuse("was opened again")
+            self._early[number] = talking
+            self._talks.add(talking.stream)
+        await talking.over.wait()
+
+    async def _wait(self, number: int) -> "_Talking":
+        if (early := self._early.pop(number, None)) is not None:
+            return early
+        waiting = self._awaited[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await waiting
+        finally:
+            self._awaited.pop(number, None)
+
+    async def _open(self, kind: str, number: int) -> "_Talking":
+        if self.is_dialled:
+            try:
+                return _Talking(await self._dial(Talk(*self.node.who, kind, number)), dialled=True)
+            except (ConnectionError, TimeoutError):
+                self.is_dialled = False
+        if not self.seen.present:
+            raise StreamEndedError("is not there")
+        asked = Open(kind, number, next(self._asks))
+        waiting: asyncio.Future[_Talking] = asyncio.get_running_loop().create_future()
+        self._asked[asked.ask] = asked, waiting
+        try:
+            await self.say(asked)
+            return await waiting
+        finally:
+            self._asked.pop(asked.ask, None)
+
+    async def _answer(self, asked: Open) -> None:
+        """Open the stream that the other side asks for, and run this side of it."""
+        talk = Talk(*self.node.who, asked.kind, asked.number, asked.ask)
+        await self._begin(asked.kind, asked.number, _Talking(await self._dial(talk), dialled=True))
+
+    async def _dial(self, talk: Talk) -> Stream:
+        async with asyncio.timeout(_OPEN_SECONDS):
+            stream = await self.node.dial(self.slot)
+            try:
+                await say(stream, talk)
+            except BaseException:
+                stream.abort("was not begun")
+                raise
+        self.is_dialled = True
+        return stream
+
+    @asynccontextmanager
+    async def _talk(self, talking: "_Talking") -> AsyncIterator[Stream]:
+        """End a conversation with the block. The block does not wait until the other side has closed the stream."""
+        stream = talking.stream
+        self._talks.add(stream)
+        try:
+            yield stream
+        except BaseException as error:
+            stream.abort(reason_of(error))
+            raise
+        else:
+            if talking.dialled:
+                self.node.spawn(stream.end())
+        finally:
+            talking.over.set()
+
+
+class _Talking:
+    """The stream of a conversation.
+
+    Attributes:
+        dialled: whether this side has opened the stream, and closes it.
+        over: set when the conversation is over here.
+    """
+
+    def __init__(self, stream: Stream, dialled: bool = False) -> None:
+        self.stream, self.dialled = stream, dialled
+        self.over = asyncio.Event()
+
+    def refuse(self, reason: str) -> None:
+        self.stream.abort(reason)
+        self.over.set()
+
+
+def _fail(waiting: "asyncio.Future[_Talking]", reason: str) -> None:
+    if not waiting.done():
+        waiting.set_exception(StreamEndedError(reason))

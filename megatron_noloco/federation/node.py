@@ -1,0 +1,422 @@
+"""This replica among the others: who is there, who dials whom, and what they are told.
+
+Of two replicas that can dial each other, the higher slot opens the link; if no link comes in three seconds, the
+lower slot dials as well. A replica that does not answer is dialled again after pauses that double up to a minute.
+
+Of two processes of one slot the later one wins, and the earlier one ends.
+"""
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation.likeness import differences, fit
+from megatron_noloco.federation.directory import Directory
+from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen
+from megatron_noloco.federation.messages import (
+    Address,
+    Hello,
+    Known,
+    MalformedError,
+    Member,
+    Message,
+    Phase,
+    Status,
+    Talk,
+    Visit,
+    hear,
+    say,
+)
+from megatron_noloco.federation.streams import Carrier, Stream, StreamEndedError
+from megatron_noloco.files import outside
+
+_SILENCE_SECONDS = 10.0
+_OPEN_SECONDS = 10.0
+_BACK_SECONDS = 3.0  # for the side that dials, before the other side tries
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # between two attempts to dial
+_UNANSWERED_SECONDS = 5.0  # after which an address is named
+_STOP_TICKS = 2  # a round that is almost over may end before
+_MOST_TOLD = 4  # replicas that are told addresses in one tick
+_MOST_WARNINGS = 1000  # others may cause them
+_REPLACED = "a later process of this replica is there"
+
+Serve = Callable[[Link, Stream], Awaitable[None]]
+"""Runs this side of a conversation that another replica has opened."""
+
+
+class Identity(NamedTuple):
+    """Who this process is."""
+
+    slot: int
+    address: Address
+    member: Member
+
+
+class Carriers(NamedTuple):
+    """What carries streams: between hosts, and through the folder of the rendezvous, whose endpoints are slots."""
+
+    network: Carrier
+    folder: Carrier | None = None
+
+
+@dataclass
+class _Dialling:
+    """The attempts to dial an address. Times are those of the loop.
+
+    Attributes:
+        apart_since: when the address became known, or the link was lost.
+        again: when the next attempt may begin.
+        task: the attempt under way.
+    """
+
+    address: Address
+    apart_since: float
+    again: float = 0.0
+    pause: float = _FIRST_PAUSE
+    attempts: int = 0
+    task: "asyncio.Task[None] | None" = None
+
+
+class Node:
+    """This process among the replicas. Used by one event loop, but for what is read of `seen` and `addresses`.
+
+    Args:
+        stopped: returns whether this job was asked to stop.
+
+    Attributes:
+        links: to all replicas that were ever heard of, by slot.
+        serves: this side of conversations that another replica opens, by kind.
+        visitors: this side of conversations with members that are no replicas, by kind.
+        strangers: this side of the conversation with who has not shown the key; None: there is no such.
+        phase: of this replica, as `begun` and `step`; see `Status`. `tell` tells them to the others.
+        under_way: the partner in each round that is under way, by its number.
+        leaves_at: until when, on the monotonic clock, rounds go on although this job was asked to stop.
+        refusal: why a process that was dialled by its endpoint cannot exchange with this one; "": all can.
+        failure: why this process can go on no more.
+    """
+
+    def __init__(
+        self, identity: Identity, carriers: Carriers, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.slot, self.member = identity.slot, identity.member
+        self.directory = Directory(identity.slot, identity.address)
+        self.links: dict[int, Link] = {}
+        self.serves: dict[str, Serve] = {}
+        self.visitors: dict[str, Callable[[Stream], Awaitable[None]]] = {}
+        self.strangers: Callable[[Stream], Awaitable[None]] | None = None
+        self.phase: Phase = "training"
+        self.begun, self.step = -1, 0
+        self.under_way: dict[int, int] = {}
+        self.leaves_at = float("-inf")
+        self.refusal = ""
+        self.failure: BaseException | None = None
+        self._carriers, self._stopped = carriers, stopped
+        self._pulse_ticks = max(1, round(self._pulse_seconds / TICK_SECONDS))
+        self._ticks = self._stopped_ticks = 0
+        self._dialling: dict[int, _Dialling] = {}
+        self._answered = set[str]()  # endpoints
+        self._warnings = set[str]()
+        self._tasks = set[asyncio.Task[Any]]()
+
+    async def start(self) -> None:
+        """Accept streams, and begin to dial."""
+        await self._carriers.network.listen(self._visited)
+        if self._carriers.folder is not None:
+            await self._carriers.folder.listen(self._visited)
+        self.spawn(self._run())
+
+    async def close(self) -> None:
+        """Say that this replica has left, and end all streams."""
+        self.phase = "left"
+        self.tell()
+        await asyncio.sleep(0)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for carrier in filter(None, self._carriers):
+            await carrier.close()
+
+    def spawn(self, work: Awaitable[Any]) -> "asyncio.Task[Any]":
+        """Run a coroutine beside. The end of a conversation is no error."""
+
+        async def safely() -> None:
+            try:
+                await work
+            except (ConnectionError, TimeoutError):
+                pass
+            except Exception as error:
+                self.failure = self.failure or error
+
+        task = asyncio.ensure_future(safely())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def warn(self, line: str) -> None:
+        """Write a line, which may quote others, to stderr, once; no more after many."""
+        line = outside(line)
+        if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
+            self._warnings.add(line)
+            sys.stderr.write(f"replica {self.slot}: {line}\n")
+
+    # For other threads
+
+    def seen(self) -> dict[int, Seen]:
+        """Return what is known of the other replicas that were ever heard of, by slot."""
+        return {slot: link.seen for slot, link in list(self.links.items()) if link.seen.incarnation}
+
+    def present(self) -> dict[int, Status]:
+        """Return the status of each other replica with a link, by slot, in ascending order."""
+        return {slot: seen.status for slot, seen in sorted(self.seen().items()) if seen.present}
+
+    def hidden(self) -> set[int]:
+        """Return the replicas that no other can dial, as far as is known; this replica may be among them."""
+        return {
+            slot
+            for slot, address in self.directory.addresses.items()
+            if not address.endpoint and not address.folder
+        }
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this job was asked to stop, and waits for nobody."""
+        return self._stopped() and time.monotonic() > self.leaves_at
+
+    # What others are told
+
+    @property
+    def who(self) -> tuple[int, int]:
+        """Slot and incarnation of this process."""
+        return self.slot, self.directory.own.incarnation
+
+    def open_from(self, slot: int) -> int:
+        """Return the first round that this replica may have with another: under way, or the next."""
+        under_way = (number for number, partner in self.under_way.items() if partner == slot)
+        return min(under_way, default=self.begun + 1)
+
+    def status(self, link: Link) -> Status:
+        """Return what another replica is to know of this one."""
+        sees = list[int]()
+        if self.phase == "ended":
+            sees = list(self.present())
+        elif (hidden := self.hidden()) and link.slot in hidden:
+            sees = [slot for slot in self.present() if slot in hidden and slot != link.slot]
+        return Status(
+            self.phase, self.begun, self.open_from(link.slot), self.step, sees, self.directory.checksum
+        )
+
+    def tell(self) -> None:
+        """Tell all others where this replica is now."""
+        for link in self.links.values():
+            link.close_rounds(self.open_from(link.slot))
+            self.spawn(link.tell_status())
+
+    def say_to_all(self, message: Message) -> None:
+        """Say something to all replicas that are there."""
+        for link in self.links.values():
+            self.spawn(link.say(message))
+
+    def heard(self, link: Link) -> None:
+        """Act on a status of another replica."""
+        if link.slot in self._dialling:
+            self._dialling[link.slot].pause = _FIRST_PAUSE
+        if not link.told:
+            self._tell_addresses(link)
+
+    def lost(self, link: Link) -> None:
+        """Note that there is no link to a replica any more."""
+        if (dialling := self._dialling.get(link.slot)) is not None:
+            dialling.apart_since = dialling.again = asyncio.get_running_loop().time()
+
+    # The ticks
+
+    async def _run(self) -> None:
+        while True:
+            self._tick()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _tick(self) -> None:
+        """Do what is due twice a second.
+
+        Silence is counted in ticks, not in seconds: a process that was suspended has heard from nobody meanwhile.
+        """
+        self._ticks += 1
+        self._stopped_ticks = self._stopped_ticks + 1 if self.is_leaving else 0
+        silent = round(max(_SILENCE_SECONDS, 4 * self._pulse_seconds) / TICK_SECONDS)
+        for link in self.links.values():
+            link.tick(silent)
+            if self._stopped_ticks == _STOP_TICKS:
+                link.end_talks("is not waited for: a job was asked to stop")
+            if self._ticks % self._pulse_ticks == 0:
+                self.spawn(link.tell_status())
+        differ = [link for link in self.links.values() if self._knows_less(link)]
+        for link in random.sample(differ, min(_MOST_TOLD, len(differ))):
+            self._tell_addresses(link)
+        for slot in self.directory.addresses:
+            if slot != self.slot:
+                self._dial_if_due(slot)
+
+    @property
+    def _pulse_seconds(self) -> float:
+        return max(carrier.pulse_seconds for carrier in filter(None, self._carriers))
+
+    def _knows_less(self, link: Link) -> bool:
+        directory = self.directory
+        return (
+            link.seen.present
+            and link.seen.status.directory != directory.checksum
+            and link.told < directory.version
+        )
+
+    def _tell_addresses(self, link: Link) -> None:
+        news, link.told = self.directory.since(link.told), self.directory.version
+        news.pop(link.slot, None)
+        self.spawn(link.say(Known(news)))
+
+    # Dialling
+
+    async def dial(self, slot: int) -> Stream:
+        """Open a stream to a replica. Raises ConnectionError."""
+        way = self._way(self.directory.addresses[slot], slot)
+        if way is None:
+            raise StreamEndedError("cannot be dialled from here")
+        carrier, endpoint = way
+        return await carrier.dial(endpoint)
+
+    def _way(self, address: Address, slot: int) -> tuple[Carrier, str] | None:
+        if address.endpoint:
+            return self._carriers.network, address.endpoint
+        own, folder = self.directory.own, self._carriers.folder
+        if folder is not None and own.folder and address.folder and not own.endpoint:
+            return folder, str(slot)
+        return None
+
+    def _dial_if_due(self, slot: int) -> None:
+        now, address = asyncio.get_running_loop().time(), self.directory.addresses[slot]
+        dialling = self._dialling.get(slot)
+        if dialling is None or dialling.address != address:
+            dialling = self._dialling[slot] = _Dialling(address, now)
+        link = self.links.get(slot)
+        has_left = link is not None and link.seen.status.phase == "left"
+        if (link is not None and link.is_linked) or self._way(address, slot) is None or has_left:
+            return
+        is_theirs = self._way(self.directory.own, self.slot) is not None and slot > self.slot
+        is_due = now >= dialling.again and (dialling.task is None or dialling.task.done())
+        if is_due and not (is_theirs and now - dialling.apart_since < _BACK_SECONDS):
+            dialling.again = now + dialling.pause * random.uniform(0.8, 1.2)
+            dialling.pause = min(2 * dialling.pause, _LONGEST_PAUSE)
+            dialling.attempts += 1
+            dialling.task = self.spawn(self._link_to(slot, dialling))
+
+    async def _link_to(self, slot: int, dialling: _Dialling) -> None:
+        try:
+            await self._link_on(partial(self.dial, slot), slot)
+        except (ConnectionError, TimeoutError) as error:
+            late = asyncio.get_running_loop().time() - dialling.apart_since > _UNANSWERED_SECONDS
+            if late and dialling.address.endpoint not in self._answered:
+                self.warn(
+                    f"no link to replica {slot} at {dialling.address.endpoint}: {error}; is its job there, and "
+                    "that port open to this host?"
+                )
+            raise
+
+    async def visit(self, endpoint: str) -> None:
+        """Open a link to the process at an endpoint, whatever its slot. Raises ConnectionError, TimeoutError."""
+        await self._link_on(partial(self._carriers.network.dial, endpoint), None)
+
+    async def _link_on(self, dial: Callable[[], Awaitable[Stream]], slot: int | None) -> None:
+        """Open a stream, and run a link on it to its end."""
+        async with asyncio.timeout(_OPEN_SECONDS):
+            stream = await dial()
+        async with stream:
+            try:
+                async with asyncio.timeout(_OPEN_SECONDS):
+                    await say(stream, self._hello())
+                    hello = await hear(stream, Hello)
+            except StreamEndedError as error:
+                if str(error) == _REPLACED:
+                    self._end_as_earlier("")
+                raise
+            link = self._linked(hello, asked=slot is None)
+            link.is_dialled = True
+            await link.run(stream, hello)
+
+    # Streams of others
+
+    async def _visited(self, stream: Stream) -> None:
+        """Run this side of a stream that another process has opened."""
+        if not stream.is_member:
+            if self.strangers is None:
+                raise StreamEndedError("this job has invited nobody")
+            await self.strangers(stream)
+            return
+        first = await hear(stream, Hello, Talk, Visit, first=True)
+        stream.admit()
+        match first:
+            case Hello():
+                link = self._linked(first)
+                await say(stream, self._hello())
+                await link.run(stream, first)
+            case Talk():
+                await self._talk_to(first, stream)
+            case Visit():
+                if not fit(self.member, first.member):
+                    raise StreamEndedError(self._difference("a visitor", first.member))
+                if first.kind not in self.visitors:
+                    raise MalformedError(f"there are no visits of the kind {first.kind}")
+                await self.visitors[first.kind](stream)
+
+    async def _talk_to(self, talk: Talk, stream: Stream) -> None:
+        link = self.links.get(talk.slot)
+        if link is None or link.seen.incarnation != talk.incarnation:  # its Hello may be under way
+            await asyncio.sleep(TICK_SECONDS)
+            link = self.links.get(talk.slot)
+        if link is None or link.seen.incarnation != talk.incarnation:
+            raise StreamEndedError("there is no link to this process")
+        await link.begin(talk, stream)
+
+    def _hello(self) -> Hello:
+        return Hello(self.slot, self.directory.own, self.member)
+
+    def _linked(self, hello: Hello, asked: bool = False) -> Link:
+        """Return the link of a process that may exchange with this one. Raises StreamEndedError.
+
+        Args:
+            asked: whether this process has dialled an endpoint of the rendezvous.
+        """
+        own, theirs = self.directory.own.incarnation, hello.address.incarnation
+        if hello.slot == self.slot:
+            if theirs > own:
+                self._end_as_earlier(f" at {hello.address.endpoint}" if hello.address.endpoint else "")
+            raise StreamEndedError("this is the process itself" if theirs == own else _REPLACED)
+        if not fit(self.member, hello.member):
+            line = self._difference(f"replica {hello.slot}", hello.member)
+            if asked:
+                self.refusal = outside(line)
+            self.warn(line)
+            raise StreamEndedError(line)
+        if hello.slot not in self.links:
+            self.links[hello.slot] = Link(self, hello.slot)
+        link = self.links[hello.slot]
+        if link.seen.present and theirs < link.seen.incarnation:
+            raise StreamEndedError(_REPLACED)
+        self._answered.add(hello.address.endpoint)
+        self.directory.merge({hello.slot: hello.address})
+        return link
+
+    def _difference(self, who: str, member: Member) -> str:
+        names = differences(self.member.digests, member.digests)
+        return f"{who} is refused: its job differs from that of replica {self.slot} in {names or 'its run'}"
+
+    def _end_as_earlier(self, where: str) -> None:
+        self.failure = self.failure or UserError(
+            f"another process of replica {self.slot} has begun{where}, and the others exchange with it: does "
+            "another job have the same --replica? This job ends; started again, it goes on from its newest "
+            "checkpoint"
+        )

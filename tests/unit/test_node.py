@@ -1,0 +1,174 @@
+"""Replicas find each other, and open conversations with each other."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation.links import NO_PART, Link
+from megatron_noloco.federation.messages import Address, Member
+from megatron_noloco.federation.node import Node
+from megatron_noloco.federation.streams import Stream, StreamEndedError
+from tests.unit.nodes import Nodes, address_of, run, until
+
+
+def linked(*nodes: Node) -> bool:
+    return all(set(one.present()) == {other.slot for other in nodes} - {one.slot} for one in nodes)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_replicas_are_linked_when_one_knows_the_other(first: int) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            one = await nodes.add(first)
+            other = await nodes.add(1 - first, address_of(first))
+            await until(lambda: linked(one, other))
+            await until(lambda: one.directory.addresses == other.directory.addresses)
+
+    run(main())
+
+
+def test_addresses_reach_all_replicas_from_neighbour_to_neighbour() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            chain = [await nodes.add(0)]
+            for before, slot in pairwise(range(9)):
+                chain.append(await nodes.add(slot, address_of(before)))
+            await until(lambda: linked(*chain))
+            await until(lambda: len({node.directory.checksum for node in chain}) == 1)
+
+    run(main())
+
+
+def test_hidden_replicas_know_each_other_by_way_of_a_third() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            middle = await nodes.add(0)
+            hidden = [await nodes.add(slot, address_of(0), hidden=True) for slot in (1, 2)]
+            await until(lambda: all(node.hidden() == {1, 2} for node in (middle, *hidden)))
+            await until(lambda: hidden[0].present()[0].sees == [2])
+            assert set(hidden[0].present()) == {0}
+
+    run(main())
+
+
+async def _echo(link: Link, stream: Stream) -> None:
+    await stream.send(await stream.receive(5))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("opener", [0, 1])
+def test_a_conversation_is_opened_by_either_side(opener: int, hidden: bool) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            pair = [await nodes.add(0), await nodes.add(1, address_of(0), hidden=hidden)]
+            await until(lambda: linked(*pair))
+            pair[1 - opener].serves["echo"] = _echo
+            async with pair[opener].links[1 - opener].open("echo") as stream:
+                await stream.send(b"hello")
+                assert await stream.receive(5) == b"hello"
+
+    run(main())
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("hidden", [None, 0, 1])
+def test_both_sides_of_a_round_meet_whoever_begins_first(late: int, hidden: int | None) -> None:
+    async def side(node: Node, other: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        async with node.links[other].meet(3) as stream:
+            await stream.send(bytes([node.slot]))
+            assert await stream.receive(1) == bytes([other])
+
+    async def main() -> None:
+        async with Nodes() as nodes:
+            at = 0 if hidden != 0 else 1
+            pair = {at: await nodes.add(at)}
+            pair[1 - at] = await nodes.add(1 - at, address_of(at), hidden=hidden is not None)
+            await until(lambda: linked(*pair.values()))
+            await asyncio.gather(*(side(pair[slot], 1 - slot, 5.0 * (slot == late)) for slot in (0, 1)))
+
+    run(main())
+
+
+def test_who_has_no_part_in_a_round_says_so_to_a_partner_that_waits() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
+            await until(lambda: linked(*pair))
+
+            async def waits(node: Node, other: int) -> None:
+                with pytest.raises(StreamEndedError, match=NO_PART):
+                    async with node.links[other].meet(7) as stream:
+                        await stream.receive(1)
+
+            for waiting, leaving in (pair, pair[::-1]):
+                task = asyncio.create_task(waits(waiting, leaving.slot))
+                await asyncio.sleep(1.0)
+                leaving.begun = 7
+                leaving.tell()
+                await task
+                leaving.begun = -1
+                leaving.tell()
+                await asyncio.sleep(1.0)
+
+    run(main())
+
+
+def test_a_later_process_takes_the_place_of_an_earlier_one_which_ends() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            other = await nodes.add(0)
+            earlier = await nodes.add(1, address_of(0))
+            await until(lambda: linked(other, earlier))
+            later = await nodes.add(1, address_of(0), incarnation=2)
+            await until(lambda: earlier.failure is not None)
+            assert isinstance(earlier.failure, UserError)
+            assert other.links[1].seen.incarnation == 2
+            earlier.failure = None
+            await until(lambda: 0 in later.present())
+
+    run(main())
+
+
+def test_jobs_that_differ_name_the_difference_on_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            await nodes.add(0, member=Member(1, {"model.num_layers": "a", "seed": "x"}))
+            await nodes.add(1, address_of(0), member=Member(2, {"model.num_layers": "b", "seed": "x"}))
+            await asyncio.sleep(5)
+            assert not nodes.nodes[0].present()
+
+    run(main())
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line[:9] for line in lines) == ["replica 0", "replica 1"]
+    assert all("differs" in line and line.endswith("in model.num_layers") for line in lines)
+
+
+def test_an_address_that_nobody_answers_at_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            await nodes.add(0, {5: Address("tcp://gone:5", 1)})
+            await asyncio.sleep(600)
+
+    run(main())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tcp://gone:5" in line
+    assert "replica 5" in line
+
+
+def test_a_replica_that_falls_silent_is_lost_and_one_that_was_suspended_loses_nobody() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
+            await until(lambda: linked(*pair))
+            pair[1].tell_status = None  # noqa: B010
+            for link in pair[1].links.values():
+                link.tell_status = _nothing  # type: ignore[method-assign]
+            await until(lambda: not pair[0].present())
+
+    async def _nothing() -> None:
+        pass
+
+    run(main())
