@@ -1,7 +1,7 @@
 """The addresses of all replicas that are there or were there, as far as this replica knows them.
 
-Each replica keeps a directory of all. A status names a checksum of the sender's directory; where two differ, each
-side tells the other what it has not told it yet (`links`). So a change passes from neighbour to neighbour, in about
+Each replica keeps a directory. A status names a checksum of the sender's directory; where two differ, each side
+tells the other what it has not told it yet (`node`). So a change passes from neighbour to neighbour, in about
 R log R messages for R replicas, and a lost message is made up for.
 """
 

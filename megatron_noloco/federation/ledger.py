@@ -15,7 +15,9 @@ _REMEMBERED = 32  # rounds, for which a partner may still ask
 class _Round:
     ours: bool = False  # whether this side is prepared
     theirs: bool = False
-    verdict: "asyncio.Future[bool]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    verdict: "asyncio.Future[bool]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Ledger:

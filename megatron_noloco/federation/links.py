@@ -1,8 +1,9 @@
 """A link: what one replica knows of another, and conversations of the two.
 
-A link is a stream of small messages, opened by whoever can dial. It says, twice a second and at each change, where
-its replica is. A conversation (a round, a state, a final mean) is a stream of its own. So nothing ends with a link,
-and two links at once do no harm. Only silence, or a later process of the other replica, ends conversations.
+A link is a stream of small messages, opened by whoever can dial. It says, twice a second and at each change,
+where its replica is. A conversation (a round, a state, a final mean) is a stream of its own. So nothing ends with
+a link, and two links at once do no harm. Only silence, or a later process of the other replica, ends
+conversations.
 
 The opener of a conversation dials, or asks over the link (`Open`) where it cannot. A round is opened by the higher
 slot, and awaited by the lower one. All other conversations are opened by the replica that wants something.
@@ -88,16 +89,18 @@ class Link:
 
     # The link
 
-    async def run(self, stream: Stream, hello: Hello) -> None:
+    async def run(self, stream: Stream, hello: Hello, dialled: bool = False) -> None:
         """Listen to a link until its end. Raises ConnectionError."""
         if hello.address.incarnation > self.seen.incarnation:
             self.end("was started anew")
             self.ledger, self.is_dialled, self.seen = Ledger(), False, Seen(hello.address.incarnation)
+        self.is_dialled |= dialled
         self._streams.append(stream)
         self.told, self.silent_ticks = 0, 0
         try:
-            for message in (self.node.status(self), *(asked for asked, _ in self._asked.values())):
-                await self.say(message)
+            await self.say(self.node.status(self))
+            for asked, _ in list(self._asked.values()):
+                await self.say(asked)
             while True:
                 message = await hear(stream, Status, Known, Open, Prepared, Verdict, Row)
                 self.silent_ticks = 0
@@ -284,8 +287,8 @@ class Link:
                 return _Talking(await self._dial(Talk(*self.node.who, kind, number)), dialled=True)
             except (ConnectionError, TimeoutError):
                 self.is_dialled = False
-        if not self.seen.present:
-            raise StreamEndedError("is not there")
+        if not self.seen.present or not self.node.is_dialled_by(self.slot):
+            raise StreamEndedError("is not there" if not self.seen.present else "cannot be dialled from here")
         asked = Open(kind, number, next(self._asks))
         waiting: asyncio.Future[_Talking] = asyncio.get_running_loop().create_future()
         self._asked[asked.ask] = asked, waiting
@@ -313,7 +316,7 @@ class Link:
 
     @asynccontextmanager
     async def _talk(self, talking: "_Talking") -> AsyncIterator[Stream]:
-        """End a conversation with the block. The block does not wait until the other side has closed the stream."""
+        """End a conversation with the block, which does not wait until the other side has closed the stream."""
         stream = talking.stream
         self._talks.add(stream)
         try:

@@ -10,14 +10,14 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.likeness import differences, fit
 from megatron_noloco.federation.directory import Directory
+from megatron_noloco.federation.likeness import differences, fit
 from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen
 from megatron_noloco.federation.messages import (
     Address,
@@ -44,6 +44,7 @@ _UNANSWERED_SECONDS = 5.0  # after which an address is named
 _STOP_TICKS = 2  # a round that is almost over may end before
 _MOST_TOLD = 4  # replicas that are told addresses in one tick
 _MOST_WARNINGS = 1000  # others may cause them
+_REFUSED = "refused: "
 _REPLACED = "a later process of this replica is there"
 
 Serve = Callable[[Link, Stream], Awaitable[None]]
@@ -289,6 +290,11 @@ class Node:
         carrier, endpoint = way
         return await carrier.dial(endpoint)
 
+    def is_dialled_by(self, slot: int) -> bool:
+        """Return whether another replica can dial this one, as far as the addresses say."""
+        own, theirs = self.directory.own, self.directory.addresses[slot]
+        return bool(own.endpoint) or (own.folder and theirs.folder)
+
     def _way(self, address: Address, slot: int) -> tuple[Carrier, str] | None:
         if address.endpoint:
             return self._carriers.network, address.endpoint
@@ -334,18 +340,19 @@ class Node:
         """Open a stream, and run a link on it to its end."""
         async with asyncio.timeout(_OPEN_SECONDS):
             stream = await dial()
-        async with stream:
-            try:
+        try:
+            async with stream:
                 async with asyncio.timeout(_OPEN_SECONDS):
                     await say(stream, self._hello())
                     hello = await hear(stream, Hello)
-            except StreamEndedError as error:
-                if str(error) == _REPLACED:
-                    self._end_as_earlier("")
-                raise
-            link = self._linked(hello, asked=slot is None)
-            link.is_dialled = True
-            await link.run(stream, hello)
+                await self._linked(hello).run(stream, hello, dialled=True)
+        except StreamEndedError as error:
+            if str(error) == _REPLACED:
+                self._end_as_earlier("")
+            elif str(error).startswith(_REFUSED):
+                self.refusal = str(error) if slot is None else self.refusal
+                self.warn(str(error))
+            raise
 
     # Streams of others
 
@@ -366,8 +373,7 @@ class Node:
             case Talk():
                 await self._talk_to(first, stream)
             case Visit():
-                if not fit(self.member, first.member):
-                    raise StreamEndedError(self._difference("a visitor", first.member))
+                self._check_fit("a visitor", first.member)
                 if first.kind not in self.visitors:
                     raise MalformedError(f"there are no visits of the kind {first.kind}")
                 await self.visitors[first.kind](stream)
@@ -384,23 +390,14 @@ class Node:
     def _hello(self) -> Hello:
         return Hello(self.slot, self.directory.own, self.member)
 
-    def _linked(self, hello: Hello, asked: bool = False) -> Link:
-        """Return the link of a process that may exchange with this one. Raises StreamEndedError.
-
-        Args:
-            asked: whether this process has dialled an endpoint of the rendezvous.
-        """
+    def _linked(self, hello: Hello) -> Link:
+        """Return the link of a process that may exchange with this one. Raises StreamEndedError."""
         own, theirs = self.directory.own.incarnation, hello.address.incarnation
         if hello.slot == self.slot:
             if theirs > own:
                 self._end_as_earlier(f" at {hello.address.endpoint}" if hello.address.endpoint else "")
             raise StreamEndedError("this is the process itself" if theirs == own else _REPLACED)
-        if not fit(self.member, hello.member):
-            line = self._difference(f"replica {hello.slot}", hello.member)
-            if asked:
-                self.refusal = outside(line)
-            self.warn(line)
-            raise StreamEndedError(line)
+        self._check_fit(f"replica {hello.slot}", hello.member)
         if hello.slot not in self.links:
             self.links[hello.slot] = Link(self, hello.slot)
         link = self.links[hello.slot]
@@ -410,9 +407,13 @@ class Node:
         self.directory.merge({hello.slot: hello.address})
         return link
 
-    def _difference(self, who: str, member: Member) -> str:
-        names = differences(self.member.digests, member.digests)
-        return f"{who} is refused: its job differs from that of replica {self.slot} in {names or 'its run'}"
+    def _check_fit(self, who: str, member: Member) -> None:
+        """Raise StreamEndedError where a process cannot exchange with this one, and say why; so does its side."""
+        if not fit(self.member, member):
+            names = differences(self.member.digests, member.digests)
+            line = f"{_REFUSED}{who} differs from replica {self.slot} in {names or 'its run'}"
+            self.warn(line)
+            raise StreamEndedError(outside(line))
 
     def _end_as_earlier(self, where: str) -> None:
         self.failure = self.failure or UserError(

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.links import Seen
 from megatron_noloco.federation.messages import LONGEST_ROW, Row
-from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.rendezvous import Rendezvous
 
 Value = TypeVar("Value")
 _LOOK_SECONDS = 1.0  # between two looks for addresses
-_SELDOM = 10  # every so many looks are taken although others are there, so that two halves find each other again
+_SELDOM = (
+    10  # every so many looks are taken although others are there, so that two halves find each other again
+)
 _WAIT_SECONDS = 0.02
 _FAREWELL_SECONDS = 2.0
 

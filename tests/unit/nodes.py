@@ -11,6 +11,7 @@ from megatron_noloco.federation.streams import Serve
 from tests.unit.memory_streams import Faults, MemoryCarrier
 
 MEMBER = Member(77)
+_LATEST = 10_000.0  # seconds
 
 
 class _JumpingLoop(asyncio.SelectorEventLoop):
@@ -23,12 +24,26 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
                 events = super().select(0)
                 if not events and timeout:
                     loop.now += timeout
+                    assert loop.now < _LATEST, _places(loop)
                 return events
 
         super().__init__(Jumping())
 
     def time(self) -> float:
         return self.now
+
+
+def _places(loop: asyncio.AbstractEventLoop) -> str:
+    """Return where the tasks of a loop wait."""
+    lines = []
+    for task in asyncio.all_tasks(loop):
+        awaited: Any = task.get_coro()
+        while hasattr(awaited, "cr_frame") or hasattr(awaited, "ag_frame"):
+            frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
+            lines.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+            awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
+        lines.append("")
+    return "\n".join(lines)
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

@@ -158,17 +158,16 @@ def test_an_address_that_nobody_answers_at_is_named_once(capsys: pytest.CaptureF
     assert "replica 5" in line
 
 
-def test_a_replica_that_falls_silent_is_lost_and_one_that_was_suspended_loses_nobody() -> None:
+def test_a_replica_that_falls_silent_is_lost_with_its_conversations() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
             await until(lambda: linked(*pair))
-            pair[1].tell_status = None  # noqa: B010
-            for link in pair[1].links.values():
-                link.tell_status = _nothing  # type: ignore[method-assign]
-            await until(lambda: not pair[0].present())
-
-    async def _nothing() -> None:
-        pass
+            pair[1].serves["echo"] = _echo
+            async with pair[0].links[1].open("echo") as stream:
+                await pair[1].links[0]._sending.acquire()  # it says nothing from now on
+                with pytest.raises(StreamEndedError, match="silent"):
+                    await stream.receive(1)
+            assert not pair[0].present()
 
     run(main())
