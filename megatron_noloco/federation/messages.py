@@ -119,7 +119,9 @@ class Status:
         begun: the latest round that it has begun.
         open_from: the first round that it may have with the receiver.
         step: local steps of the state that it can give; 0: it has no state to give.
-        sees: at its end, all replicas to which it has a link; before, hidden replicas, told to hidden ones only.
+        sees: hidden replicas to which it has a link; told to hidden replicas only.
+        ended: at its end, what it knows of who has links to whom: for itself, and for each replica at its end to
+            which the receiver has no link, a number that grows with each change, and the slots it has links to.
         directory: checksum of the addresses that it knows.
     """
 
@@ -128,6 +130,7 @@ class Status:
     open_from: Number = 0
     step: Number = 0
     sees: list[Slot] = Field(default_factory=list)
+    ended: dict[int, tuple[Number, list[Slot]]] = Field(default_factory=dict)
     directory: Number = 0
     type: Literal["status"] = "status"
 

@@ -122,6 +122,7 @@ class Node:
         self._ticks = self._stopped_ticks = 0
         self._dialling: dict[int, _Dialling] = {}
         self._answered = set[str]()  # endpoints
+        self._ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.ended`
         self._warnings = set[str]()
         self._tasks = set[asyncio.Task[Any]]()
 
@@ -203,20 +204,60 @@ class Node:
 
     def status(self, link: Link) -> Status:
         """Return what another replica is to know of this one."""
-        sees = list[int]()
-        if self.phase == "ended":
-            sees = list(self.present())
-        elif (hidden := self.hidden()) and link.slot in hidden:
+        sees, hidden = list[int](), self.hidden()
+        if link.slot in hidden:
             sees = [slot for slot in self.present() if slot in hidden and slot != link.slot]
         return Status(
-            self.phase, self.begun, self.open_from(link.slot), self.step, sees, self.directory.checksum
+            self.phase,
+            self.begun,
+            self.open_from(link.slot),
+            self.step,
+            sees,
+            self._ended_unknown_to(link.slot),
+            self.directory.checksum,
         )
+
+    def links_of_ended(self) -> dict[int, set[int]]:
+        """Return the slots to which replicas at their end have links, as far as is known, with this replica's own.
+
+        Some of the replicas may have no link to this one.
+        """
+        return {slot: {*sees} for slot, (_, sees) in self._ended.items()} | {self.slot: {*self.present()}}
+
+    def _ended_unknown_to(self, receiver: int) -> dict[int, tuple[int, list[int]]]:
+        if self.phase != "ended":
+            return {}
+        version, sees = self._ended.get(self.slot, (0, []))
+        if sees != (now := list(self.present())):
+            self._ended[self.slot] = version + 1, now
+        return {
+            slot: known
+            for slot, known in self._ended.items()
+            if slot == self.slot or receiver not in known[1]
+        }
 
     def tell(self) -> None:
         """Tell all others where this replica is now."""
         for link in self.links.values():
             link.close_rounds(self.open_from(link.slot))
             self.spawn(link.tell_status())
+
+    def begin_round(self, number: int, partner: int | None) -> None:
+        """Begin a round, and tell all; None: this replica skips it."""
+        if partner is not None:
+            self.under_way[number] = partner
+        self.begun = max(self.begun, number)
+        self.tell()
+
+    def end_round(self, number: int) -> None:
+        """Tell all that a round is over here."""
+        del self.under_way[number]
+        self.tell()
+
+    def go_on(self, begun: int, phase: Phase = "training") -> None:
+        """Tell all that this replica has no part in rounds up to this one, but for rounds under way."""
+        self.begun, self.phase = max(self.begun, begun), phase
+        self.tell()
 
     def say_to_all(self, message: Message) -> None:
         """Say something to all replicas that are there."""
@@ -227,6 +268,9 @@ class Node:
         """Act on a status of another replica."""
         if link.slot in self._dialling:
             self._dialling[link.slot].pause = _FIRST_PAUSE
+        for slot, known in link.seen.status.ended.items():
+            if slot != self.slot and known[0] > self._ended.get(slot, (0, []))[0]:
+                self._ended[slot] = known
         if not link.told:
             self._tell_addresses(link)
 

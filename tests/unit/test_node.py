@@ -53,6 +53,19 @@ def test_hidden_replicas_know_each_other_by_way_of_a_third() -> None:
     run(main())
 
 
+def test_replicas_at_their_end_know_who_has_links_to_whom() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            ends = [await nodes.add(slot, address_of(2), hidden=slot != 2) for slot in (2, 1, 3)]
+            edges = {1: {2}, 2: {1, 3}, 3: {2}}
+            await until(lambda: all(set(node.present()) == edges[node.slot] for node in ends))
+            for node in ends:
+                node.go_on(5, "ended")
+            await until(lambda: all(node.links_of_ended() == edges for node in ends))
+
+    run(main())
+
+
 async def _echo(link: Link, stream: Stream) -> None:
     await stream.send(await stream.receive(5))
 

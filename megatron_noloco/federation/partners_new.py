@@ -1,0 +1,105 @@
+"""Which other replica can be the partner in a round, and how long it is waited for."""
+
+from collections import deque
+from enum import IntEnum
+
+from megatron_noloco.federation.links import NO_PART, Seen
+from megatron_noloco.federation.node import Node
+from megatron_noloco.federation.pairing import Others
+
+_REMEMBERED = 8  # rounds, whose slowest says how long the next may take
+_SHORTEST_SECONDS = 10.0
+_LONGER = 2.0  # times the slowest
+
+
+class Standing(IntEnum):
+    """How available another replica is for a round."""
+
+    AWAY = 0  # not there, avoided, not training, or too far behind
+    BUSY = 1  # in a round with another replica, or past this one
+    FREE = 2
+    WAITING = 3  # has begun this round with this replica
+
+
+def is_far_behind(begun: int, number: int, behind: int) -> bool:
+    """Whether a replica is more than `behind` rounds behind.
+
+    Args:
+        begun: the round that it began last.
+        number: that of the others.
+    """
+    return number - begun > behind
+
+
+class Partners:
+    """The replicas that may be partners. On the leader.
+
+    A replica cannot be a partner where it is not there, does not train, is avoided, has another partner in the
+    round or has ended it, or is too many rounds behind.
+
+    Args:
+        longest_seconds: that a partner is waited for. Its rounds before say how long it may take at most: twice the
+            slowest of the last eight, and at least ten seconds.
+        behind: rounds that a partner may be behind.
+    """
+
+    def __init__(self, node: Node, longest_seconds: float, behind: int) -> None:
+        self._node = node
+        self._longest_seconds, self._behind = longest_seconds, behind
+        self._waits = deque[float](maxlen=_REMEMBERED)
+        self._avoided: dict[int, tuple[int, int, str]] = {}  # incarnation, until which round, why
+
+    @property
+    def deadline_seconds(self) -> float:
+        """Seconds to wait for a partner."""
+        if not self._waits:
+            return self._longest_seconds
+        return min(self._longest_seconds, max(_SHORTEST_SECONDS, _LONGER * max(self._waits)))
+
+    def record(self, seconds: float) -> None:
+        """Record how many seconds a partner was waited for, also where it missed the deadline."""
+        self._waits.append(seconds)
+
+    def avoid(self, slot: int, rounds: int, why: str) -> None:
+        """Treat a replica as away until it has begun so many more rounds, or was started anew."""
+        seen = self._node.seen()[slot]
+        self._avoided[slot] = seen.incarnation, seen.status.begun + rounds, why
+
+    def others(self, number: int) -> tuple[Others, dict[int, str]]:
+        """Return the other replicas as a round begins; and why each is not available, "" where it is."""
+        node, seen = self._node, self._node.seen()
+        addresses = node.directory.addresses
+        standing = {slot: self._standing(slot, seen.get(slot, Seen()), number) for slot in addresses}
+        del standing[node.slot]
+        present, free, waiting = (
+            {slot for slot, (found, _) in standing.items() if found >= least}
+            for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
+        )
+        hidden = node.hidden()
+        sees = {slot for status in node.present().values() for slot in status.sees}
+        sites = {slot: address.site for slot, address in addresses.items()}
+        known = Others(present, free, waiting, hidden, (sees & hidden) - {node.slot}, sites)
+        return known, {slot: why for slot, (_, why) in standing.items()}
+
+    def _standing(self, slot: int, seen: Seen, number: int) -> tuple[Standing, str]:
+        if reason := self._why_away(slot, seen, number):
+            return Standing.AWAY, reason
+        status = seen.status
+        if status.open_from > number:
+            return Standing.BUSY, "is ahead" if status.begun > number else NO_PART
+        is_waiting = status.begun >= number and status.open_from == number
+        return (Standing.WAITING if is_waiting else Standing.FREE), ""
+
+    def _why_away(self, slot: int, seen: Seen, number: int) -> str:
+        status = seen.status
+        if not seen.present:
+            return "is not there"
+        if status.phase != "training":
+            return "takes over a state" if status.phase == "behind" else "is at its end"
+        incarnation, until, why = self._avoided.get(slot, (0, 0, ""))
+        if incarnation == seen.incarnation and status.begun < until:
+            return why
+        # Compared with the round before: a replica near it does not skip ahead. A replica that has begun no round
+        # may be about to take over a state.
+        before = number - 1 if status.begun >= 0 else number
+        return "is behind" if is_far_behind(status.begun, before, self._behind) else ""
