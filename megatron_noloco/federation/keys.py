@@ -1,6 +1,7 @@
 """The key of a federation, which all its members have: a file with a private key and its self-signed certificate.
 
-Both sides of each connection show that they have the key, and accept nothing but this certificate (TLS 1.3).
+Both sides of each connection between members show that they have the key (TLS 1.3). A newcomer has no key yet: it
+knows only the fingerprint of the certificate, and shows no certificate.
 """
 
 import hashlib
@@ -18,10 +19,32 @@ _OLD = '{"'  # up to version 0.2 the file was JSON, with keys for ZeroMQ
 
 @dataclass(frozen=True)
 class Keys:
-    """What encrypts the connections that this process opens, and those of others."""
+    """What encrypts the connections that this process opens, and those of others.
+
+    Attributes:
+        dials: for connections that this process opens.
+        listens: for connections of members; all others are refused.
+        admits: for connections of members, and of processes that show no certificate.
+        fingerprint: of the certificate that the other side must show.
+    """
 
     dials: ssl.SSLContext
     listens: ssl.SSLContext
+    admits: ssl.SSLContext
+    fingerprint: str
+
+    @classmethod
+    def of_newcomer(cls, fingerprint: str) -> "Keys":
+        """Return what a process needs that has no key, and knows the fingerprint of the federation's.
+
+        Nobody can connect to it.
+        """
+        listens = _context(ssl.PROTOCOL_TLS_SERVER)
+        return cls(_context(ssl.PROTOCOL_TLS_CLIENT), listens, listens, fingerprint)
+
+    def matches(self, certificate: bytes | None) -> bool:
+        """Whether a certificate (DER) is that of the federation."""
+        return hashlib.sha256(certificate or b"").hexdigest() == self.fingerprint
 
     @classmethod
     def make(cls, path: Path) -> "Keys":
@@ -42,7 +65,10 @@ class Keys:
         try:
             if path.read_text(errors="replace").startswith(_OLD):
                 why = "is a key of an earlier version"
-            return cls(*(_context(path, role) for role in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)))
+            roles = ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_SERVER
+            dials, listens, admits = (_context(role, path) for role in roles)
+            admits.verify_mode = ssl.CERT_OPTIONAL
+            return cls(dials, listens, admits, fingerprint_of(path))
         except ssl.SSLError:
             pass
         except OSError as error:
@@ -58,13 +84,15 @@ def fingerprint_of(path: Path) -> str:
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert("".join(certificate[1:]))).hexdigest()
 
 
-def _context(path: Path, role: int) -> ssl.SSLContext:
+def _context(role: int, path: Path | None = None) -> ssl.SSLContext:
+    """Return a context with a key; None: without a key, and any certificate is accepted."""
     context = ssl.SSLContext(role)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(path, password="")  # never asks at the terminal
-    context.load_verify_locations(path)
+    context.verify_mode = ssl.CERT_NONE if path is None else ssl.CERT_REQUIRED
+    if path is not None:
+        context.load_cert_chain(path, password="")  # never asks at the terminal
+        context.load_verify_locations(path)
     if role == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # nothing is sent that nobody waits for
     return context

@@ -43,6 +43,11 @@ _OPEN_SECONDS = 10.0  # for handshake and first frame
 _LINGER_SECONDS = 2.0  # for a reason to be delivered
 _MOST_STRANGERS = 64  # connections of others on which no stream has begun
 _ACCEPT_PAUSE_SECONDS = 0.5  # when this process has too many open files
+_OTHER_KEY = (
+    "the process at {} has another key; all jobs need the same key file, and an invitation is good only for the "
+    "key with which it was made"
+)
+_NO_JOB = "the process at {} is no job with a key, or of another version"
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -115,6 +120,12 @@ class _Connection(asyncio.BufferedProtocol):
         self._end(StreamEndedError(f"the connection was lost{f' ({error})' if error else ''}"))
 
     # Called by streams.
+
+    @property
+    def certificate(self) -> bytes | None:
+        """The certificate that the other side has shown, DER; None: it has shown no certificate."""
+        encrypted = self._transport.get_extra_info("ssl_object")
+        return None if encrypted is None else encrypted.getpeercert(binary_form=True)
 
     async def write(self, *buffers: Buffer) -> None:
         for buffer in buffers:
@@ -214,6 +225,7 @@ class _TcpStream(Stream):
     """A stream on a connection.
 
     Args:
+        is_member: see `Stream`.
         over: called once at the end; whether the connection may carry another stream.
         admit: see `Stream.admit`.
     """
@@ -221,10 +233,12 @@ class _TcpStream(Stream):
     def __init__(
         self,
         connection: _Connection,
+        is_member: bool = True,
         over: Callable[[bool], None] = lambda reusable: None,
         admit: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection = connection
+        self.is_member = is_member
         self._over = over
         self._admit = admit
         self._ended = ""
@@ -295,7 +309,7 @@ class TcpCarrier(Carrier):
                 self._connections.discard(connection)
 
         await connection.begin()
-        return _TcpStream(connection, over)
+        return _TcpStream(connection, over=over)
 
     async def close(self) -> None:
         tasks = [*self._visits, *([self._accepting] if self._accepting else [])]
@@ -314,12 +328,17 @@ class TcpCarrier(Carrier):
                 _, connection = await asyncio.get_running_loop().create_connection(
                     _Connection, *split(endpoint), ssl=context, server_hostname="" if context else None
                 )
-        except ssl.SSLError as error:
-            raise ConnectionError(f"the process at {endpoint} has another key ({error.reason})") from None
+        except ssl.SSLCertVerificationError:
+            raise ConnectionError(_OTHER_KEY.format(endpoint)) from None
+        except (ssl.SSLError, ConnectionResetError):  # in the handshake
+            raise ConnectionError(_NO_JOB.format(endpoint)) from None
         except TimeoutError:
             raise ConnectionError(f"nobody answers at {endpoint}") from None
         except OSError as error:
             raise ConnectionError(f"nobody answers at {endpoint}: {error.strerror or error}") from None
+        if self._keys and not self._keys.matches(connection.certificate):
+            connection.abort("another key")
+            raise ConnectionError(_OTHER_KEY.format(endpoint))
         self._connections.add(connection)
         return connection
 
@@ -352,12 +371,13 @@ class TcpCarrier(Carrier):
         try:
             async with asyncio.timeout(_OPEN_SECONDS) as limit:
                 _, connection = await asyncio.get_running_loop().connect_accepted_socket(
-                    _Connection, accepted, ssl=self._keys.listens if self._keys else None
+                    _Connection, accepted, ssl=self._keys.admits if self._keys else None
                 )
                 self._connections.add(connection)
+                is_member = self._keys is None or self._keys.matches(connection.certificate)
                 while True:
                     await connection.wait_begin()
-                    async with _TcpStream(connection, admit=admit) as stream:
+                    async with _TcpStream(connection, is_member, admit=admit) as stream:
                         await serve(stream)
         except (OSError, TimeoutError):  # of this connection alone
             pass

@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -264,8 +266,11 @@ def test_a_reason_of_another_process_is_a_short_line(keys: Keys) -> None:
 
 def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path) -> None:
     async def dial(carrier: Carrier, endpoint: str) -> None:
-        with pytest.raises(ConnectionError, match=r"has another key|was lost"):
+        with pytest.raises(ConnectionError, match=f"^the process at {endpoint} has another key; "):
             await ask(TcpCarrier(Keys.make(tmp_path / "other")), endpoint)
+        async with two("tcp", keys, echo) as (_, unencrypted):
+            with pytest.raises(ConnectionError, match=f"^the process at {unencrypted} is no job with a key"):
+                await ask(carrier, unencrypted)
         with socket.create_server(("127.0.0.1", 0)) as closed:
             nobody = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"^nobody answers at {nobody}: "):
@@ -275,6 +280,31 @@ def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path
         await ask(carrier, endpoint)
 
     run("TLS", keys, echo, dial)
+
+
+def test_a_stream_says_who_has_shown_the_key(keys: Keys, tmp_path: Path) -> None:
+    """Whoever shows no certificate is a stranger; a wrong certificate is refused, on either side."""
+    served = list[bool]()
+
+    async def serve(stream: Stream) -> None:
+        served.append(stream.is_member)
+        await echo(stream)
+
+    other = Keys.make(tmp_path / "other")
+    other.dials.verify_mode = ssl.CERT_NONE  # as an attacker's
+    member_of_other = replace(other, fingerprint=keys.fingerprint)
+
+    async def dial(carrier: Carrier, endpoint: str) -> None:
+        await ask(carrier, endpoint)
+        await ask(TcpCarrier(Keys.of_newcomer(keys.fingerprint)), endpoint)
+        assert served == [True, False]
+        with pytest.raises(ConnectionError):
+            await ask(TcpCarrier(member_of_other), endpoint)
+        with pytest.raises(ConnectionError, match="has another key"):
+            await ask(TcpCarrier(Keys.of_newcomer(other.fingerprint)), endpoint)
+        assert served == [True, False]
+
+    run("TLS", keys, serve, dial)
 
 
 @pytest.mark.parametrize(
