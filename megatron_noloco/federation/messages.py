@@ -26,7 +26,7 @@ from megatron_noloco.files import outside
 LARGEST = 2**63 - 1
 LONGEST_ROW = 2**13  # characters
 _LONGEST_BYTES = 2**21
-_LONGEST_FIRST_BYTES = 2**16  # whoever says it is a stranger until then
+LONGEST_FIRST_BYTES = 2**16  # whoever says it is a stranger until then
 _LENGTH_BYTES = 4
 
 Slot = Annotated[int, Field(ge=0, lt=2**20)]
@@ -180,6 +180,7 @@ class Row:
 
 Message = Hello | Talk | Visit | Status | Known | Open | Prepared | Verdict | Row
 Kind = TypeVar("Kind", bound=Message)
+Content = TypeVar("Content")
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 
@@ -192,8 +193,7 @@ class MalformedError(ConnectionError):
 
 async def say(stream: Stream, message: Message) -> None:
     """Send a message. Raises StreamEndedError."""
-    content = _MESSAGE.dump_json(message)
-    await stream.send(len(content).to_bytes(_LENGTH_BYTES) + content)
+    await send_json(stream, _MESSAGE, message)
 
 
 async def hear(stream: Stream, *kinds: type[Kind], first: bool = False) -> Kind:
@@ -204,14 +204,28 @@ async def hear(stream: Stream, *kinds: type[Kind], first: bool = False) -> Kind:
 
     Raises MalformedError for another message than of these kinds, StreamEndedError.
     """
-    longest = _LONGEST_FIRST_BYTES if first else _LONGEST_BYTES
+    message = await receive_json(stream, _MESSAGE, LONGEST_FIRST_BYTES if first else _LONGEST_BYTES)
+    if not isinstance(message, kinds):
+        raise MalformedError(f"{message.type} is said too early or too late")
+    return message
+
+
+async def send_json(stream: Stream, kind: TypeAdapter[Content], content: Content) -> None:
+    """Send an object, with its length before it. Raises StreamEndedError."""
+    text = kind.dump_json(content)
+    await stream.send(len(text).to_bytes(_LENGTH_BYTES) + text)
+
+
+async def receive_json(stream: Stream, kind: TypeAdapter[Content], longest: int) -> Content:
+    """Return the next object. Raises MalformedError for an object of another kind, StreamEndedError.
+
+    Args:
+        longest: bytes that it may have.
+    """
     length = int.from_bytes(await stream.receive(_LENGTH_BYTES))
     if length > longest:
         raise MalformedError(f"a message has more than {longest} bytes")
     try:
-        message = _MESSAGE.validate_json(await stream.receive(length))
+        return kind.validate_json(await stream.receive(length))
     except ValidationError as error:
         raise MalformedError(f"a message is malformed: {error.errors()[0]['msg']}") from None
-    if not isinstance(message, kinds):
-        raise MalformedError(f"{message.type} is said too early or too late")
-    return message

@@ -43,10 +43,7 @@ _OPEN_SECONDS = 10.0  # for handshake and first frame
 _LINGER_SECONDS = 2.0  # for a reason to be delivered
 _MOST_STRANGERS = 64  # connections of others on which no stream has begun
 _ACCEPT_PAUSE_SECONDS = 0.5  # when this process has too many open files
-_OTHER_KEY = (
-    "the process at {} has another key; all jobs need the same key file, and an invitation is good only for the "
-    "key with which it was made"
-)
+_OTHER_KEY = "the process at {} has another key"
 _NO_JOB = "the process at {} is no job with a key, or of another version"
 
 

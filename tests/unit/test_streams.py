@@ -266,7 +266,7 @@ def test_a_reason_of_another_process_is_a_short_line(keys: Keys) -> None:
 
 def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path) -> None:
     async def dial(carrier: Carrier, endpoint: str) -> None:
-        with pytest.raises(ConnectionError, match=f"^the process at {endpoint} has another key; "):
+        with pytest.raises(ConnectionError, match=f"^the process at {endpoint} has another key$"):
             await ask(TcpCarrier(Keys.make(tmp_path / "other")), endpoint)
         async with two("tcp", keys, echo) as (_, unencrypted):
             with pytest.raises(ConnectionError, match=f"^the process at {unencrypted} is no job with a key"):
