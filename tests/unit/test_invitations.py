@@ -80,7 +80,7 @@ class Job:
         carrier = TcpCarrier(Keys.of_newcomer(self.keys.fingerprint))
         async with await carrier.dial(self.endpoint) as stream:
             await stream.send(*words, bytes(100))
-            await stream.receive(2**30)
+            await stream.receive(2**20)
 
 
 @pytest.fixture
