@@ -20,7 +20,6 @@ from typing import Self, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-_CLOSE_SECONDS = 5.0
 _REASONS = {
     TimeoutError: "the time is over",
     asyncio.CancelledError: "the other side has ended the conversation",
@@ -36,9 +35,11 @@ class Stream(ABC):
 
     Attributes:
         is_member: whether the other side has shown the key of the federation, or there is no key.
+        close_seconds: so long a close may take.
     """
 
     is_member = True
+    close_seconds = 5.0
 
     @abstractmethod
     async def send(self, *buffers: Buffer) -> None:
@@ -89,7 +90,7 @@ class Stream(ABC):
     async def end(self) -> None:
         """Close the stream, or abort it where the other side does not close it in five seconds."""
         try:
-            async with asyncio.timeout(_CLOSE_SECONDS):
+            async with asyncio.timeout(self.close_seconds):
                 await self.close()
         except BaseException as failure:
             self.abort(f"was not closed: {reason_of(failure)}")
@@ -110,7 +111,8 @@ class Carrier(ABC):
     """Opens streams to other processes, and accepts theirs. Used by one event loop.
 
     Attributes:
-        pulse_seconds: between two small messages that are sent though nothing has changed.
+        pulse_seconds: between two small messages that are sent though nothing has changed; more where a message
+            costs more.
     """
 
     pulse_seconds = 0.5

@@ -76,7 +76,8 @@ DOORS = {
         *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what other machines send
         *(f"{PACKAGE}/invitation/", f"{PACKAGE}/checkpoint/catalog.py"),
     ),
-    "cryptography": (f"{PACKAGE}/federation/keys.py",),
+    "cryptography": (f"{PACKAGE}/federation/keys.py", f"{PACKAGE}/federation/sealing.py"),
+    "fsspec": (f"{PACKAGE}/federation/store.py",),
     "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),
 }
 # What DeepSpeed's optimizers and parameters have and its documentation does not promise: only its door names it.

@@ -16,6 +16,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.streams import Carrier, Serve, Stream, StreamEndedError
 from megatron_noloco.federation.tcp import TcpCarrier
 from tests.unit.memory_streams import Faults, MemoryCarrier
+from tests.unit.shared_folders import FOLDERS, two_in_a_folder
 
 SECONDS = 60.0  # for what takes milliseconds
 
@@ -32,6 +33,8 @@ async def two(kind: str, keys: Keys, serve: Serve) -> AsyncIterator[tuple[Carrie
     if kind == "memory":
         places: dict[str, Serve] = {}
         carriers, endpoint = [MemoryCarrier(places, "here"), MemoryCarrier(places, "there")], "there"
+    elif kind in FOLDERS:
+        carriers, endpoint = two_in_a_folder(kind)
     else:
         own = keys if kind == "TLS" else None
         listener = socket.create_server(("127.0.0.1", 0))
@@ -54,7 +57,7 @@ def run(kind: str, keys: Keys, serve: Serve, dialler: Callable[[Carrier, str], A
     asyncio.run(conversation())
 
 
-kinds = pytest.mark.parametrize("kind", ["memory", "tcp", "TLS"])
+kinds = pytest.mark.parametrize("kind", ["memory", "tcp", "TLS", *FOLDERS])
 
 
 @kinds
@@ -167,11 +170,11 @@ def test_a_conversation_ends_on_both_sides(how: str, kind: str, keys: Keys) -> N
         match how:
             case "time-out":
                 with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.1):
+                    async with asyncio.timeout(0.5):
                         await converse(carrier, endpoint)
             case "cancelled":
                 task = asyncio.ensure_future(converse(carrier, endpoint))
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             case "too little":
@@ -398,7 +401,8 @@ def test_a_stranger_has_little_time(keys: Keys, monkeypatch: pytest.MonkeyPatch)
     run("tcp", keys, serve, dial)
 
 
-def test_a_receiver_that_is_not_ready_holds_the_sender(keys: Keys) -> None:
+@pytest.mark.parametrize("kind", ["tcp", *FOLDERS])
+def test_a_receiver_that_is_not_ready_holds_the_sender(kind: str, keys: Keys) -> None:
     sent = 0
 
     async def dial(carrier: Carrier, endpoint: str) -> None:
@@ -412,5 +416,5 @@ def test_a_receiver_that_is_not_ready_holds_the_sender(keys: Keys) -> None:
     async def serve(stream: Stream) -> None:
         await asyncio.sleep(2)
 
-    run("tcp", keys, serve, dial)
-    assert 0 < sent < 50 * 2**20  # the buffers of the kernel, and no more
+    run(kind, keys, serve, dial)
+    assert 0 < sent < 100 * 2**20  # the buffers of the kernel, or the window of a folder
