@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron_noloco.federation.folder import is_folder_endpoint
 from megatron_noloco.federation.messages import LARGEST, Address
 from megatron_noloco.settings import MOST_SLOTS
 
@@ -23,6 +24,11 @@ def is_endpoint(text: str) -> bool:
     """Whether the text is "tcp://HOST:PORT"."""
     match = _ENDPOINT.fullmatch(text)
     return match is not None and 0 < int(match[1]) < 2**16 and len(text) <= _LONGEST_ENDPOINT
+
+
+def can_be_dialled(text: str) -> bool:
+    """Whether the text is an endpoint of an `Address`."""
+    return not text or is_endpoint(text) or is_folder_endpoint(text)
 
 
 def can_listen(text: str) -> bool:
@@ -81,7 +87,7 @@ class Directory:
         for slot, address in addresses.items():
             known = self.addresses.get(slot)
             is_later = known is None or known.incarnation < address.incarnation
-            is_sound = 0 <= slot < MOST_SLOTS and (not address.endpoint or is_endpoint(address.endpoint))
+            is_sound = 0 <= slot < MOST_SLOTS and can_be_dialled(address.endpoint)
             if slot == self._slot and is_later and address.incarnation < LARGEST:
                 self._set(slot, replace(self.own, incarnation=address.incarnation + 1))
             elif is_later and is_sound and slot != self._slot:

@@ -41,16 +41,14 @@ class Address:
     """Where a replica is.
 
     Attributes:
-        endpoint: which others dial; "" where nobody can.
+        endpoint: which others dial, "tcp://HOST:PORT" or "folder://INBOX"; "" where nobody can.
         incarnation: number of its process; a later process of the replica has a larger number.
         site: the name of where it is, as its job gives it; "" where it gives no name.
-        folder: whether it accepts streams through the folder of the rendezvous.
     """
 
     endpoint: Text
     incarnation: Annotated[int, Field(gt=0, le=LARGEST)]
     site: Text = ""
-    folder: bool = False
 
 
 @dataclass(frozen=True, config=_STRICT)

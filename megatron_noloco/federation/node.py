@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.directory import Directory
+from megatron_noloco.federation.folder import is_folder_endpoint
 from megatron_noloco.federation.likeness import differences, fit
 from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen
 from megatron_noloco.federation.messages import (
@@ -60,7 +61,7 @@ class Identity(NamedTuple):
 
 
 class Carriers(NamedTuple):
-    """What carries streams: between hosts, and through the folder of the rendezvous, whose endpoints are slots."""
+    """What carries streams: between hosts, and where this process has no port, through a folder."""
 
     network: Carrier
     folder: Carrier | None = None
@@ -179,11 +180,7 @@ class Node:
 
     def hidden(self) -> set[int]:
         """Return the replicas that no other can dial, as far as is known; this replica may be among them."""
-        return {
-            slot
-            for slot, address in self.directory.addresses.items()
-            if not address.endpoint and not address.folder
-        }
+        return {slot for slot, address in self.directory.addresses.items() if not address.endpoint}
 
     @property
     def is_leaving(self) -> bool:
@@ -328,24 +325,20 @@ class Node:
 
     async def dial(self, slot: int) -> Stream:
         """Open a stream to a replica. Raises ConnectionError."""
-        way = self._way(self.directory.addresses[slot], slot)
-        if way is None:
+        endpoint = self.directory.addresses[slot].endpoint
+        if (carrier := self._carrier_to(endpoint)) is None:
             raise StreamEndedError("cannot be dialled from here")
-        carrier, endpoint = way
         return await carrier.dial(endpoint)
 
     def is_dialled_by(self, slot: int) -> bool:
         """Return whether another replica can dial this one, as far as the addresses say."""
-        own, theirs = self.directory.own, self.directory.addresses[slot]
-        return bool(own.endpoint) or (own.folder and theirs.folder)
+        own, theirs = self.directory.own.endpoint, self.directory.addresses[slot].endpoint
+        return is_folder_endpoint(theirs) if is_folder_endpoint(own) else bool(own)
 
-    def _way(self, address: Address, slot: int) -> tuple[Carrier, str] | None:
-        if address.endpoint:
-            return self._carriers.network, address.endpoint
-        own, folder = self.directory.own, self._carriers.folder
-        if folder is not None and own.folder and address.folder and not own.endpoint:
-            return folder, str(slot)
-        return None
+    def _carrier_to(self, endpoint: str) -> Carrier | None:
+        if is_folder_endpoint(endpoint):
+            return self._carriers.folder
+        return self._carriers.network if endpoint else None
 
     def _dial_if_due(self, slot: int) -> None:
         now, address = asyncio.get_running_loop().time(), self.directory.addresses[slot]
@@ -354,9 +347,9 @@ class Node:
             dialling = self._dialling[slot] = _Dialling(address, now)
         link = self.links.get(slot)
         has_left = link is not None and link.seen.status.phase == "left"
-        if (link is not None and link.is_linked) or self._way(address, slot) is None or has_left:
+        if (link is not None and link.is_linked) or self._carrier_to(address.endpoint) is None or has_left:
             return
-        is_theirs = self._way(self.directory.own, self.slot) is not None and slot > self.slot
+        is_theirs = self.is_dialled_by(slot) and slot > self.slot
         is_due = now >= dialling.again and (dialling.task is None or dialling.task.done())
         if is_due and not (is_theirs and now - dialling.apart_since < _BACK_SECONDS):
             dialling.again = now + dialling.pause * random.uniform(0.8, 1.2)
