@@ -217,23 +217,24 @@ class Link:
         async with self._talk(await self._open(kind, 0)) as stream:
             yield stream
 
-    async def settle(self, number: int, seconds: float) -> bool | None:
-        """Return whether a round counts for which this side is prepared; None: the round stays in doubt.
+    async def settle(self, number: int, ledger: Ledger, seconds: float) -> None:
+        """Find out whether a round counts for which this side is prepared; it may stay in doubt.
 
         Asks over the link until the other process answers, has left or was replaced by a later one.
+
+        Args:
+            ledger: of the process with which the round began.
         """
-        process, ledger = self.seen.incarnation, self.ledger
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.seen.incarnation == process and self.seen.status.phase != "left":
-                    if ledger.verdict(number) is not None:
+                while self.ledger is ledger and self.seen.status.phase != "left":
+                    if ledger.verdict(number) is not None or self.node.is_leaving:
                         break
                     changed = self._changed
                     await self.say(Prepared(number))
                     with suppress(TimeoutError):  # the question may be lost
                         async with asyncio.timeout(TICK_SECONDS):
                             await changed.wait()
-        return ledger.verdict(number)
 
     async def begin(self, talk: Talk, stream: Stream) -> None:
         """Run a conversation that the other replica has opened, to its end.

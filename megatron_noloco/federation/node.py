@@ -34,7 +34,7 @@ from megatron_noloco.federation.messages import (
     hear,
     say,
 )
-from megatron_noloco.federation.streams import Carrier, Stream, StreamEndedError
+from megatron_noloco.federation.streams import Carrier, RefusedError, Stream, StreamEndedError
 from megatron_noloco.files import outside
 
 _SILENCE_SECONDS = 10.0
@@ -100,6 +100,7 @@ class Node:
         under_way: the partner in each round that is under way, by its number.
         leaves_at: until when, on the monotonic clock, rounds go on although this job was asked to stop.
         refusal: why a process that was dialled by its endpoint cannot exchange with this one; "": all can.
+        has_answers: whether any process has answered that was dialled by its endpoint, maybe this one.
         failure: why this process can go on no more.
     """
 
@@ -116,7 +117,7 @@ class Node:
         self.begun, self.step = -1, 0
         self.under_way: dict[int, int] = {}
         self.leaves_at = float("-inf")
-        self.refusal = ""
+        self.refusal, self.has_answers = "", False
         self.failure: BaseException | None = None
         self._carriers, self._stopped = carriers, stopped
         self._pulse_ticks = max(1, round(self._pulse_seconds / TICK_SECONDS))
@@ -186,6 +187,11 @@ class Node:
     def is_leaving(self) -> bool:
         """Whether this job was asked to stop, and waits for nobody."""
         return self._stopped() and time.monotonic() > self.leaves_at
+
+    @property
+    def seconds_to_leave(self) -> float:
+        """Seconds that a round may still take though this job was asked to stop; 0.0: no such time was set."""
+        return max(0.0, self.leaves_at - time.monotonic())
 
     # What others are told
 
@@ -375,21 +381,31 @@ class Node:
 
     async def _link_on(self, dial: Callable[[], Awaitable[Stream]], slot: int | None) -> None:
         """Open a stream, and run a link on it to its end."""
-        async with asyncio.timeout(_OPEN_SECONDS):
-            stream = await dial()
         try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                stream = await dial()
             async with stream:
                 async with asyncio.timeout(_OPEN_SECONDS):
                     await say(stream, self._hello())
                     hello = await hear(stream, Hello)
-                await self._linked(hello).run(stream, hello, dialled=True)
+                self.has_answers |= slot is None
+                link = self._linked(hello)
+                if slot is not None or not link.is_linked:
+                    await link.run(stream, hello, dialled=True)
+        except RefusedError as error:
+            self._note_refusal(str(error), asked=slot is None)
+            raise
         except StreamEndedError as error:
             if str(error) == _REPLACED:
                 self._end_as_earlier("")
             elif str(error).startswith(_REFUSED):
-                self.refusal = str(error) if slot is None else self.refusal
-                self.warn(str(error))
+                self._note_refusal(str(error), asked=slot is None)
             raise
+
+    def _note_refusal(self, line: str, asked: bool) -> None:
+        self.warn(line)
+        if asked:
+            self.refusal, self.has_answers = line, True
 
     # Streams of others
 

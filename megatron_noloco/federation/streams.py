@@ -30,6 +30,10 @@ class StreamEndedError(ConnectionError):
     """The other side has ended the conversation, or the connection is lost. The message is the reason."""
 
 
+class RefusedError(ConnectionError):
+    """The process at an endpoint and this one cannot have streams, such as with another key. The message says why."""
+
+
 class Stream(ABC):
     """One side of a conversation. At most one task sends, and one receives.
 

@@ -11,6 +11,9 @@ A connection carries frames: a kind, the length of its content in three bytes, a
 
 After a close in both directions the connection stays. The next stream to the same endpoint takes it, and
 needs neither a handshake nor a slow start.
+
+The first six bytes of a connection, both ways, are alike in all versions: `_MAGIC`, the version, and whether the
+connection is encrypted after them.
 """
 
 import asyncio
@@ -24,9 +27,18 @@ from typing import Any
 
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import split
-from megatron_noloco.federation.streams import Buffer, Carrier, Serve, Stream, StreamEndedError
+from megatron_noloco.federation.streams import (
+    Buffer,
+    Carrier,
+    RefusedError,
+    Serve,
+    Stream,
+    StreamEndedError,
+)
 from megatron_noloco.files import outside
 
+VERSION = 13  # of the protocol
+_MAGIC = b"nlco"
 _BEGIN, _DATA, _CLOSE, _ABORT = range(4)
 _HEADER_BYTES = 4
 _FRAME_BYTES = 2**18  # of data; written as a whole, so that an abort never falls into a frame
@@ -276,10 +288,16 @@ class TcpCarrier(Carrier):
     Args:
         keys: of the federation; None: nothing is encrypted, and everybody who connects is accepted.
         listener: where this process listens, closed by `close`; None: nobody can connect to this process.
+        tell: takes a line on a connection of another process that was refused.
     """
 
-    def __init__(self, keys: Keys | None, listener: socket.socket | None = None) -> None:
-        self._keys, self._listener = keys, listener
+    def __init__(
+        self,
+        keys: Keys | None,
+        listener: socket.socket | None = None,
+        tell: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self._keys, self._listener, self._tell = keys, listener, tell
         self._idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by endpoint
         self._connections = set[_Connection]()
         self._visits = set[asyncio.Task[None]]()
@@ -320,24 +338,54 @@ class TcpCarrier(Carrier):
 
     async def _connect(self, endpoint: str) -> _Connection:
         context = self._keys.dials if self._keys else None
+        loop, nobody = asyncio.get_running_loop(), f"nobody answers at {endpoint}"
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    _Connection, *split(endpoint), ssl=context, server_hostname="" if context else None
-                )
+                dialled = await _dialled(endpoint)
+                try:
+                    await self._greet(dialled)
+                    _, connection = await loop.create_connection(
+                        _Connection, sock=dialled, ssl=context, server_hostname="" if context else None
+                    )
+                except BaseException:
+                    dialled.close()
+                    raise
         except ssl.SSLCertVerificationError:
-            raise ConnectionError(_OTHER_KEY.format(endpoint)) from None
+            raise RefusedError(_OTHER_KEY.format(endpoint)) from None
+        except RefusedError as error:
+            raise RefusedError(f"{endpoint} cannot be joined: {error}") from None
         except (ssl.SSLError, ConnectionResetError):  # in the handshake
             raise ConnectionError(_NO_JOB.format(endpoint)) from None
         except TimeoutError:
-            raise ConnectionError(f"nobody answers at {endpoint}") from None
+            raise ConnectionError(nobody) from None
         except OSError as error:
-            raise ConnectionError(f"nobody answers at {endpoint}: {error.strerror or error}") from None
+            raise ConnectionError(f"{nobody}: {error.strerror or error}") from None
         if self._keys and not self._keys.matches(connection.certificate):
             connection.abort("another key")
-            raise ConnectionError(_OTHER_KEY.format(endpoint))
+            raise RefusedError(_OTHER_KEY.format(endpoint))
         self._connections.add(connection)
         return connection
+
+    async def _greet(self, opened: socket.socket) -> None:
+        """Send and receive the first bytes of a connection. Raises RefusedError where the sides differ."""
+        loop = asyncio.get_running_loop()
+        own, theirs = _MAGIC + bytes([VERSION, self._keys is not None]), b""
+        await loop.sock_sendall(opened, own)
+        while len(theirs) < len(own) and (more := await loop.sock_recv(opened, len(own) - len(theirs))):
+            theirs += more
+        if not theirs:
+            raise ConnectionResetError
+        if theirs[:4] != _MAGIC or len(theirs) < len(own):
+            raise RefusedError("the other side is no job of megatron_noloco")
+        if theirs[4] != VERSION:
+            raise RefusedError(
+                f"the other side speaks version {theirs[4]} of the protocol, this job version {VERSION}: install "
+                "the same megatron_noloco for both"
+            )
+        if theirs != own:
+            raise RefusedError(
+                "only one of the two sides encrypts; both need the same key file, or encryption none"
+            )
 
     async def _accept(self, listener: socket.socket, serve: Serve) -> None:
         loop = asyncio.get_running_loop()
@@ -367,6 +415,7 @@ class TcpCarrier(Carrier):
 
         try:
             async with asyncio.timeout(_OPEN_SECONDS) as limit:
+                await self._greet(accepted)
                 _, connection = await asyncio.get_running_loop().connect_accepted_socket(
                     _Connection, accepted, ssl=self._keys.admits if self._keys else None
                 )
@@ -376,6 +425,10 @@ class TcpCarrier(Carrier):
                     await connection.wait_begin()
                     async with _TcpStream(connection, is_member, admit=admit) as stream:
                         await serve(stream)
+        except RefusedError as error:
+            self._tell(f"a connection to this replica was refused: {error}")
+        except ssl.SSLCertVerificationError:
+            self._tell("a connection to this replica was refused: the other side has another key file")
         except (OSError, TimeoutError):  # of this connection alone
             pass
         finally:
@@ -386,3 +439,26 @@ class TcpCarrier(Carrier):
             else:
                 connection.abort("this process ends the connection")
                 self._connections.discard(connection)
+
+
+async def _dialled(endpoint: str) -> socket.socket:
+    """Return a socket that is connected to an endpoint, at the first address of its host that answers."""
+    loop, failure = asyncio.get_running_loop(), OSError(errno.EHOSTUNREACH, "no address")
+    try:
+        found = await loop.getaddrinfo(*split(endpoint), type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # Python's, for a part of a name that is longer than 63 characters
+        raise OSError(errno.EINVAL, str(error)) from None
+    for family, kind, protocol, _, place in found:
+        opened = socket.socket(family, kind, protocol)
+        opened.setblocking(False)
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS / len(found)):
+                await loop.sock_connect(opened, place)
+            return opened
+        except (OSError, TimeoutError) as error:
+            opened.close()
+            failure = error
+        except BaseException:
+            opened.close()
+            raise
+    raise failure

@@ -272,7 +272,7 @@ def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path
         with pytest.raises(ConnectionError, match=f"^the process at {endpoint} has another key$"):
             await ask(TcpCarrier(Keys.make(tmp_path / "other")), endpoint)
         async with two("tcp", keys, echo) as (_, unencrypted):
-            with pytest.raises(ConnectionError, match=f"^the process at {unencrypted} is no job with a key"):
+            with pytest.raises(ConnectionError, match=f"^{unencrypted} cannot be joined: only one of"):
                 await ask(carrier, unencrypted)
         with socket.create_server(("127.0.0.1", 0)) as closed:
             nobody = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
