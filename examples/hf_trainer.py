@@ -88,7 +88,6 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     trainer = Trainer(model, args, train_dataset=Text(options.slot, options.slots))
     federation = FederationSettings(
-        slots=options.slots,
         rendezvous=options.rendezvous or f"file://{options.folder}/rendezvous",
         listen=options.listen,
         encryption="tls" if options.key_file else "none",

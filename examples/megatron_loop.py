@@ -105,7 +105,6 @@ def main() -> None:
         optimizer,
         NolocoSettings(local_steps=10, deadline_seconds=120),
         federation=FederationSettings(
-            slots=options.slots,
             rendezvous=f"file://{options.folder}/rendezvous",
             encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
             skip_local_steps=False,  # a slow job lets its partners wait

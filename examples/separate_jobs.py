@@ -51,7 +51,6 @@ def main() -> None:
         parallel,
         NolocoSettings(local_steps=10, deadline_seconds=60),
         federation=FederationSettings(
-            slots=SLOTS,
             rendezvous=f"file://{options.folder}/rendezvous",
             encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
             skip_local_steps=False,  # a slow job lets its partners wait

@@ -84,7 +84,6 @@ def main() -> None:
     )
     if options.slots > 1:
         federation = FederationSettings(
-            slots=options.slots,
             rendezvous=f"file://{options.folder}/rendezvous",
             encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
             skip_local_steps=False,  # a slow job lets its partners wait

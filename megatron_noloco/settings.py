@@ -36,7 +36,7 @@ from megatron_noloco.plans.stability import (
     spread_factors_of_sites,
 )
 
-MOST_SLOTS, MOST_STREAMS = 4096, 64
+MOST_SLOTS = 4096
 _SQUARED = Field(le=1000)  # in rho, which a float must hold
 SITE_INTERVAL = 8  # of a federation, where replicas at a site come and go
 PAPER: Mapping[str, Any] = {
@@ -174,25 +174,31 @@ class NolocoSettings:
         """Return the largest overlap that a round can have: local_steps with "auto"."""
         return self.local_steps if self.overlap_steps == "auto" else self.overlap_steps
 
-    def group_size_among(self, replicas: int) -> int:
-        """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
-        return replicas if self.method == "diloco" or replicas == 1 else self.group_size
+    # In a federation the number of replicas is not known, and None stands for it.
 
-    def pairing_among(self, replicas: int) -> Literal["random", "cycle"]:
+    def group_size_among(self, replicas: int | None) -> int:
+        """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
+        return (
+            replicas
+            if replicas is not None and (self.method == "diloco" or replicas == 1)
+            else self.group_size
+        )
+
+    def pairing_among(self, replicas: int | None) -> Literal["random", "cycle"]:
         """Return how the groups of `replicas` are drawn."""
-        if self.method != "noloco" or replicas == 1:
+        if self.method != "noloco" or replicas in (None, 1):
             return "random"
         if self.pairing != "auto":
             return self.pairing
         in_pairs = self.group_size == 2 and set(prime_factors(replicas)) == {2}
         return "cycle" if in_pairs or self.sites_among(replicas) is not None else "random"
 
-    def sites_among(self, replicas: int) -> Sites | None:
+    def sites_among(self, replicas: int | None) -> Sites | None:
         """Return where `replicas` are; None where groups do not depend on it, or "hosts" are not known yet.
 
         Raises UserError where sites are not those of so many replicas, or not equally large.
         """
-        if self.sites in (None, "hosts") or self.method != "noloco":
+        if replicas is None or self.sites in (None, "hosts") or self.method != "noloco":
             return None
         if isinstance(self.sites, int):
             if replicas % self.sites:
@@ -217,24 +223,24 @@ class NolocoSettings:
             return None
         return Sites(tuple(map([*found].index, names)), self.site_interval or size)
 
-    def cycle_among(self, replicas: int) -> Cycle | None:
+    def cycle_among(self, replicas: int | None) -> Cycle | None:
         """Return the digits that rounds of `replicas` take; None where groups are drawn at random."""
-        if self.pairing_among(replicas) != "cycle":
+        if replicas is None or self.pairing_among(replicas) != "cycle":
             return None
         return Cycle.of(replicas, self.sites_among(replicas))
 
-    def group_sizes_among(self, replicas: int) -> Sequence[int]:
+    def group_sizes_among(self, replicas: int | None) -> Sequence[int]:
         """Return the sizes of the groups in one round after the other, in a cycle those of all its rounds."""
         n = self.group_size_among(replicas)
         if n == 1 or (cycle := self.cycle_among(replicas)) is None:
             return (n,)
         return [cycle.bases[cycle.at(round_index)[1]] for round_index in range(cycle.rounds)]
 
-    def in_pairs_among(self, replicas: int) -> bool:
+    def in_pairs_among(self, replicas: int | None) -> bool:
         """Return whether no group of a round has more than two members."""
         return max(self.group_sizes_among(replicas)) <= 2
 
-    def keeps_rounding_among(self, replicas: int) -> bool:
+    def keeps_rounding_among(self, replicas: int | None) -> bool:
         """Return whether what codes left out is kept, and added in the next round (`outer.payload`)."""
         return keeps_rounding(self.payload_bits, max(self.group_sizes_among(replicas)))
 
@@ -280,7 +286,7 @@ class TrainerSettings(NolocoSettings):
         """Return the method in force; "none" where `enabled` is false."""
         return self.method if self.enabled else "none"
 
-    def group_size_among(self, replicas: int) -> int:
+    def group_size_among(self, replicas: int | None) -> int:
         return super().group_size_among(replicas) if self.enabled else 1
 
 
@@ -288,19 +294,14 @@ class TrainerSettings(NolocoSettings):
 class FederationSettings:
     """Replicas as separate jobs, and how they find each other: the JSON block `federation`.
 
-    Jobs of one federation should agree on `slots`; the other settings are each job's own. Raises UserError as
-    `NolocoSettings` does.
+    Each job has its own. Raises UserError as `NolocoSettings` does.
     """
 
-    slots: Annotated[StrictInt, Field(ge=2, le=MOST_SLOTS)] | None = field(
-        None,
-        "Largest number of replicas. Each replica is a job of its own, `train --replica I`, and may be absent. To "
-        "raise the number, restart one job after the other. null: all replicas are one job.",
-    )
     rendezvous: StrictStr | None = field(
         None,
         'How jobs find each other: "file://FOLDER", a folder that all jobs can write, or "tcp://HOST:PORT,...", '
-        "the addresses of one or more replicas, any one of which is enough.",
+        "the addresses of one or more replicas, any one of which is enough. Each replica is then a job of its "
+        "own, `train --replica I`; jobs may come and go. null: all replicas are one job.",
     )
     listen: StrictStr | None = field(
         None,
@@ -318,11 +319,6 @@ class FederationSettings:
         None,
         "Name of the site where this job is: jobs exchange with those at their own site but for every "
         "noloco.site_interval-th round, and with others where nobody else is there. null: with all alike.",
-    )
-    streams: Annotated[StrictInt, Field(ge=1, le=MOST_STREAMS)] = field(
-        1,
-        "Connections for bulk data to each other replica. Several connections may fill a fast and long link that "
-        "one connection does not. Of two jobs' numbers the larger one counts.",
     )
     encryption: Literal["tls", "none"] = field(
         "tls",
@@ -357,6 +353,11 @@ class FederationSettings:
         "Number of replicas, including this one, that must be there before the first local step. The job waits "
         "for noloco.deadline_seconds at most, or half a minute if it continues from a checkpoint.",
     )
+
+    @property
+    def exists(self) -> bool:
+        """Whether replicas are separate jobs."""
+        return self.rendezvous is not None
 
 
 _Settings = TypeVar("_Settings", bound=NolocoSettings)
@@ -410,22 +411,20 @@ def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
 
 def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
     """Yield what a federation lacks, and what replicas that are separate jobs cannot do."""
-    if federation.slots is None:
-        yield "federation.slots is missing: the largest number of replicas"
-        return
-    if federation.rendezvous is None:
+    if not federation.exists:
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"
+        return
     if federation.encryption == "tls" and federation.key_file is None:
         yield (
             "federation.key_file is missing: `megatron-noloco keys FILE` makes one; in a trusted network "
             'federation.encryption "none" does without'
         )
-    if federation.start_with > federation.slots:
-        yield f"federation.start_with {federation.start_with} is more than federation.slots {federation.slots}"
     if federation.listen == "off" and federation.advertise:
         yield 'federation.advertise: with federation.listen "off" no other job can connect to this one'
     if noloco.method != "noloco" or noloco.group_size != 2:
         yield 'federation: separate jobs exchange in pairs; noloco.method must be "noloco", noloco.group_size 2'
+    elif noloco.pairing == "cycle":
+        yield 'noloco.pairing "cycle": the number of replicas of a federation changes; leave it out'
     if noloco.sites is not None:
         yield "noloco.sites: a job of a federation names its own site, federation.site; leave it out"
 

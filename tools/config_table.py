@@ -44,7 +44,7 @@ def _row(name: str, config: RunConfig) -> list[str]:
     plan = plan_of(config, architecture, topology, Network(_GIGABIT, 0.0, ranks))
     memory = plan.memory
     own = [scheme for scheme in plan.schemes if scheme.name == "this config"]
-    tokens = topology.ensemble * config.replica_batch * architecture.seq_length
+    tokens = topology.replicas * config.replica_batch * architecture.seq_length
     return [
         f"`{name}`",
         str(topology.world_size),

@@ -71,7 +71,7 @@ class Federation(Written):
 
     Args:
         folder: for a folder and a log of each replica.
-        settings: changes of the block `federation`.
+        settings: changes of the block `federation`; and "slots", the most replicas.
         there: the hosts of the replicas; None: all run on this one.
         homes: replicas behind a router, with the host's name (`Lab.behind`); no other can connect to them.
     """
@@ -87,7 +87,8 @@ class Federation(Written):
         self.folder = folder
         self._there, self._homes = there, homes or {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        slots = settings["slots"]
+        settings = dict(settings)
+        slots = settings.pop("slots")
         self._addresses = [f"{address_of(slot)}:{_PORT}" for slot in range(slots)]
         if there is None:
             self._addresses = [f"127.0.0.1:{port}" for port in free_ports(slots)]

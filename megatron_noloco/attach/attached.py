@@ -128,7 +128,7 @@ class Attached:
             if self._health is not None:
                 self._health.check()
         reports = []
-        if self.outer.place.replicas > 1:
+        if self.outer.place.replicas != 1:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)

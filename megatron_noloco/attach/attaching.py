@@ -87,10 +87,10 @@ def attach(
     else:
         assert federation is not None
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        topology = Topology(dp=ranks, slot=slot, slots=federation.slots or 0)
+        topology = Topology(dp=ranks, slot=slot, federated=True)
     rank = this_rank()
     place = topology.place(rank)
-    alike = asdict(settings) | {"seed": seed, "slot": topology.slot, "slots": topology.slots}
+    alike = asdict(settings) | {"seed": seed, "slot": topology.slot}
     problem = groups_problem(settings, place.replicas)
     starts = of_all_ranks(start_report(adapter, topology, rank, alike, state, problem))
     check_start(starts, rank, topology)
@@ -118,7 +118,7 @@ def attach(
         _SAME_RANKS: None if held is not None else [one.lengths for one in starts],
     }
     stops, compared = stopped or (lambda: False), Alike(shared, "attach", own)
-    membership = join_federation(federation, settings, Place(slot, place.replicas), compared, stopped=stops)
+    membership = join_federation(federation, settings, Place(slot, None), compared, stopped=stops)
     try:
         copies = copies_in([one.held or [] for one in starts], rank)
         apart = membership.replica(adapter.weights, seed, None if held is None else (held, copies))

@@ -20,7 +20,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import FederationSettings, NolocoSettings, federation_problems
+from megatron_noloco.settings import MOST_SLOTS, FederationSettings, NolocoSettings, federation_problems
 
 _SAVED = ("slow_weights", "local_steps_done", "first_weights")
 
@@ -55,9 +55,8 @@ def check_arguments(
         return
     if problem := next(federation_problems(federation, settings), ""):
         raise UserError(f"attach: {problem}")
-    slots = federation.slots or 0
-    if slot is None or not _is_integer(slot) or not 0 <= slot < slots:
-        raise UserError(f"attach: slot must be from 0 to slots - 1 = {slots - 1}, not {slot!r}")
+    if slot is None or not _is_integer(slot) or not 0 <= slot < MOST_SLOTS:
+        raise UserError(f"attach: slot must be from 0 to {MOST_SLOTS - 1}, not {slot!r}")
 
 
 def _is_integer(value: object) -> bool:
@@ -141,7 +140,7 @@ def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> 
                     f"attach: {name} is {value!r} on rank 0 and {one.alike[name]!r} on rank {other}; it must be "
                     "the same on all ranks"
                 )
-    if not topology.slots:
+    if not topology.federated:
         _check_equal_replicas(ranks, topology.replica_size)
 
 

@@ -99,7 +99,7 @@ class Manifest:
     __pydantic_config__ = ConfigDict(extra="forbid")  # of its fields' values, too
 
     step: int  # local steps done
-    consumed_samples: int  # by all replicas
+    consumed_samples: int  # by all replicas of the job
     topology: Topology
     position: Position
     config: dict[str, Any]
@@ -122,6 +122,8 @@ class Manifest:
             raw = json.loads(path.read_bytes())
             if raw.pop("format") != FORMAT:
                 raise DamagedCheckpointError(f"{path}: written by another version of this program")
+            if (slots := raw["topology"].pop("slots", None)) is not None:  # up to version 0.3
+                raw["topology"]["federated"] = slots > 0
             return _MANIFEST.validate_python(raw)
         except FileNotFoundError as error:
             raise IncompleteError(f"{path}: {error.strerror}") from None

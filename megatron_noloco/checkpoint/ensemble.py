@@ -59,6 +59,14 @@ class Ensemble:
         """The topology of the job that saved the first replica."""
         return self.manifests[0].topology
 
+    @property
+    def consumed_samples(self) -> int:
+        """The training samples that all these replicas have consumed."""
+        first = self.manifests[0]
+        if not first.topology.federated:
+            return first.consumed_samples
+        return sum(self.last_stage(replica).consumed_samples for replica in self.replicas)
+
     def topology_of(self, replica: int) -> Topology:
         """Return the topology of the job that saved a replica."""
         return self.manifest(Position(replica, 0, 0, 0)).topology
@@ -152,8 +160,8 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     return [
         *(f"checkpoint: {folder}" for folder in dict.fromkeys(saved.folders.values())),
         f"step: {', '.join(steps)} of {first.config['training']['train_iters']}",
-        f"consumed by all replicas: {first.consumed_samples} samples, "
-        f"{first.consumed_samples * seq_length} tokens",
+        f"consumed by all replicas: {saved.consumed_samples} samples, "
+        f"{saved.consumed_samples * seq_length} tokens",
         f"parallel: {saved.layout_in_words}",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica",

@@ -156,7 +156,8 @@ def describe_replicas(saved: Topology, now: Topology) -> list[str]:
         for replica in now.numbers
         if replica not in saved.numbers
     ]
-    return cloned + [f"replica {replica} is dropped" for replica in range(now.ensemble, saved.replicas)]
+    dropped = range(0) if now.federated else range(now.replicas, saved.replicas)
+    return cloned + [f"replica {replica} is dropped" for replica in dropped]
 
 
 def counters_at(saved: Ensemble, topology: Topology, at: Position) -> dict[str, float]:

@@ -125,6 +125,11 @@ class CheckpointSettings:
                 refused.append(line)
             elif not _is_in(name, _NOT_REPORTED):
                 allowed.append(line)
+        # A federation of version 0.3 or before had one order for all of its slots.
+        if self.run["federation"]["rendezvous"] and (saved.get("federation") or {}).get("slots"):
+            allowed.append(
+                "each replica of a federation has an order of samples of its own since version 0.4"
+            )
         if refused:
             remedy = "a resume cannot change it: change it back, or start anew in another training.output_dir"
             if not own:

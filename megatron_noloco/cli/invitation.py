@@ -91,19 +91,20 @@ def _invite(args: argparse.Namespace) -> int:
     from megatron_noloco.invitation.desk import Desk, open_desk
     from megatron_noloco.invitation.ticket import Ticket, line_of, new_secret
     from megatron_noloco.job.join import reachable_address
+    from megatron_noloco.settings import MOST_SLOTS
     from megatron_noloco.training.prepare import network_for
 
     config = load_config(args.config)
     federation = config.federation
-    if federation.slots is None or federation.key_file is None or federation.encryption != "tls":
+    if not federation.exists or federation.key_file is None or federation.encryption != "tls":
         raise UserError(
-            f"{args.config}: invite needs a federation with a key: federation.slots, federation.key_file, and "
-            'federation.encryption "tls"'
+            f"{args.config}: invite needs a federation with a key: federation.rendezvous, federation.key_file, "
+            'and federation.encryption "tls"'
         )
     network, key = network_for(config), Path(federation.key_file)
     own = args.address or reachable_address(network.rendezvous.hosts)
-    if args.slot is not None and not 0 <= args.slot < federation.slots:
-        raise UserError(f"invite: --slot {args.slot}: the slots are 0 to {federation.slots - 1}")
+    if args.slot is not None and not 0 <= args.slot < MOST_SLOTS:
+        raise UserError(f"invite: --slot {args.slot}: the slots are 0 to {MOST_SLOTS - 1}")
     secret = new_secret(key.read_bytes(), args.valid, args.slot)
     place = f"[{own}]:{args.port}" if ":" in own else f"{own}:{args.port}"
     line = line_of(Ticket(__version__, [place], fingerprint_of(key), secret))

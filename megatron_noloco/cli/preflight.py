@@ -162,9 +162,9 @@ def _departures(
         if args.notice:
             raise UserError("--notice: give --preemptions as well")
         return []
-    if step is None or not plan.topology.slots:
+    if step is None or not plan.topology.federated:
         raise UserError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
-    costs = (config, architecture, plan.topology.ensemble, step, args.preemptions)
+    costs = (config, architecture, max(2, config.federation.start_with), step, args.preemptions)
     return [departures_of(*costs, notice) for notice in (0.0, args.notice)]
 
 
@@ -183,7 +183,7 @@ def _show_memory(plan: "Plan") -> None:
 
     topology, memory = plan.topology, plan.memory
     say(
-        f"{topology.in_words(topology.ensemble)}; a rank of stage {plan.stage}, which needs most, has "
+        f"{topology.in_words(topology.replicas)}; a rank of stage {plan.stage}, which needs most, has "
         f"{plan.held.parameters:,} weights and exchanges {plan.held.owned:,}",
         "",
     )
@@ -231,7 +231,7 @@ def _show_time(plan: "Plan", network: "Network | None", on_gpu: bool) -> None:
     step = plan.step_seconds
     if step is not None:
         say("", f"a local step computes for {step:.3g} s")
-    if plan.round_core_seconds and plan.topology.ensemble > 1:
+    if plan.round_core_seconds and plan.topology.ensemble != 1:
         say(
             f"a round takes {plan.round_core_seconds:.2g} s of one core of the host, less if a rank has more cores"
         )
@@ -253,7 +253,7 @@ def _show_time(plan: "Plan", network: "Network | None", on_gpu: bool) -> None:
         if network is not None:
             say("", "nothing is exchanged: there is one replica")
         return
-    head = ["", "every", f"MB per {'replica' if plan.topology.slots else 'rank'}", "seconds"]
+    head = ["", "every", f"MB per {'replica' if plan.topology.federated else 'rank'}", "seconds"]
     across = any(scheme.bytes_across is not None for scheme in plan.schemes)
     head += ["MB from site to site"] * across
     head += [] if step is None else ["time lost", "< 1 % from k ="]

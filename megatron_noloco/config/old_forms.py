@@ -31,7 +31,7 @@ def in_todays_form(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
 def of_saved_run(saved: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of a saved run, with the values that its version took for settings left out."""
     federation = saved.get("federation") or {}
-    if not federation.get("slots"):
+    if not federation.get("rendezvous"):
         federation = {}  # the other settings had no effect, and other defaults
     federation = {name: value for name, value in federation.items() if name not in _GONE}
     data = dict(saved.get("data") or {})
@@ -86,4 +86,4 @@ _TRANSLATIONS: tuple[tuple[str, str, Callable[[Any], dict[str, Any] | None]], ..
     ("federation", "relay", _only(False)),
     ("federation", "notice_command", _only(None)),
 )
-_GONE = ("relay", "notice_command")  # from the block `federation`
+_GONE = ("relay", "notice_command", "slots", "streams")  # from the block `federation`

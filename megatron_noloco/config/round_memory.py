@@ -4,20 +4,22 @@ from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.settings import NolocoSettings
 
 
-def bytes_of_state(noloco: NolocoSettings, replicas: int) -> dict[str, float]:
+def bytes_of_state(noloco: NolocoSettings, replicas: int | None) -> dict[str, float]:
     """Return the bytes per parameter of what is kept from round to round."""
     rounding = noloco.keeps_rounding_among(replicas)
     kept = {"outer momentum": bool(noloco.outer_momentum), "rounding errors": rounding}
     return {"slow weights": 4.0} | {vector: 4.0 for vector, held in kept.items() if held}
 
 
-def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> dict[str, float]:
+def bytes_of_rounds(
+    noloco: NolocoSettings, replicas: int | None, kept_aside: bool = False
+) -> dict[str, float]:
     """Return the bytes per parameter of all rounds that are in progress at a time.
 
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
     """
-    in_pairs = replicas > 1 and noloco.in_pairs_among(replicas)  # a replica alone receives nothing
+    in_pairs = replicas != 1 and noloco.in_pairs_among(replicas)  # a replica alone receives nothing
     of_round = {"combined vector": 4.0}
     if in_pairs and noloco.payload_bits is None:
         of_round["received vector"] = 4
@@ -45,7 +47,7 @@ def on_accelerator(noloco: NolocoSettings, kept_aside: bool = False) -> set[str]
     return vectors
 
 
-def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> str:
+def outer_state(noloco: NolocoSettings, replicas: int | None, kept_aside: bool = False) -> str:
     """Return what `outer` keeps beside the weights, in words.
 
     Args:

@@ -93,7 +93,7 @@ class RunConfig:
 
     def _problems(self) -> Iterator[str]:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
-        replicas = self.federation.slots or replicas
+        replicas = None if self.federation.exists else replicas
         yield from _check_federation(self.federation, self.noloco, self.parallel)
         yield from self._problems_among(replicas)
         yield from _check_rounds(self.noloco, self.training, replicas)
@@ -137,7 +137,7 @@ class RunConfig:
             deepspeed=deepspeed, **blocks, translations=translations, left_out=_left_out(values, file)
         )
         replicas = file.parallel.replicas
-        return config if replicas == "auto" else config.among(replicas)
+        return config.among(None if replicas == "auto" else replicas)
 
     @classmethod
     def of_checkpoint(cls, saved: dict[str, Any]) -> "RunConfig":
@@ -156,11 +156,14 @@ class RunConfig:
             }
             return cls.from_dict({**deepspeed_block.accepted(known), "noloco": method})
 
-    def among(self, replicas: int) -> "RunConfig":
-        """Return the configuration for `replicas` in one job; their number decides what the recipe chooses."""
-        return self._with_left_out(recommended(replicas))
+    def among(self, replicas: int | None) -> "RunConfig":
+        """Return the configuration for `replicas` in one job; their number decides what the recipe chooses.
 
-    def continuing(self, saved: dict[str, Any], replicas: int) -> "RunConfig":
+        None: it is not known, and the recipe chooses nothing.
+        """
+        return self if replicas is None else self._with_left_out(recommended(replicas))
+
+    def continuing(self, saved: dict[str, Any], replicas: int | None) -> "RunConfig":
         """Return the configuration of a run that continues the one of the JSON `saved`.
 
         Settings that the file leaves to the recipe are as they were there, if method and recipe are the same and
@@ -193,11 +196,11 @@ class RunConfig:
         Args:
             slot: in a federation, the number of this job's replica.
         """
-        slots = self.federation.slots
+        federated = self.federation.exists
         try:
-            topology = parallel_block.lay_out(self.parallel, world_size, federated=slots is not None)
-            if slots is not None:
-                topology = replace(topology, slot=slot, slots=slots)
+            topology = parallel_block.lay_out(self.parallel, world_size, federated)
+            if federated:
+                topology = replace(topology, slot=slot, federated=True)
         except UserError as error:
             raise ConfigError(str(error)) from None
         if problems := list(self._problems_among(topology.ensemble)):
@@ -206,7 +209,7 @@ class RunConfig:
 
     def routing(self, topology: Topology) -> Routing:
         """Return the plan of routes; `active` says whether any microbatch leaves its replica."""
-        return self._routing(topology.ensemble)
+        return self._routing(topology.replicas)
 
     def _routing(self, replicas: int) -> Routing:
         stages = self.parallel.pipeline_model_parallel_size
@@ -242,7 +245,7 @@ class RunConfig:
     @property
     def world_size(self) -> int | None:
         """Return the ranks of a job; None where `parallel.replicas` is "auto"."""
-        return self.parallel.world_size if self.federation.slots is None else self.parallel.replica_size
+        return self.parallel.replica_size if self.federation.exists else self.parallel.world_size
 
     @property
     def microbatches(self) -> int:
@@ -280,7 +283,7 @@ def _with_choices(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _left_out(values: dict[str, Any], file: File) -> tuple[str, ...]:
     """Return the settings that the file leaves to its recipe: none for DiLoCo, separate jobs, or sites."""
-    if file.noloco.method != "noloco" or file.noloco.sites is not None or file.federation.slots is not None:
+    if file.noloco.method != "noloco" or file.noloco.sites is not None or file.federation.exists:
         return ()
     names = tuple(recommended(1))
     return names if values.get("noloco", {}).keys().isdisjoint(names) else ()
@@ -302,7 +305,7 @@ def _check_federation(
     if federation == FederationSettings():
         return
     yield from federation_problems(federation, noloco)
-    if federation.slots is None:
+    if not federation.exists:
         return
     if not noloco.enabled:
         yield "noloco.enabled false: a federation is there for rounds; set it to true"

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -25,12 +26,13 @@ def describe_data(config: RunConfig, topology: Topology) -> list[str]:
     data, iterations = config.data, config.training.train_iters
     names = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
     given = {name: getattr(data, name) for name in names if getattr(data, name) is not None}
-    tokens = iterations * topology.ensemble * config.replica_batch * config.model.seq_length
+    tokens = iterations * topology.replicas * config.replica_batch * config.model.seq_length
+    whose = "of each replica" if topology.federated else "of all replicas"
     tokenizer = data.tokenizer_type + f", {data.tokenizer_model}" * (data.tokenizer_model is not None)
     return [
         "data: " + ", ".join(f"{name} {_setting(value)}" for name, value in given.items()),
         f"tokenizer: {tokenizer}",
-        f"length: {count(iterations, 'local step')}, {count(tokens, 'token')} of all replicas",
+        f"length: {count(iterations, 'local step')}, {count(tokens, 'token')} {whose}",
     ]
 
 
@@ -43,7 +45,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
     lines = [
         f"parallel: {_layout(config, topology)}",
         f"batch per replica: {_replica_batch(config, topology)}",
-        f"batch in total: {_total_batch(config, topology)}",
+        *_total_batch(config, topology),
         f"method: {_method(config.noloco, topology.ensemble)}",
         *_by_recipe(config, topology.ensemble),
         f"routing: {_routing(config.routing(topology))}",
@@ -52,17 +54,16 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         *describe_rates(config),
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
-    if topology.slots:
+    if topology.federated:
         lines.insert(1, f"federation: {_federation(config.federation, topology)}")
     if config.noloco.enabled:
-        if config.noloco.method == "noloco" and topology.ensemble > 1:
+        if config.noloco.method == "noloco" and topology.ensemble != 1:
             lines.append(f"spread: {_spread(config.noloco, topology.ensemble)}")
         if config.noloco.fragments > 1:
             lines.append(f"fragments: {_fragments(config.noloco)}")
-        if topology.ensemble > 1:
+        if topology.ensemble != 1:
             lines.append(f"overlap: {_overlap(config.noloco)}")
-        kept_aside = bool(topology.slots)
-        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, kept_aside)}")
+        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, topology.federated)}")
     lines.append(f"checkpoints: {_checkpoints(config.checkpoint)}")
     lines += [f"old form: {line}; version 0.3 is the last that reads it" for line in config.translations]
     if architecture is not None:
@@ -88,7 +89,7 @@ def _checkpoints(checkpoint: CheckpointConfig) -> str:
 def _federation(federation: FederationSettings, topology: Topology) -> str:
     secure = "encrypted and authenticated" if federation.encryption == "tls" else "in the open"
     site = f", at site {federation.site}" if federation.site else ""
-    return f"this job is replica {topology.slot} of at most {topology.slots}{site}; exchanges {secure}"
+    return f"this job is replica {topology.slot}{site}; exchanges {secure}"
 
 
 def _replica_batch(config: RunConfig, topology: Topology) -> str:
@@ -100,18 +101,21 @@ def _replica_batch(config: RunConfig, topology: Topology) -> str:
     )
 
 
-def _total_batch(config: RunConfig, topology: Topology) -> str:
-    samples = topology.ensemble * config.replica_batch
-    return (
-        f"{count(topology.ensemble, 'replica')} x {config.replica_batch:,} = {count(samples, 'sample')}; "
-        f"x {config.model.seq_length:,} = {count(samples * config.model.seq_length, 'token')} per local step"
-    )
+def _total_batch(config: RunConfig, topology: Topology) -> Iterator[str]:
+    """Yield the line of all replicas together, where their number is known."""
+    if topology.ensemble is not None:
+        samples = topology.ensemble * config.replica_batch
+        yield (
+            f"batch in total: {count(topology.ensemble, 'replica')} x {config.replica_batch:,} = "
+            f"{count(samples, 'sample')}; x {config.model.seq_length:,} = "
+            f"{count(samples * config.model.seq_length, 'token')} per local step"
+        )
 
 
-def _method(noloco: TrainerSettings, replicas: int) -> str:
+def _method(noloco: TrainerSettings, replicas: int | None) -> str:
     method = noloco.active_method
     if method == "none":
-        return "none (no rounds" + ("; the replicas do not average)" if replicas > 1 else ")")
+        return "none (no rounds" + ("; the replicas do not average)" if replicas != 1 else ")")
     momentum = f"{noloco.outer_momentum}{' (Nesterov)' if noloco.outer_nesterov else ''}"
     k = f"k = {noloco.local_steps}"
     if noloco.most_waiting is not None:
@@ -132,7 +136,7 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     return f"{knobs}, gamma = {noloco.gamma}, {drawn}"
 
 
-def _by_recipe(config: RunConfig, replicas: int) -> list[str]:
+def _by_recipe(config: RunConfig, replicas: int | None) -> list[str]:
     """Return a line with the settings of the method that the file leaves to its recipe, if there are any."""
     named = ", ".join(f"{name} {getattr(config.noloco, name)}" for name in config.left_out)
     if not named or replicas == 1 or not config.noloco.enabled:
@@ -140,7 +144,7 @@ def _by_recipe(config: RunConfig, replicas: int) -> list[str]:
     return [f"by recipe: {named} (for {replicas} replicas, or as a run that is continued began)"]
 
 
-def _spread(noloco: TrainerSettings, replicas: int) -> str:
+def _spread(noloco: TrainerSettings, replicas: int | None) -> str:
     factor = rho(noloco, replicas)
     return (
         f"without local steps, {rounds_to_halve(factor):.1f} rounds would halve the standard deviation of the "

@@ -48,10 +48,10 @@ class Datasets:
         """All training samples; their ids are those of `order`."""
         return JoinedDataset([part.dataset for part in self.training])
 
-    def order(self, seed: int) -> BlendedOrder:
-        """Return the order in which a run of this seed reads `train`."""
+    def order(self, seed: int, slot: int | None = None) -> BlendedOrder:
+        """Return the order in which a run of this seed, or a slot of a federation, reads `train`."""
         sizes = tuple(len(part.dataset) for part in self.training)
-        return BlendedOrder(sizes, tuple(part.weight for part in self.training), seed)
+        return BlendedOrder(sizes, tuple(part.weight for part in self.training), seed, slot)
 
     @cached_property
     def checksums(self) -> dict[str, int]:

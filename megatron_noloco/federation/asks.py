@@ -9,6 +9,7 @@ from megatron_noloco.federation.control import Offer
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.session import HANDOVER_TAG
 from megatron_noloco.job.activity import line_of
+from megatron_noloco.settings import MOST_SLOTS
 from megatron_noloco.transport.interface import ExchangeTimeoutError, RankLostError
 
 _BACK_SECONDS = 10.0  # for a replica that was lost to come back
@@ -39,7 +40,7 @@ class Asks:
         """
         place = self._transport.place
         steps = {slot: seen.state.step for slot, seen in self._transport.seen().items() if seen.present}
-        slot = furthest(steps, place.replica, place.replicas, least, given_up)
+        slot = furthest(steps, place.replica, MOST_SLOTS, least, given_up)
         if slot is None or self._transport.partners.stopped():
             return None, None
         try:

@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron_noloco.federation.exchanges import WithdrawnError
 from megatron_noloco.federation.moved_exchange import MovedExchange
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.federation.pairing import Others, choose
+from megatron_noloco.federation.pairing import Others, Pairing
 from megatron_noloco.federation.partners import FederationPartners
 from megatron_noloco.federation.passes import DEPTH, FAILURES
 from megatron_noloco.job.agreement import found_by_rank_0
@@ -49,11 +49,11 @@ from megatron_noloco.outer.round import Fragment
 from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import SITE_INTERVAL, NolocoSettings, grouping_of
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Message, RankLostError
 
-Choose = Callable[[int, Others], int | None]
-"""choose(number, others): the partner in an exchange, see `pairing.choose`."""
+Choose = Callable[[int, Others], tuple[int | None, int | None]]
+"""choose(number, others): the partner in an exchange, and the planned one, see `Pairing`."""
 
 _AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
 _Failure = ExchangeTimeoutError | RankLostError | UnequalError
@@ -119,7 +119,7 @@ class Replica:
         movement: of its vectors.
         place: of the replica among the others.
         partners: the other replicas; of the speaker, None on the other ranks.
-        choose: the partner; used by the speaker.
+        choose: the partners; used by the speaker.
         guards: of each fragment; used by the speaker.
         tell: returns on all ranks of the replica what a function returns on the speaker; a collective.
     """
@@ -189,7 +189,7 @@ class CommittedExchange:
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._failure, self._prepared, self._number = vector, None, None, number
         place = self._replica.place
-        partner, missed = self._replica.tell(lambda: self._choice(group, number))
+        partner, missed = self._replica.tell(lambda: self._choice(number))
         if self._partners is not None:
             self._partners.begin(number, partner)
         self._partner, self._collecting = -1 if partner is None else partner, partner is not None
@@ -236,14 +236,12 @@ class CommittedExchange:
             partners.avoid(self._partner, _AVOIDED_EXCHANGES, self._failure.why)
         partners.end(self._number, counts)
 
-    def _choice(self, group: Group, number: int) -> tuple[int | None, str]:
+    def _choice(self, number: int) -> tuple[int | None, str]:
         """Return the partner, or None and why the planned one is none, as far as there is one."""
         assert self._partners is not None
         others, why_not = self._partners.others(number)
-        partner = self._replica.choose(number, others)
-        # A planned one that is free has another partner: the group is of the plan without sites.
-        planned = (other for other in group if other != self._replica.place.replica)
-        missed = "".join(f"replica {other} {why_not[other] or 'has another partner'}" for other in planned)
+        partner, planned = self._replica.choose(number, others)
+        missed = "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}"
         return partner, missed if partner is None else ""
 
     def _prepare(self) -> None:
@@ -304,9 +302,10 @@ def committing(
         place, settings, seed: those of the `OuterOptimizer`.
     """
     guards = [Guard() for _ in range(settings.fragments)]
-    grouping, interval = grouping_of(settings, place.replicas, seed), settings.site_interval or SITE_INTERVAL
+    pairing = Pairing(settings, seed)
 
-    def choose_partner(number: int, others: Others) -> int | None:
-        return choose(grouping, place.replica, divmod(number, settings.fragments), others, interval)
+    def choose_partner(number: int, others: Others) -> tuple[int | None, int | None]:
+        at = divmod(number, settings.fragments)
+        return pairing.choose(place.replica, at, others), pairing.planned(at, others).get(place.replica)
 
     return Replica(movement, place, partners, choose_partner, guards, found_by_rank_0)

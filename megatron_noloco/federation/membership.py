@@ -329,6 +329,5 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Al
         federation.advertise,
         digests=digests,
         kind=alike.kind,
-        streams=federation.streams,
         site=federation.site or "",
     )

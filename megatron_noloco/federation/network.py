@@ -39,6 +39,7 @@ from megatron_noloco.federation.service import Service, ServiceFailedError
 from megatron_noloco.federation.session import DTYPES, Receive, Send
 from megatron_noloco.job.activity import now
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import MOST_SLOTS
 from megatron_noloco.transport.chunks import ReportedTransfers, check_messages, cut
 from megatron_noloco.transport.interface import Arrival, Flight, Message, RankLostError
 
@@ -126,7 +127,7 @@ class FederationTransport:
     ) -> None:
         self.place = place
         self.rank = place.replica
-        self.world_size = place.replicas
+        self.world_size = place.replicas or MOST_SLOTS
         self.chunk_bytes = network.chunk_bytes
         self._network = network
         alike = network.run, dict(network.digests), network.kind

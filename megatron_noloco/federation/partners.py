@@ -132,7 +132,8 @@ class FederationPartners:
         there = [peer.seen.state for peer in self._peers.others.values() if peer.seen.present]
         hidden = self.hidden()
         elsewhere = {slot for state in there for slot in state.sees} & hidden - {self._peers.member.slot}
-        known = Others(present, free, waiting, hidden, elsewhere, self.sites())
+        members = {self._peers.member.slot, *self._peers.directory.addresses}
+        known = Others(members, present, free, waiting, hidden, elsewhere, self.sites())
         return known, {slot: why for slot, (_, why) in seen.items()}
 
     def hidden(self) -> set[int]:

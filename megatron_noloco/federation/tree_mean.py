@@ -142,7 +142,7 @@ class TreeMean:
                 included |= came
         came = None
         if parent is not None:
-            levels = 1 + math.log2(self._replica.place.replicas)  # each may wait for its own children
+            levels = 1 + math.log2(MOST_SLOTS)  # each may wait for its own children
             came = self._pass(parent, total, memory, levels * seconds, included)
         if came and self._is_sound(memory):
             total, included = memory, came

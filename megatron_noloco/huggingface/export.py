@@ -131,11 +131,11 @@ def _model_card(source: ModelSource) -> str:
     model = (
         f"the mean of {saved} replicas' slow weights"
         if len(source.replicas) > 1
-        else f"replica {source.replicas[0]} of {topology.ensemble}"
+        else f"replica {source.replicas[0]}" + ("" if topology.federated else f" of {topology.replicas}")
     )
     notes = [
         f"local steps: {manifest.step}",
-        f"tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
+        f"tokens, all replicas together: {source.saved.consumed_samples * source.architecture.seq_length}",
         f"parallel: {source.saved.layout_in_words}",
         *source.losses_report(),
     ]

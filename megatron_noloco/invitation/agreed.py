@@ -32,7 +32,7 @@ _OF_BLOCK = {
     "yarn_original_max_position_embeddings rope_scaling_factor sliding_window num_moe_experts moe_router_topk "
     "moe_router_load_balancing_type moe_aux_loss_coeff hidden_dropout attention_dropout z_loss_coeff "
     "recompute_granularity recompute_method recompute_num_layers recompute_modules transformer_impl",
-    "federation": "slots streams shortest_deadline_seconds rounds_behind skip_local_steps start_with",
+    "federation": "shortest_deadline_seconds rounds_behind skip_local_steps start_with",
     "data": "sft_packing tokenizer_type split_special_tokens prepend_bos split reset_attention_mask "
     "eod_mask_loss",
     "training": "train_iters seed log_interval watchdog_seconds",

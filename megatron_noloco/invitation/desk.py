@@ -145,15 +145,15 @@ class Desk:
         with self._one_at_a_time:
             if problem := self.problem(secret):
                 return problem
-            addresses, slots = self._taken(), self._config.federation.slots or 0
+            addresses = self._taken()
             used = {*addresses, *(int(path.read_text()) for path in self._folder.glob("[!.]*"))}
-            free = [slot for slot in range(slots) if slot not in used]
+            free = [slot for slot in range(MOST_SLOTS) if slot not in used]
             if (given := slot_in(secret)) is not None:
                 free = [given]
             if not free:
                 return (
-                    f"all {slots} slots of the federation are taken; whoever invites can give that of a machine "
-                    "which will not come back (invite --slot), or raise federation.slots"
+                    f"all {MOST_SLOTS} slots of the federation are taken; whoever invites can give that of a "
+                    "machine which will not come back (invite --slot)"
                 )
             seeds = sorted({place.removeprefix("tcp://") for place in addresses.values() if place})
             if not seeds:

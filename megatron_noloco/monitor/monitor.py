@@ -36,17 +36,15 @@ class Throughput:
 
     Attributes:
         tokens: tokens in the batch of one replica.
-        replicas: replicas of the run.
+        replicas: replicas of the run; None in a federation, whose jobs know neither their number nor their speed.
         flops_per_rank: floating-point operations for the batch of a replica (`training_flops`), per rank.
         peak_tflops: peak of a rank's device; None where it is not known.
-        federated: whether the replicas are separate jobs, of which this one does not know how fast they are.
     """
 
     tokens: int
-    replicas: int
+    replicas: int | None
     flops_per_rank: float
     peak_tflops: float | None = None
-    federated: bool = False
 
     def record(self, seconds_per_step: float, record: Record) -> None:
         """Record the speed of an interval. Assumes that all replicas of a job run at this one's speed."""
@@ -54,7 +52,7 @@ class Throughput:
         tflops = self.flops_per_rank / seconds_per_step / 1e12
         record("speed/seconds_per_step", seconds_per_step, MEAN)
         record("speed/tokens_per_second", tokens_per_second, MEAN)
-        if not self.federated:
+        if self.replicas is not None:
             record("speed/tokens_per_second_of_all", self.replicas * tokens_per_second, MEAN)
         record("speed/tflops_per_gpu", tflops, MEAN)
         if self.peak_tflops is not None:
@@ -150,7 +148,7 @@ class Monitor:
             sum(report.exchange.bytes_sent for report in reports),
             sum(report.pause_seconds for report in reports),
         )
-        if self.throughput.replicas > 1:  # else no round has a partner
+        if self.throughput.replicas != 1:  # else no round has a partner
             for report in reports:
                 self._round(report)
 

@@ -59,9 +59,8 @@ def _facts(run: RunLog) -> dict[str, str]:
     if written := max(log.written for log in run.replicas):
         found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     found |= {label: facts[label] for label in SAID if label in facts}
-    if run.slots:  # whose jobs may differ
-        found.pop("batch in total", None)
-        found["parallel"] = f"{len(run.replicas)} replicas as separate jobs, {run.slots} slots"
+    if run.federated:  # whose jobs may differ
+        found["parallel"] = f"{len(run.replicas)} replicas as separate jobs"
     if parameters := facts.get("parameters"):
         found["weights"] = f"{parameters:,}"
     if not steps:

@@ -166,10 +166,10 @@ class RunLog:
             log.update()
 
     @property
-    def slots(self) -> int | None:
-        """The number of slots of a federation; None where all replicas are one job."""
-        slots: int | None = self.facts.get("config", {}).get("federation", {}).get("slots")
-        return slots
+    def federated(self) -> bool:
+        """Whether the replicas are separate jobs."""
+        federation = self.facts.get("config", {}).get("federation", {})
+        return federation.get("rendezvous") is not None
 
     def _folders(self) -> dict[str, Path]:
         """Return the folder of each replica by its number; of another job the one in which it was written last."""

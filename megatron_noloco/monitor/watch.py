@@ -57,7 +57,7 @@ def _cells(log: ReplicaLog, now: float) -> list[str]:
 
 def _there(run: RunLog) -> list[ReplicaLog]:
     """Return the replicas that count: in a federation not those that have left, and wrote nothing lately."""
-    if run.slots is None:
+    if not run.federated:
         return run.replicas
     newest = max(log.written for log in run.replicas)
     return [log for log in run.replicas if log.written >= newest - _LATELY_SECONDS]

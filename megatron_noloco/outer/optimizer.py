@@ -71,7 +71,7 @@ class OuterOptimizer:
         apart: where replicas are separate jobs, what makes their exchanges; None: all replicas are in this job.
 
     Attributes:
-        grouping: the groups of each round.
+        grouping: the groups of each round; None in a federation, where `apart` chooses partners.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         rounding: r, likewise, what codes of the last rounds left out (`payload`); None where nothing is kept.
@@ -94,7 +94,8 @@ class OuterOptimizer:
         self.weights = weights
         self.transport = transport
         self.place = place
-        self.grouping = grouping_of(settings, place.replicas, seed)
+        self._seed = seed
+        self.grouping = None if place.replicas is None else grouping_of(settings, place.replicas, seed)
         self.settings = settings
         self._apart = apart
         self.local_steps = settings.local_steps
@@ -220,8 +221,9 @@ class OuterOptimizer:
         Returns the report of each exchange. Raises as `run_round` does.
         """
         place = self.place
-        groups = averaging_cycle(place.replica, place.replicas, self.grouping.seed)
         assert self.transport is not None
+        assert place.replicas is not None
+        groups = averaging_cycle(place.replica, place.replicas, self._seed)
         exchange = Exchange(self.transport, place, Channel.FINAL, self.settings.deadline_seconds)
         return self.settle(exchange, groups, done * len(groups))
 
@@ -324,7 +326,8 @@ class OuterOptimizer:
 
     def _group_of(self, round_index: int, fragment: int) -> tuple[Group, int]:
         """Return the group of a fragment's round, and the number of its exchange."""
-        group = self.grouping.group(self.place.replica, round_index, fragment)
+        replica, grouping = self.place.replica, self.grouping
+        group = (replica,) if grouping is None else grouping.group(replica, round_index, fragment)
         return group, round_index * self.settings.fragments + fragment
 
     def _merge(self, running: Round) -> RoundReport:
@@ -427,6 +430,7 @@ def mean_model(outer: Rounds, exchange: Exchange, number: int) -> Iterator[Excha
         exchange: on a channel of its own (`Channel.MEAN_MODEL`). Its buffers are all the memory that this takes.
         number: of this evaluation, the same on all ranks: the local steps done.
     """
+    assert exchange.place.replicas is not None
     with outer.evaluating() as slow_weights:
         exchange.begin(slow_weights, tuple(range(exchange.place.replicas)), number, "an evaluation")
         with outer.weights.writing() as write:

@@ -24,7 +24,10 @@ class SampleOrder:
 
     samples: int
     seed: int
-    part: int = 0  # parts of a blend are shuffled independently
+    part: int = 0  # parts of a blend are shuffled independently ...
+    slot: int | None = (
+        None  # ... and so are the samples of each replica of a federation; None: one job has all
+    )
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -37,7 +40,9 @@ class SampleOrder:
         ids = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            counters = (int(epoch), self.part) if self.part else (int(epoch),)
+            counters: tuple[int, ...] = (int(epoch), self.part) if self.part else (int(epoch),)
+            if self.slot is not None:
+                counters = (int(epoch), self.part, self.slot)
             ids[chosen] = Shuffle(self.samples, self.seed, Stream.SAMPLES, counters).at(offsets[chosen])
         return ids
 
@@ -54,6 +59,7 @@ class BlendedOrder:
     sizes: tuple[int, ...]  # samples in each part
     weights: tuple[float, ...]  # adding up to 1
     seed: int
+    slot: int | None = None  # see `SampleOrder`
 
     @property
     def samples(self) -> int:
@@ -87,7 +93,8 @@ class BlendedOrder:
             if chosen.any():
                 start = int((cycles * self.slots[part] + before[places])[chosen][0])
                 # consecutive places hold consecutive samples of each part
-                ids[chosen] = base + SampleOrder(size, self.seed, part).ids(start, int(chosen.sum()))
+                order = SampleOrder(size, self.seed, part, self.slot)
+                ids[chosen] = base + order.ids(start, int(chosen.sum()))
             base += size
         return ids
 
@@ -122,14 +129,17 @@ class BatchPlan:
 
     The samples of one step are consecutive in the order: replica by replica, within it data-parallel rank by rank,
     within it microbatch by microbatch. dp = N with m microbatches reads what dp = 1 with N*m would.
+
+    In a federation each replica has an order of its own, and its plan is that of one replica.
     """
 
-    replicas: int
+    replicas: int  # of this job
     dp: int
     microbatches: int  # per data-parallel rank and step
     micro_batch_size: int  # samples
     start_step: int = 0  # steps before it had other batches (of other replicas, say) ...
     start_sample: int = 0  # ... and consumed this many samples
+    slot: int = 0  # number of the first replica
 
     @property
     def replica_batch(self) -> int:
@@ -138,14 +148,16 @@ class BatchPlan:
 
     @property
     def global_batch(self) -> int:
-        """Samples all replicas consume per step."""
+        """Samples all replicas of this job consume per step."""
         return self.replicas * self.replica_batch
 
     def first(self, step: int, replica: int, dp: int, microbatch: int) -> int:
         """Return the place in the sample order of the first sample of a microbatch."""
-        within = ((replica * self.dp + dp) * self.microbatches + microbatch) * self.micro_batch_size
+        within = (
+            ((replica - self.slot) * self.dp + dp) * self.microbatches + microbatch
+        ) * self.micro_batch_size
         return self.consumed(step) + within
 
     def consumed(self, step: int) -> int:
-        """Return how many samples all replicas have consumed before `step`."""
+        """Return how many samples all replicas of this job have consumed before `step`."""
         return self.start_sample + (step - self.start_step) * self.global_batch

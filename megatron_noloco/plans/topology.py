@@ -25,7 +25,7 @@ class Place:
 
     Attributes:
         replica: this rank's replica, from 0.
-        replicas: their number.
+        replicas: their number; None in a federation, where it changes.
         rank: its rank in the transport; by default the first rank of the replica.
         ranks_per_replica: replicas are contiguous blocks of this many ranks.
 
@@ -33,15 +33,14 @@ class Place:
     """
 
     replica: int
-    replicas: int
+    replicas: int | None
     rank: int = -1
     ranks_per_replica: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.replica < self.replicas:
-            raise UserError(
-                f"replica {self.replica} must lie between 0 and replicas - 1 = {self.replicas - 1}"
-            )
+        if self.replica < 0 or (self.replicas is not None and self.replica >= self.replicas):
+            most = "" if self.replicas is None else f" and at most replicas - 1 = {self.replicas - 1}"
+            raise UserError(f"replica {self.replica} must be at least 0{most}")
         if self.rank == -1:
             object.__setattr__(self, "rank", self.replica * self.ranks_per_replica)
         if self.rank // self.ranks_per_replica != self.replica:
@@ -70,7 +69,7 @@ class Topology:
         vpp: model chunks per stage (Megatron's interleaved schedule); these need no further ranks.
         sequence_parallel: whether activations are split over the tensor-parallel ranks outside attention and MLP.
         slot: the number of the first replica; in a federation, of the only one of this job.
-        slots: number of replicas of the federation; 0: this job has all replicas.
+        federated: whether other jobs have the other replicas; False: this job has all replicas.
         ep: consecutive data-parallel ranks that divide the experts of each layer among them; a divisor of dp.
     """
 
@@ -81,7 +80,7 @@ class Topology:
     vpp: int = 1
     sequence_parallel: bool = False
     slot: int = 0
-    slots: int = 0
+    federated: bool = False
     ep: int = 1
 
     def __post_init__(self) -> None:
@@ -90,13 +89,13 @@ class Topology:
                 raise UserError(f"{name} must be at least 1, not {size}")
         if self.dp % self.ep:
             raise UserError(f"dp {self.dp} does not divide into groups of ep {self.ep}")
-        if self.slots and not (self.replicas == 1 and 0 <= self.slot < self.slots):
-            raise UserError(f"slot {self.slot} of {self.slots} must be that of one replica, from 0")
+        if self.federated and not (self.replicas == 1 and self.slot >= 0):
+            raise UserError(f"slot {self.slot} must be that of one replica, from 0")
 
     @property
-    def ensemble(self) -> int:
-        """Replicas of all jobs together; in a federation, as many as it has slots."""
-        return self.slots or self.replicas
+    def ensemble(self) -> int | None:
+        """Replicas of all jobs together; None in a federation, where their number changes."""
+        return None if self.federated else self.replicas
 
     @property
     def numbers(self) -> range:

@@ -1,6 +1,5 @@
 """Is this machine ready: GPUs, network interfaces and shared memory. `mpi` tests MPI."""
 
-import math
 import platform
 import shutil
 import socket
@@ -145,8 +144,7 @@ def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
     if usable >= under_way:
         yield Finding("network", "ok", what)
         return
-    streams = f"set federation.streams to {math.ceil(under_way / usable)} on both sides"
-    yield Finding("network", "note", what, f"{streams}, or raise the last number of {', '.join(limits)}")
+    yield Finding("network", "note", what, f"raise the last number of {', '.join(limits)}")
 
 
 def check_shared_memory() -> Iterator[Finding]:

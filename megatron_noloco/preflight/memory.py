@@ -174,7 +174,7 @@ def memory_of(
     nccl = _nccl(topology, routed, shares_embedding, stage)
     if not config.noloco.enabled:
         return Memory(device, {}, nccl)
-    apart = bool(topology.slots)
+    apart = topology.federated
     state = bytes_of_state(config.noloco, topology.ensemble)
     rounds = bytes_of_rounds(config.noloco, topology.ensemble, kept_aside=apart)
     there = on_accelerator(config.noloco, apart)

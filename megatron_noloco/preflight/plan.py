@@ -194,7 +194,7 @@ def plan_of(
     stage, held, memory = fullest_stage(config, architecture, topology)
     largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
     gathered = 0
-    if topology.slots:  # one rank of a replica exchanges for all
+    if topology.federated:  # one rank of a replica exchanges for all
         whole = table_of(architecture).exported_count
         gathered = _FP32 * max(0, whole - largest.owned) if topology.replica_size > 1 else 0
         largest = replace(largest, owned=whole, copied=0)
@@ -212,14 +212,14 @@ def plan_of(
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
     computed, crosses = 0.0, (0, 0)
     if config.noloco.enabled:
-        computed = core_seconds(config.noloco, largest.owned, topology.ensemble, bool(topology.slots))
-        crosses = bus_bytes(config.noloco, held.owned, topology.ensemble, bool(topology.slots))
+        computed = core_seconds(config.noloco, largest.owned, topology.ensemble, topology.federated)
+        crosses = bus_bytes(config.noloco, held.owned, topology.ensemble, topology.federated)
     return Plan(
         topology, stage, held, memory, step_seconds, found, sent, seconds, computed, crosses, gathered
     )
 
 
-def core_seconds(noloco: NolocoSettings, weights: int, replicas: int, apart: bool) -> float:
+def core_seconds(noloco: NolocoSettings, weights: int, replicas: int | None, apart: bool) -> float:
     """Return the seconds of one core in which a rank computes its part of a round of all its weights.
 
     Args:
@@ -231,7 +231,7 @@ def core_seconds(noloco: NolocoSettings, weights: int, replicas: int, apart: boo
     return weights / 1e9 * (in_pairs if noloco.in_pairs_among(replicas) else in_groups)
 
 
-def bus_bytes(noloco: NolocoSettings, weights: int, replicas: int, apart: bool) -> tuple[int, int]:
+def bus_bytes(noloco: NolocoSettings, weights: int, replicas: int | None, apart: bool) -> tuple[int, int]:
     """Return the bytes that a round of all weights of a rank moves from a GPU to the host, and to the GPU."""
     bits = noloco.payload_bits
     if bits is None or not noloco.codes_on_device(apart):
@@ -268,7 +268,8 @@ def schemes(
     """Return the costs of the config's own scheme, of NoLoCo, of DiLoCo, and of synchronous training.
 
     NoLoCo is in pairs, and with more than 8 replicas also in the groups that docs/evidence.md recommends for them;
-    separate jobs exchange in pairs only, and have no DiLoCo. With `most_waiting` each has the local steps that its
+    separate jobs exchange in pairs only, and have no DiLoCo; synchronous training is among those that a federation
+    starts with, or two. With `most_waiting` each has the local steps that its
     run would choose.
 
     The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
@@ -279,7 +280,7 @@ def schemes(
     if replicas == 1:
         return []
 
-    sites = noloco.sites_among(replicas)
+    sites, number = noloco.sites_among(replicas), replicas or max(2, config.federation.start_with)
 
     def scheme(name: str, block: TrainerSettings) -> Scheme:
         found = scheme_of(name, block, largest, topology, network, step_seconds)
@@ -292,7 +293,7 @@ def schemes(
         if sites is None:
             return found
         # Drawn from all alike, a member of a group is at another site so often.
-        share = 1 / sites.interval if block.sites else (replicas - sites.size) / (replicas - 1)
+        share = 1 / sites.interval if block.sites else (number - sites.size) / (number - 1)
         sent = share * found.bytes_per_exchange * sites.size * topology.replica_size
         return replace(found, bytes_across=round(sent))
 
@@ -306,17 +307,17 @@ def schemes(
         scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
         scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap_steps="auto")),
     ]
-    if not topology.slots:
-        if replicas > 8:
-            advised = recommended(replicas)
+    if not topology.federated:
+        if number > 8:
+            advised = recommended(number)
             name = f"NoLoCo in groups of {advised['group_size']}, {advised['payload']}"
             found.append(scheme(name, variant(method="noloco", **advised)))
         found += [
             scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
             scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),
         ]
-    gradients = round(WORKING[config.precision] * largest.parameters * 2 * (replicas - 1) / replicas)
-    seconds = network.seconds(gradients, 2 * math.log2(replicas))
+    gradients = round(WORKING[config.precision] * largest.parameters * 2 * (number - 1) / number)
+    seconds = network.seconds(gradients, 2 * math.log2(number))
     return [*found, Scheme("synchronous", gradients, seconds, 1)]
 
 
@@ -331,7 +332,7 @@ def scheme_of(
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
     sizes, coded = noloco.group_sizes_among(topology.ensemble), noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
-    if topology.slots:  # separate jobs ask for messages, and say that they have them
+    if topology.federated:  # separate jobs ask for messages, and say that they have them
         trips += 3 + 3 * coded
     parts = noloco.fragments  # each of which is exchanged by itself
     pause = math.inf if step_seconds is None else noloco.local_steps / parts * step_seconds

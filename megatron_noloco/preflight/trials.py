@@ -47,7 +47,7 @@ class Trials:
 
     def _problems(self) -> Iterator[str]:
         config = self.config
-        if config.federation.slots is not None:
+        if config.federation.exists:
             yield "federation: tune trains in one job; leave the block out, and give parallel.replicas"
         if not config.evaluation.iters:
             yield "evaluation.iters 0: tune compares losses of the validation split; give at least 1"

@@ -68,7 +68,8 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     if start.saved is not None:
         restore(start.saved, engine, outer, checkpointer.settings)
 
-    order = prepared.datasets.order(config.training.seed)
+    slot = topology.slot if topology.federated else None
+    order = prepared.datasets.order(config.training.seed, slot)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)
     losses, means = None, None

@@ -109,13 +109,15 @@ def _throughput(prepared: Prepared) -> Throughput:
         replicas=topology.ensemble,
         flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
         peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
-        federated=config.federation.slots is not None,
     )
 
 
 def _synchronous_bytes_per_step(prepared: Prepared) -> float:
-    """Return what one replica would send in a ring all-reduce of a step's gradients over the replicas."""
-    replicas = prepared.topology.ensemble
+    """Return what one replica would send in a ring all-reduce of a step's gradients over the replicas.
+
+    In a federation their number is not known, and 2 stands for it: with more each would send more.
+    """
+    replicas = prepared.topology.ensemble or 2
     bytes_per_weight = 4 if prepared.config.precision == "fp32" else 2
     return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
 
@@ -132,13 +134,14 @@ def _write_facts(prepared: Prepared, start_step: int) -> None:
     said = dict(line.split(": ", 1) for line in describe(prepared.config, prepared.topology))
     facts = {
         "version": __version__,
-        **{name: said[name] for name in SAID},
+        **{name: said[name] for name in SAID if name in said},
         "steps": prepared.config.training.train_iters,
-        "replicas": prepared.topology.ensemble,
         "parameters": table_of(prepared.architecture).parameter_count,
         "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
         "config": prepared.config.to_dict(),
     }
+    if prepared.topology.ensemble is not None:
+        facts["replicas"] = prepared.topology.ensemble
     folder.mkdir(parents=True, exist_ok=True)  # its replicas' folders are made by other ranks
     write_text(path, json.dumps(facts, indent=2))
 

@@ -44,6 +44,7 @@ from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import MOST_SLOTS
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def _read(
     config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
 ) -> tuple[Datasets, BatchPlan, list[ValidationSource]]:
     """Read the data; raises UserError where they are too few."""
-    plan = BatchPlan(topology.ensemble, topology.dp, config.microbatches, config.micro_batch_size)
+    sizes = topology.dp, config.microbatches, config.micro_batch_size
+    plan = BatchPlan(topology.replicas, *sizes, slot=topology.slot)
     evaluation = config.evaluation
     needs = Needs(
         vocab_size=architecture.vocab_size,
@@ -131,16 +133,17 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
 
 def _slot(config: RunConfig, replica: int | None) -> int:
     """Return the slot of this job, 0 without a federation. Raises UserError when `--replica` does not fit."""
-    slots = config.federation.slots
-    if slots is None:
+    if not config.federation.exists:
         if replica is not None:
             raise UserError(
-                "--replica: the config has no federation.slots; without, all replicas are one job"
+                "--replica: the config has no federation.rendezvous; without, all replicas are one job"
             )
         return 0
-    if replica is None or not 0 <= replica < slots:
+    if replica is None or not 0 <= replica < MOST_SLOTS:
         wrong = "is missing" if replica is None else f"{replica} is out of range"
-        raise UserError(f"--replica {wrong}: federation.slots {slots} are 0 to {slots - 1}, one for each job")
+        raise UserError(
+            f"--replica {wrong}: each job of a federation has a number of its own, from 0 to {MOST_SLOTS - 1}"
+        )
     return replica
 
 
@@ -205,7 +208,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     """
     _check_machine(config)
     _check_writable(Path(config.training.output_dir))
-    if config.federation.slots is not None:
+    if config.federation.exists:
         network_of(config.federation, config.noloco, Alike({}))
     tokenizer = _tokenizer(config)
     architecture = config.architecture(tokenizer.vocab_size)

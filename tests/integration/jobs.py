@@ -63,7 +63,7 @@ def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str,
         "rounds_behind": 1000,
         "shortest_deadline_seconds": SECONDS,
     }
-    return {"federation": FederationSettings(slots=slots, **(settings | changes)), "slot": slot}
+    return {"federation": FederationSettings(**(settings | changes)), "slot": slot}
 
 
 def run_jobs(

@@ -299,7 +299,6 @@ def test_a_drawn_config_trains_as_separate_jobs(
     succeed(one_job, ranks, save_interval=STEPS)
     ours = {
         "federation": {
-            "slots": slots,
             "start_with": slots,
             "rounds_behind": STEPS,
             "skip_local_steps": False,

@@ -449,7 +449,7 @@ def test_slots_are_raised_by_restarting_one_job_after_the_other(tmp_path: Path, 
     with Federation(tmp_path, changes(text, 2, **ENDLESS, federation={"start_with": 2})) as federation:
         for replica in range(2):
             federation.start(replica, disturb=WITH_PAUSES)
-        more = {"federation": {"slots": 3}}
+        more = {}
         for replica in range(2):
             federation.until_it_has_a_partner(replica, after=0)
             stopped_at = federation.rows(replica)[-1]["step"]

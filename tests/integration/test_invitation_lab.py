@@ -66,7 +66,6 @@ def config_of(folder: Path, address: str) -> dict[str, Any]:
         "noloco": {"local_steps": 10, "routing": "off"},
         "parallel": None,
         "federation": {
-            "slots": 4,
             "rendezvous": f"tcp://{address}:29600",
             "key_file": str(folder / "key"),
             "leave_seconds": 120.0,

@@ -676,7 +676,7 @@ class TwoModes(torch.optim.SGD):
 TWO_MODES = TwoModes([torch.zeros(2)])
 CONVOLUTION: Any = nn.Conv2d(3, 2, 4)
 SAVED = {name: torch.zeros(2) for name in ("slow_weights", "local_steps_done", "first_weights")}
-ELSEWHERE = FederationSettings(slots=2, rendezvous="file:///nowhere", encryption="none")
+ELSEWHERE = FederationSettings(rendezvous="file:///nowhere", encryption="none")
 SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
 
 
@@ -687,9 +687,9 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, {}, "attach: give replicas, where this job holds all of them, or federation"),
         (None, {"replicas": 2, "settings": {}}, "attach: settings must be NolocoSettings(...), not {}"),
         (None, {"replicas": 2, "slot": 0}, "attach: slot is for a federation"),
-        (None, SLOT | {"slot": 2}, "attach: slot must be from 0 to slots - 1 = 1, not 2"),
+        (None, SLOT | {"slot": 4096}, "attach: slot must be from 0 to 4095, not 4096"),
         (None, SLOT | {"seed": -1}, "attach: seed must be an integer >= 0, not -1"),
-        (None, SLOT | {"federation": FederationSettings()}, "attach: federation.slots is missing"),
+        (None, SLOT | {"federation": FederationSettings()}, "attach: federation.rendezvous is missing"),
         (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap_steps "auto" is for `train` only'),
         (None, {"replicas": 2, "stopped": bool}, "attach: stopped is for a federation; leave it out with"),
         (None, SLOT | {"inner": TWO_MODES}, "attach: TwoModes has other weights to train than to evaluate"),

@@ -42,7 +42,7 @@ def changes(folder: Path, **more: Any) -> dict[str, Any]:
         "training": {"train_iters": STEPS, "pretrained": str(folder / "first")},
         "checkpoint": {"save_interval": STEPS},
         "noloco": {"final_average": True},
-        "federation": {"slots": 2, "start_with": 2, "rounds_behind": STEPS, "skip_local_steps": False},
+        "federation": {"start_with": 2, "rounds_behind": STEPS, "skip_local_steps": False},
     }
     return tiny(more, base)
 
@@ -62,7 +62,7 @@ TP, PP, DP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipelin
 def test_they_train_together_and_end_with_one_model(tmp_path: Path, jobs: dict[int, dict[str, int]]) -> None:
     """The attached job is replica 1."""
     slots = len(jobs) + 1
-    text = {"data": {"text": write_text(tmp_path)}, "federation": {"slots": slots, "start_with": slots}}
+    text = {"data": {"text": write_text(tmp_path)}, "federation": {"start_with": slots}}
     with Federation(tmp_path, changes(tmp_path, **text)) as federation:
         config = RunConfig.from_dict(federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")

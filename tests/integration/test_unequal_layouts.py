@@ -96,7 +96,7 @@ def slow_weights(folder: Path, slot: int) -> Tensor:
 
 def rounds_of(folder: Path, jobs: list[Job], changes: dict[str, Any]) -> list[Tensor]:
     common = {
-        "federation": {"slots": len(jobs), "start_with": len(jobs)},
+        "federation": {"start_with": len(jobs)},
         "data": {"text": write_text(folder)},
     }
     with Federation(folder, tiny(changes, common)) as federation:

@@ -148,7 +148,7 @@ def test_an_attach_that_fails_leaves_the_federation_and_the_model(
 ) -> None:
     """As after Ctrl-C while it waits for the state of another job."""
     monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
-    where = FederationSettings(slots=2, rendezvous=f"file://{tmp_path}", encryption="none")
+    where = FederationSettings(rendezvous=f"file://{tmp_path}", encryption="none")
     model = nn.Linear(2, 2)
     begin = partial(attach, model, NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)
     with monkeypatch.context() as failing:

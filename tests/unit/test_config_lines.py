@@ -78,7 +78,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"noloco.consensus_weight": 0}, "no outer_momentum is stable with this gamma; consensus_weight 0.01 is"),
     ({"noloco.outer_momentum": 0, "noloco.outer_nesterov": True}, "noloco.outer_nesterov has no effect with"),
     # a federation
-    ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),
+    ({"federation.start_with": 2}, "federation.rendezvous is missing"),
     (FEDERATION | {"parallel.replicas": 4}, "parallel.replicas 4: a job of a federation is one replica"),
     (FEDERATION | {"noloco.enabled": False}, "noloco.enabled false: a federation is there for rounds"),
     (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
@@ -88,7 +88,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"noloco.local_steps": "auto"}, 'noloco.routing "round" needs a fixed number of noloco.local_steps'),
     (FEDERATION | {"noloco.routing": "round"}, 'noloco.routing "round": a local step would wait for'),
-    (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),
+    (FEDERATION | {"noloco.pairing": "cycle"}, 'noloco.pairing "cycle": the number of replicas'),
     (
         FEDERATION | {"federation.site": "to the left"},
         "federation.site: 'to the left' is no short name: at most",

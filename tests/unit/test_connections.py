@@ -131,7 +131,7 @@ def test_a_job_that_continues_or_finds_trained_ones_does_not_wait_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, continues: bool
 ) -> None:
     monkeypatch.setattr(membership, "TOGETHER_SECONDS", 0.1)
-    settings = FederationSettings(slots=3, start_with=3)
+    settings = FederationSettings(start_with=3)
     with members(tmp_path, "ph") as (first, second):
         noloco = NolocoSettings(deadline_seconds=0.3)
         joining = Membership(second, second.place, noloco, settings)
@@ -151,7 +151,7 @@ def test_a_new_job_that_is_refused_ends_and_one_that_continues_trains_on(
     monkeypatch.setattr(membership, "FIRST_SECONDS", 0.1)
     monkeypatch.setattr(membership, "TOGETHER_SECONDS", 0.1)
     with transport(tmp_path, 0) as one:
-        joining = Membership(one, one.place, NolocoSettings(), FederationSettings(slots=2))
+        joining = Membership(one, one.place, NolocoSettings(), FederationSettings())
         one.service.peers.refusal = "replica 1 is refused: its job differs from this one in tokenizer"
         assert joining.wait_for_start(done=1)
         with pytest.raises(ValueError, match=r"^replica 1 is refused: "):
@@ -206,7 +206,7 @@ def test_a_failure_of_the_thread_ends_the_job(
         for use in (one.present, lambda: one.partners.begin(1, None), lambda: one.partners.standing(1, 1)):
             with pytest.raises(ServiceFailedError, match="has failed: ZeroDivisionError"):
                 use()
-        noloco, settings = NolocoSettings(), FederationSettings(slots=2)
+        noloco, settings = NolocoSettings(), FederationSettings()
         Membership(one, one.place, noloco, settings).leave()
         assert one._closing.is_set()
     assert "the federation's thread has failed" in capfd.readouterr().err

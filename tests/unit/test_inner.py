@@ -61,7 +61,7 @@ def test_an_optimizer_with_weights_is_refused_before_the_first_round(
     model = nn.Linear(3, 2)
     optimizer = Keeping(model.parameters(), lambda parameter: parameter.detach().clone())
     federation = FederationSettings(
-        slots=2, rendezvous=f"file://{tmp_path}", listen="tcp://127.0.0.1:0", encryption="none"
+        rendezvous=f"file://{tmp_path}", listen="tcp://127.0.0.1:0", encryption="none"
     )
     noloco = attach(model, NolocoSettings(local_steps=2), federation=federation, slot=0, inner=optimizer)
     trained(optimizer, model)

@@ -214,7 +214,7 @@ def end_with(looks: list[tuple[int, bool]], deadline_seconds: float) -> tuple[fl
     """Return for how many looks, one a second, rank 0 waits at its end, and with whom it averages."""
     there = AtTheEnd(looks)
     noloco = NolocoSettings(local_steps=10, deadline_seconds=deadline_seconds)
-    own = KeepingUp(there, noloco, FederationSettings(slots=2), 95)  # type: ignore[arg-type]
+    own = KeepingUp(there, noloco, FederationSettings(), 95)  # type: ignore[arg-type]
     with patch.object(module, "time", SimpleNamespace(monotonic=lambda: there.at)):
         waiting = own.at_end(30)
         while (end := waiting.look()) is None:

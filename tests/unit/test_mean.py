@@ -62,7 +62,7 @@ def test_every_member_hangs_on_the_root_by_few_others(members: set[int]) -> None
 
 def keeping_up(rank: FederationTransport, seconds: float = SECONDS) -> KeepingUp:
     noloco = NolocoSettings(local_steps=2, deadline_seconds=seconds)
-    return KeepingUp(rank, noloco, FederationSettings(slots=8), steps=10)
+    return KeepingUp(rank, noloco, FederationSettings(), steps=10)
 
 
 def averaged(mean: TreeMean, vector: Tensor, members: Group, number: int) -> tuple[Tensor, ExchangeReport]:

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Set
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_noloco.federation.pairing import Others, choose
+from megatron_noloco.federation.pairing import Others, Pairing
 from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.settings import NolocoSettings, grouping_of
 
 
 def known(
@@ -18,7 +20,52 @@ def known(
     elsewhere: Set[int] = frozenset(),
     sites: Mapping[int, str] | None = None,
 ) -> Others:
-    return Others(free | busy, free, waiting, hidden, elsewhere, sites or {})
+    return Others(set(), free | busy, free, waiting, hidden, elsewhere, sites or {})
+
+
+def choose(
+    grouping: Grouping, replica: int, at: tuple[int, int], others: Others, interval: int | None = None
+) -> int | None:
+    """Return the partner where the members are as many replicas as the groups are drawn among."""
+    noloco = NolocoSettings(pairing=grouping.pairing, site_interval=interval)
+    pairing = Pairing(noloco, grouping.seed)
+    return pairing.choose(replica, at, replace(others, members=set(range(grouping.replicas))))
+
+
+@settings(max_examples=100)
+@given(st.sets(st.integers(0, 4095), min_size=2, max_size=12), st.integers(0, 9), st.integers(0, 2))
+def test_numbers_of_members_have_gaps(members: set[int], round_index: int, fragment: int) -> None:
+    """The pairs are those of one job with as many replicas, in the order of their numbers."""
+    noloco, numbers = NolocoSettings(), sorted(members)
+    pairs = {
+        tuple(numbers[place] for place in group)
+        for group in grouping_of(noloco, len(members), seed=3).groups(round_index, fragment)
+        if len(group) == 2
+    }
+    found = set()
+    for replica in members:
+        others = members - {replica}
+        partner = Pairing(noloco, 3).choose(
+            replica, (round_index, fragment), Others(members, others, others, set())
+        )
+        if partner is not None:
+            found.add((min(replica, partner), max(replica, partner)))
+    assert found == pairs
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 12), st.integers(0, 9), st.data())
+def test_members_that_have_left_cost_no_round(count: int, round_index: int, data: st.DataObject) -> None:
+    there = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
+    members = set(range(count))
+    partners = {
+        one: Pairing(NolocoSettings(), 3).choose(
+            one, (round_index, 0), Others(members, there - {one}, there - {one}, set())
+        )
+        for one in there
+    }
+    assert sum(partner is None for partner in partners.values()) == len(there) % 2
+    assert all(partners[partner] == one for one, partner in partners.items() if partner is not None)
 
 
 @settings(max_examples=60)

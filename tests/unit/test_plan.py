@@ -156,7 +156,7 @@ def test_in_a_federation_one_rank_sends_all_weights_of_its_replica() -> None:
     for stages in (1, 2):
         run = config(
             parallel={"pipeline_model_parallel_size": stages},
-            federation={"slots": 2, "rendezvous": "file:///x", "encryption": "none"},
+            federation={"rendezvous": "file:///x", "encryption": "none"},
             noloco__routing="off",
         )
         topology = run.topology(run.parallel.replica_size)
@@ -430,7 +430,7 @@ def test_the_bytes_of_larger_groups_and_cycles(method: dict[str, Any]) -> None:
 @pytest.mark.parametrize("payload", ["fp32", "int8"])
 def test_a_device_that_keeps_slow_weights_keeps_the_codes_as_well(payload: str) -> None:
     """The snapshot lies beside slow weights and momentum. Codes need the combined vector there, too."""
-    apart = {"federation": {"slots": 2, "rendezvous": "file:///x", "encryption": "none"}}
+    apart = {"federation": {"rendezvous": "file:///x", "encryption": "none"}}
     found = []
     for changes in ({}, {"noloco__slow_weights": "device"}, {"noloco__slow_weights": "device", **apart}):
         method = {"noloco__overlap_steps": 1, "noloco__payload": payload, "noloco__routing": "off"}

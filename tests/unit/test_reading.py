@@ -232,7 +232,7 @@ def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_page_does_without_numbers_that_a_job_of_another_version_does_not_write(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"config": {"federation": {"slots": 4}}}))
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"federation": {"rendezvous": "file://there"}}}))
     rows = step(2, **meeting(0, 1), unix_seconds=1.0), step(4, unix_seconds=None)
     del rows[0]["round/index"]
     write(tmp_path, "03", *rows, {"kind": "evaluation", "step": 4})
@@ -241,7 +241,7 @@ def test_a_page_does_without_numbers_that_a_job_of_another_version_does_not_writ
 
 
 def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
-    facts = {"steps": 10, "config": {"federation": {"slots": 3}}}
+    facts = {"steps": 10, "config": {"federation": {"rendezvous": "file://there"}}}
     (tmp_path / "run.json").write_text(json.dumps(facts))
     write(tmp_path, "00", step(6, **{"round/deadline_seconds": 5.0}), {"kind": "checkpoint", "step": 6})
     write(tmp_path / "replica_00" / "others", "01", step(8), {"kind": "checkpoint", "step": 8})
@@ -327,7 +327,7 @@ def test_the_timeline_of_a_federation(tmp_path: Path) -> None:
     )
     run = RunLog(tmp_path)
     assert timeline_of(run) == [], "no federation"
-    run.facts["config"] = {"federation": {"slots": 2}}
+    run.facts["config"] = {"federation": {"rendezvous": "file://there"}}
     traces = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in timeline_of(run)}
     end = (None, None)
     assert traces == {

@@ -54,7 +54,7 @@ def test_whoever_gives_a_setting_of_groups_has_the_defaults_of_the_others(
 
 
 def test_separate_jobs_exchange_in_pairs_however_many_they_are() -> None:
-    run = RunConfig.from_dict(edited(FEDERATION | {"noloco": {"local_steps": 5}, "federation.slots": 40}))
+    run = RunConfig.from_dict(edited(FEDERATION | {"noloco": {"local_steps": 5}}))
     assert groups_of(run) == PAIRS
 
 

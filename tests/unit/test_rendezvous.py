@@ -219,7 +219,7 @@ def test_a_seed_may_have_either_kind_of_address(address: str) -> None:
 
 def test_a_job_announces_its_address_on_the_way_to_its_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
-    federation = FederationSettings(slots=2, rendezvous="tcp://first:29600", encryption="none")
+    federation = FederationSettings(rendezvous="tcp://first:29600", encryption="none")
     assert network_of(federation, NolocoSettings(), Alike({})).host() == "10.77.0.2"
 
 

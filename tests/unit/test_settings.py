@@ -25,7 +25,7 @@ from megatron_noloco.settings import (
 )
 from tests.unit.configs import edited
 
-SEPARATE = FederationSettings(slots=4, rendezvous="file://a", encryption="none")
+SEPARATE = FederationSettings(rendezvous="file://a", encryption="none")
 
 
 def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
@@ -184,10 +184,9 @@ def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
     ("changes", "of_method", "problem"),
     [
         ({}, {}, ""),
-        ({"slots": None}, {}, "federation.slots is missing"),
         ({"rendezvous": None}, {}, "federation.rendezvous is missing"),
         ({"encryption": "tls"}, {}, "federation.key_file is missing"),
-        ({"start_with": 5}, {}, "federation.start_with 5 is more than federation.slots 4"),
+        ({}, {"pairing": "cycle"}, 'noloco.pairing "cycle"'),
         ({}, {"method": "diloco"}, "federation: separate jobs exchange in pairs"),
         ({}, {"group_size": 4}, "federation: separate jobs exchange in pairs"),
         ({}, {"sites": 2}, "noloco.sites: a job of a federation names its own site, federation.site"),

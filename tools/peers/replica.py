@@ -197,7 +197,6 @@ def as_a_job(options: argparse.Namespace, model: Model, optimizer: torch.optim.O
         model,
         settings_of(options),
         federation=FederationSettings(
-            slots=options.replicas,
             rendezvous="tcp://" + ",".join(addresses),
             listen=f"tcp://{addresses[options.replica]}",
             encryption="none",  # torchft's messages are not encrypted either
