@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
 from megatron_noloco.federation.commit import committing
+
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from megatron_noloco.federation.commit import committing
+
 from megatron_noloco.federation.movement import SLAB, movement_of
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.canonical import Block, Matrix

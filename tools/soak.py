@@ -33,8 +33,8 @@ from pathlib import Path
 from statistics import linear_regression
 
 import torch
-
 from megatron_noloco.federation.commit import committing
+
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.partners import Standing
 from megatron_noloco.outer import OuterOptimizer, TorchWeights

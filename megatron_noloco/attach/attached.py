@@ -1,5 +1,6 @@
 """Rounds in a training loop that exists: the object that `attach` returns."""
 
+import json
 import sys
 import time
 import warnings
@@ -26,7 +27,7 @@ from megatron_noloco.plans.fragments import fragment_after
 if TYPE_CHECKING:
     from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.membership import Membership
-    from megatron_noloco.federation.network import FederationTransport
+    from megatron_noloco.federation.rounds import Leading
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 
@@ -80,8 +81,8 @@ class Attached:
             outer.restore(state)
         if membership is not None:
             self.done = membership.begin(self.done, takes=state is None).step
-        speaker = None if membership is None else membership.transport
-        self._rows = None if speaker is None else RoundRows(speaker)
+        leading = None if membership is None else membership.leading
+        self._rows = None if leading is None else RoundRows(leading)
         self._notice_loads()  # last: where this fails before, the model is not attached
         _ATTACHED.add(self)
 
@@ -280,8 +281,8 @@ class RoundRows:
     The names are those of the trainer's metrics.
     """
 
-    def __init__(self, transport: "FederationTransport") -> None:
-        self._transport = transport
+    def __init__(self, leading: "Leading") -> None:
+        self._leading = leading
         self._since, self._steps = time.monotonic(), 0
         self._sent_bytes = self._missed = 0
 
@@ -293,7 +294,7 @@ class RoundRows:
             self._missed += bool(report.exchange.missed)
         if not reports:
             return
-        slot, last, at = self._transport.rank, reports[-1], time.monotonic()
+        slot, last, at = self._leading.thread.node.slot, reports[-1], time.monotonic()
         row = {
             "kind": "step",
             "step": done,
@@ -303,11 +304,11 @@ class RoundRows:
             "round/partners": [other for other in last.exchange.group if other != slot],
             "round/pause_seconds": last.pause_seconds,
             "round/spread": last.spread,
-            "round/deadline_seconds": self._transport.partners.deadline_seconds,
+            "round/deadline_seconds": self._leading.partners.deadline_seconds,
             "total/sent_bytes": self._sent_bytes,
             "total/missed_rounds": self._missed,
         }
         if last.exchange.missed:
             row["round/missed"] = last.exchange.missed
         self._since, self._steps = at, 0
-        self._transport.tell_row(row)
+        self._leading.thread.tell_row(json.dumps(row))

@@ -102,7 +102,7 @@ def attach(
         return Attached(adapter, outer, first, state, own_inner)
 
     from megatron_noloco.attach.job_state import JobState
-    from megatron_noloco.federation.likeness import Alike
+    from megatron_noloco.federation.compatibility import Alike
     from megatron_noloco.federation.membership import join_federation
 
     held = starts[rank].held
@@ -122,7 +122,7 @@ def attach(
     try:
         copies = copies_in([one.held or [] for one in starts], rank)
         apart = membership.replica(adapter.weights, seed, None if held is None else (held, copies))
-        outer = OuterOptimizer(adapter.weights, membership.transport, membership.place, settings, seed, apart)
+        outer = OuterOptimizer(adapter.weights, None, membership.place, settings, seed, apart)
         job_state = JobState(outer, apart.movement, own_inner, adapter)
         membership.keeper = job_state
         membership.say = partial(warnings.warn, stacklevel=5)

@@ -88,7 +88,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
         return 0
 
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
-        from megatron_noloco.federation.keeping_up import UntrainedError
+        from megatron_noloco.federation.catch_up import UntrainedError
         from megatron_noloco.outer import PartnerTimeoutError
         from megatron_noloco.outer.health import NotFiniteError
         from megatron_noloco.training.build import build

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -10,18 +9,20 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.commit import Replica, committing
-from megatron_noloco.federation.exchanges import FINAL
-from megatron_noloco.federation.handover import Handover, Keeper, Taken
-from megatron_noloco.federation.keeping_up import AtEnd, AtItsEnd, KeepingUp, UntrainedError
+from megatron_noloco.federation.catch_up import AtEnd, AtItsEnd, CatchUp, UntrainedError
+from megatron_noloco.federation.compatibility import Alike, run_number
+from megatron_noloco.federation.final_mean import FINAL, FinalMean
+from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.likeness import Alike, run_number
+from megatron_noloco.federation.messages import Member
 from megatron_noloco.federation.movement import Held, movement_of
-from megatron_noloco.federation.network import FederationTransport, Network
-from megatron_noloco.federation.partners import Patience
+from megatron_noloco.federation.network import Network, open_node
+from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.pairing import Pairing
+from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.rendezvous import rendezvous_of
-from megatron_noloco.federation.service import ServiceFailedError
-from megatron_noloco.federation.tree_mean import Tree, TreeMean
+from megatron_noloco.federation.rounds import Leading, Replica
+from megatron_noloco.federation.takeover import Keeper, Taken, TakeOver
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import found_by_rank_0, of_rank_0, vote
 from megatron_noloco.job.join import reachable_address
@@ -33,7 +34,6 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
 FIRST_SECONDS = 5.0  # for another job, which may have a state to give
 TOGETHER_SECONDS = 30.0  # for others that are started again with this job
-_FAREWELL_SECONDS = 0.5  # for the others to read it: what arrives with the end of a connection may be lost
 _LOOK_SECONDS = 0.05
 
 
@@ -54,49 +54,49 @@ class Boundary(NamedTuple):
 class Membership:
     """The part of a job in a federation, as one of its ranks has it.
 
-    The job is one replica. Its first rank speaks for all: it alone is connected to other replicas, sees them and
-    decides, and the other ranks are told.
+    The job is one replica. Its first rank leads: it alone is connected to other replicas, sees them and decides,
+    and the other ranks are told.
 
     Args:
-        transport: of the speaker; None on the other ranks.
+        leading: of the leader; None on the other ranks.
         place: of the replica among the others.
         steps: see `join_federation`.
 
     Attributes:
-        keeping_up: of the speaker: which local step comes next.
-        handover: gives the state of this replica to others, and takes theirs.
+        catch_up: of the leader: which local step comes next.
+        states: gives the state of this replica to others, and takes theirs.
         keeper: what copies this job's state, and uses another; to be set before the first local step.
-        say: called on the speaker with lines for the log.
+        say: called on the leader with lines for the log.
     """
 
     def __init__(
         self,
-        transport: FederationTransport | None,
+        leading: Leading | None,
         place: Place,
         noloco: NolocoSettings,
         federation: FederationSettings,
         steps: int | None = None,
     ) -> None:
-        self.transport, self.place = transport, place
+        self.leading, self.place = leading, place
         self.noloco, self.federation = noloco, federation
-        self.keeping_up = None if transport is None else KeepingUp(transport, noloco, federation, steps)
-        self.handover = Handover(transport)
+        thread = None if leading is None else leading.thread
+        self.catch_up = None if thread is None else CatchUp(thread, noloco, federation, steps)
+        self.states = TakeOver(thread)
         self.keeper: Keeper
         self.say: Callable[[str], object] = lambda line: None
         self._steps = steps
         self._replica: Replica
 
     def replica(self, weights: Weights, seed: int, held: Held | None = None) -> Replica:
-        """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`.
+        """Return what makes the exchanges of rounds count for both partners or for neither.
 
         A collective of the job.
 
         Args:
             weights, held: see `movement_of`.
         """
-        movement = movement_of(weights, self.noloco.fragments, held)
-        partners = None if self.transport is None else self.transport.partners
-        self._replica = committing(movement, partners, self.place, self.noloco, seed)
+        gather = Gather(movement_of(weights, self.noloco.fragments, held))
+        self._replica = Replica(gather, self.place, Pairing(self.noloco, seed), self.leading)
         return self._replica
 
     def health(self, weights: Weights) -> Health:
@@ -120,7 +120,7 @@ class Membership:
 
         Raises UserError where the rendezvous has only led to jobs with which a new job can never exchange.
         """
-        self.handover.trains_from(done)
+        self.states.trains_from(done)
         came, refusal = found_by_rank_0(partial(self._wait_for_others, done))
         if refusal:
             self.leave()
@@ -128,20 +128,42 @@ class Membership:
         return came
 
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
-        """Wait for others at the start; return whether enough came, and why none of them can."""
-        assert self.transport is not None
-        self.transport.wait_for(1, FIRST_SECONDS)
+        """Wait for others at the start; return whether enough came, and why no other can."""
+        thread = self._thread
+        self._wait_for(1, FIRST_SECONDS)
+        seconds, refusal = self.noloco.deadline_seconds, "" if thread.node.present() else thread.node.refusal
         if done:
-            seconds, refusal = min(self.noloco.deadline_seconds, TOGETHER_SECONDS), ""
-        else:
-            seconds, refusal = self.noloco.deadline_seconds, self.transport.refusal
-        came = not refusal and self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
+            seconds, refusal = min(seconds, TOGETHER_SECONDS), ""
+        came = not refusal and self._wait_for(self.federation.start_with - 1, seconds, trained=True)
         return came or done > 0, refusal
+
+    def _wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
+        """Wait until this many replicas are there, or this job is to stop; returns False when time is up.
+
+        Replicas count that have a link to this one, and of two hidden replicas each for the other.
+
+        Args:
+            trained: whether a replica that is past its first round ends the wait as well.
+        """
+        node = self._thread.node
+
+        def enough() -> bool:
+            present, hidden = node.present(), node.hidden()
+            there = len({*present} | hidden - {node.slot} if node.slot in hidden else present)
+            now.part(f"{there + 1} of {others + 1} replicas are there")
+            return there >= others or (trained and any(status.begun > 0 for status in present.values()))
+
+        return self._thread.wait(enough, seconds) or node.is_leaving
+
+    @property
+    def _thread(self) -> NodeThread:
+        assert self.leading is not None
+        return self.leading.thread
 
     def announce(self, done: int) -> None:
         """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
-        if self.keeping_up is not None:
-            self.keeping_up.start(done)
+        if self.catch_up is not None:
+            self.catch_up.start(done)
 
     def begin(self, done: int, takes: bool) -> Boundary:
         """Announce that this replica trains on after `done` local steps.
@@ -158,7 +180,7 @@ class Membership:
     def between_steps(self, done: int) -> Boundary:
         """Return what happened between two local steps, and which one comes next.
 
-        Raises as `KeepingUp.next_step` does.
+        Raises as `CatchUp.next_step` does.
 
         Args:
             done: local steps so far.
@@ -168,7 +190,7 @@ class Membership:
         wanted, step, problem = told
         if problem:
             raise UntrainedError(problem)
-        gave = wanted and self.handover.give(partial(self.keeper.copy, done))
+        gave = wanted and self.states.give(partial(self.keeper.copy, done))
         if step is not None:
             return Boundary(step, gave)
         taken = self._take_over(done)
@@ -178,7 +200,7 @@ class Membership:
         return Boundary(taken.step, gave, taken)
 
     def average(self, outer: OuterOptimizer, done: int) -> list[ExchangeReport]:
-        """Make all replicas that come to their end equal to their mean; see `TreeMean`.
+        """Make all replicas that come to their end equal to their mean; see `FinalMean`.
 
         A replica that ended more than `rounds_behind` rounds before the furthest gets the mean, and is not in it.
         Averages nothing, and returns no reports, where this job is asked to stop meanwhile.
@@ -187,14 +209,10 @@ class Membership:
             done: local steps of this replica.
         """
         end = self._wait_at_end(done)
-        self.handover.ended()
+        self.states.ended()
         if end is None:
             return []
-        tree = None
-        if self.transport is not None and self.keeping_up is not None:
-            seconds = self.noloco.deadline_seconds
-            tree = Tree(self.transport, seconds, self.keeping_up.is_at_its_end, end.left_out, end.links)
-        mean = TreeMean(self._replica, tree)
+        mean = FinalMean(self._replica, end, self.noloco.deadline_seconds)
         reports = outer.settle(mean, [end.group], FINAL)
         return [] if mean.stopped else reports
 
@@ -216,56 +234,52 @@ class Membership:
         at = next_after(done, *schedule)
         if self._steps is not None and due_after(*at, *schedule) > self._steps:
             return reports, done
-        if self.transport is not None:
-            self.transport.partners.leave_in(self.federation.leave_seconds)
+        if self.leading is not None:
+            self.leading.thread.node.leave_in(self.federation.leave_seconds)
         reports.append(outer.run_round(*at))
         counts = len(reports[-1].exchange.group) > 1
         return reports, due_after(*at, *schedule) if counts else done
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one. The ranks need not call it together."""
-        if self.keeping_up is not None:
-            with suppress(ServiceFailedError):  # then the connections are lost, which tells the others
-                self.keeping_up.leave()
-        self.handover.close()
-        if self.transport is not None:
-            with suppress(ServiceFailedError):
-                if self.transport.present():
-                    time.sleep(_FAREWELL_SECONDS)
-            self.transport.close()
+        self.states.close()
+        if self.leading is not None:
+            self.leading.thread.close()
 
     def _take_over(self, done: int) -> Taken | None:
+        if self.leading is not None:  # no replica waits for this one until it goes on
+            thread = self.leading.thread
+            thread.do(thread.node.go_on, -1, "behind")
         least = done + self.federation.rounds_behind * self.noloco.local_steps + 1
         with now.doing("taking over the state of another replica"):
-            return self.handover.take_over(self.keeper, least, self.noloco.deadline_seconds, self.say)
+            return self.states.take_over(self.keeper, least, self.noloco.deadline_seconds, self.say)
 
     def _look(self, done: int) -> tuple[bool, int | None, str] | None:
         """Return what the speaker decides: whether to give, the next step, and why it cannot go on."""
-        if self.keeping_up is None:
+        if self.catch_up is None:
             return None
-        wanted = self.handover.wanted(done)
+        wanted = self.states.wanted(done)
         try:
-            return wanted, self.keeping_up.next_step(done), ""
+            return wanted, self.catch_up.next_step(done), ""
         except UntrainedError as error:
             return wanted, done, str(error)
 
     def _wait_at_end(self, done: int) -> AtEnd | None:
         """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
-        waiting = None if self.keeping_up is None else self.keeping_up.at_end(done)
+        waiting = None if self.catch_up is None else self.catch_up.at_end(done)
         now.part("waiting for the other replicas at the end")
         while True:
             wanted, end = found_by_rank_0(partial(self._look_at_end, waiting, done))
             if wanted:
-                self.handover.give(partial(self.keeper.copy, done))
+                self.states.give(partial(self.keeper.copy, done))
             if end is not None or not wanted:
                 return end
 
     def _look_at_end(self, waiting: AtItsEnd | None, done: int) -> tuple[bool, AtEnd | None]:
         """Wait for news; return whether a state is wanted, and who forms the mean; neither if this job stops."""
-        assert self.transport is not None
         assert waiting is not None
-        while not self.transport.partners.stopped():
-            wanted, end = self.handover.wanted(done), waiting.look()
+        while not self._thread.node.is_leaving:
+            wanted, end = self.states.wanted(done), waiting.look()
             if wanted or end is not None:
                 return wanted, end
             time.sleep(_LOOK_SECONDS)
@@ -284,29 +298,25 @@ def join_federation(
 
     Args:
         federation, noloco: without `settings.federation_problems`.
-        place: of the replica: the job's slot, and their number.
+        place: of the replica.
         alike: what all jobs must have alike besides the settings, such as the model.
         steps: local steps of the whole training, the last of which is never left out; None: not known.
-        stopped: see `FederationTransport`.
+        stopped: see `open_node`.
 
     Raises UserError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
     address cannot be announced.
     """
-    transport, problem = None, None
+    leading, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            patience = Patience(
-                federation.shortest_deadline_seconds,
-                noloco.deadline_seconds,
-                federation.rounds_behind * noloco.fragments,
-            )
-            network = network_of(federation, noloco, alike)
-            transport = FederationTransport(place, network, patience, stopped=stopped)
+            thread = open_node(network_of(federation, noloco, alike), place.replica, stopped)
+            behind = federation.rounds_behind * noloco.fragments
+            leading = Leading(thread, Partners(thread.node, noloco.deadline_seconds, behind))
         except (ValueError, OSError) as error:
             problem = error
     if (found := of_rank_0(problem)) is not None:
         raise found
-    return Membership(transport, place, noloco, federation, steps)
+    return Membership(leading, place, noloco, federation, steps)
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Alike) -> Network:
@@ -315,19 +325,14 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Al
     alike = alike._replace(shared={"noloco": shared(noloco), **alike.shared})
     run, digests = run_number(alike.shared), alike.digests
     rendezvous = rendezvous_of(federation.rendezvous, run, digests)
-    keys = None
-    if federation.encryption == "tls":
-        assert federation.key_file is not None
-        keys = Keys.read(Path(federation.key_file))
-    listen = None if federation.listen == "off" else federation.listen or rendezvous.listen
+    key_file = Path(str(federation.key_file)) if federation.encryption == "tls" else None
     return Network(
         rendezvous,
-        run,
-        listen,
-        keys,
+        Member(run, digests, alike.kind),
+        None if federation.listen == "off" else federation.listen or rendezvous.listen,
+        None if key_file is None else Keys.read(key_file),
         partial(reachable_address, rendezvous.hosts),
         federation.advertise,
-        digests=digests,
-        kind=alike.kind,
-        site=federation.site or "",
+        key_file,
+        federation.site or "",
     )

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.compatibility import differences, fit
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.folder import is_folder_endpoint
-from megatron_noloco.federation.likeness import differences, fit
 from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen
 from megatron_noloco.federation.messages import (
     Address,
@@ -98,7 +98,6 @@ class Node:
         strangers: this side of the conversation with who has not shown the key; None: there is no such.
         phase: of this replica, as `begun` and `step`; see `Status`. `tell` tells them to the others.
         under_way: the partner in each round that is under way, by its number.
-        leaves_at: until when, on the monotonic clock, rounds go on although this job was asked to stop.
         refusal: why a process that was dialled by its endpoint cannot exchange with this one; "": all can.
         has_answers: whether any process has answered that was dialled by its endpoint, maybe this one.
         failure: why this process can go on no more.
@@ -116,7 +115,7 @@ class Node:
         self.phase: Phase = "training"
         self.begun, self.step = -1, 0
         self.under_way: dict[int, int] = {}
-        self.leaves_at = float("-inf")
+        self._leaves_at = float("-inf")  # on the monotonic clock
         self.refusal, self.has_answers = "", False
         self.failure: BaseException | None = None
         self._carriers, self._stopped = carriers, stopped
@@ -186,12 +185,16 @@ class Node:
     @property
     def is_leaving(self) -> bool:
         """Whether this job was asked to stop, and waits for nobody."""
-        return self._stopped() and time.monotonic() > self.leaves_at
+        return self._stopped() and time.monotonic() > self._leaves_at
+
+    def leave_in(self, seconds: float) -> None:
+        """Take part in one more round for so long, although this job was asked to stop. From any thread."""
+        self._leaves_at = time.monotonic() + seconds
 
     @property
     def seconds_to_leave(self) -> float:
         """Seconds that a round may still take though this job was asked to stop; 0.0: no such time was set."""
-        return max(0.0, self.leaves_at - time.monotonic())
+        return max(0.0, self._leaves_at - time.monotonic())
 
     # What others are told
 

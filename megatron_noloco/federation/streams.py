@@ -31,7 +31,7 @@ class StreamEndedError(ConnectionError):
 
 
 class RefusedError(ConnectionError):
-    """The process at an endpoint and this one cannot have streams, such as with another key. The message says why."""
+    """The process at an endpoint has another key or version. The message says what is to be done."""
 
 
 class Stream(ABC):

@@ -18,10 +18,8 @@ class Channel(IntEnum):
     LOSSES = 2
     CONTACTS = 3
     FINAL = 4
-    COMMITS = 5
     MEAN_MODEL = 6
     MEAN_LOSSES = 7
-    SLABS = 8  # and those that follow: of a federation
 
 
 def tag_of(number: int, channel: int) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -43,17 +43,13 @@ def rounds_from_lists(lists: Mapping[str, list[Any]]) -> dict[str, Tensor]:
 
 
 class Apart(Protocol):
-    """Replicas that are separate jobs (`federation.commit.Replica`)."""
+    """Replicas that are separate jobs (`federation.rounds.Replica`)."""
 
     def fragments(self) -> Sequence[Fragment]:
         """Return the fragments of this rank's weights, alike in all jobs."""
 
-    def exchange(self, make: Callable[[int, int], Exchange]) -> AnyExchange:
-        """Return what exchanges a fragment.
-
-        Args:
-            make: returns an exchange on a channel, of stretches of so many elements.
-        """
+    def exchange(self) -> AnyExchange:
+        """Return what exchanges a fragment."""
 
 
 class OuterOptimizer:
@@ -353,9 +349,7 @@ class OuterOptimizer:
         in_pairs = self.settings.in_pairs_among(self.place.replicas)
         stretch = max(1, self._longest) if in_pairs else STRETCH
         exchange: AnyExchange = (
-            self._exchange(Channel.ROUNDS, stretch)
-            if self._apart is None
-            else self._apart.exchange(self._exchange)
+            self._exchange(Channel.ROUNDS, stretch) if self._apart is None else self._apart.exchange()
         )
         coded = self.settings.codes_on_device(apart=self._apart is not None)
         return Round(self._vectors, exchange, self._longest, self._vectors.home if coded else HOST)

@@ -20,7 +20,7 @@ from megatron_noloco.config.old_forms import of_saved_run
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.likeness import differences, digests_of
+from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
@@ -48,7 +48,7 @@ class Joined(NamedTuple):
     Attributes:
         config: of the run, with the hosts that there are, where they are sites; what the file leaves out is as in
             the run that is continued.
-        transport: for exchanges between replicas; None on ranks of a federation that do not speak.
+        transport: for exchanges between the replicas of one job; None in a federation.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
         stopping: whether this job is to stop.
@@ -109,7 +109,6 @@ def join_job(prepared: Prepared) -> Joined:
             membership.leave()
             stopping.close(start.step)
             raise StoppedAtStartError(stopping.reason)
-        transport = membership.transport
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)

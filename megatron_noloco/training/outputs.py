@@ -17,7 +17,7 @@ from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.files import outside, write_text
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
@@ -39,18 +39,18 @@ class OtherJobs:
     be written is lost, as `ReplicaFiles` says for the same disk.
     """
 
-    def __init__(self, transport: FederationTransport, folder: Path) -> None:
-        self._transport, self._folder = transport, folder / OTHERS
+    def __init__(self, thread: NodeThread, folder: Path) -> None:
+        self._thread, self._folder = thread, folder / OTHERS
 
     def write(self, row: Row) -> None:
-        self._transport.tell_row(row)
+        self._thread.tell_row(json.dumps(row))
         self._keep()
 
     def close(self) -> None:
         self._keep()
 
     def _keep(self) -> None:
-        for slot, text in self._transport.rows():
+        for slot, text in self._thread.rows():
             with suppress(ValueError, RecursionError, OSError):
                 line = json.dumps(without_nan(outside(json.loads(text))))
                 folder = self._folder / f"replica_{slot:02d}"
@@ -73,8 +73,8 @@ def build_monitor(
     if dist.get_rank() == 0:
         console = _console(prepared, joined, progress)
         writers.append(console)
-        if joined.membership is not None and joined.membership.transport is not None:
-            writers.append(OtherJobs(joined.membership.transport, config.training.folder_of(at.replica)))
+        if joined.membership is not None and joined.membership.leading is not None:
+            writers.append(OtherJobs(joined.membership.leading.thread, config.training.folder_of(at.replica)))
         _write_facts(prepared, start.step)
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start)

@@ -30,7 +30,7 @@ from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.likeness import Alike
+from megatron_noloco.federation.compatibility import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import writing

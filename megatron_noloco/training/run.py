@@ -210,8 +210,8 @@ class Run:
             self.choices = self.choices[1:]
             choice = None
         reports = self.outer.after_local_step(done)
-        if reports and self.membership is not None and self.membership.transport is not None:
-            deadline = self.membership.transport.partners.deadline_seconds
+        if reports and self.membership is not None and self.membership.leading is not None:
+            deadline = self.membership.leading.partners.deadline_seconds
             self.monitor.metrics.record("round/deadline_seconds", deadline, LAST)
         self.monitor.local_step(reports)
         if choice is not None:

@@ -23,7 +23,7 @@ from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.sharded_module import reshard
 from megatron_noloco.attach.torch_module import torch_adapter
-from megatron_noloco.federation.likeness import differences
+from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.network import Network
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks

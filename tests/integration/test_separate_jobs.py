@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation import membership
-from megatron_noloco.federation.likeness import differences
+from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.network import Network
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport

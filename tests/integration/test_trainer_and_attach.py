@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_noloco.attach import attach
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.federation.likeness import differences
+from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.model.architecture import Architecture

@@ -8,16 +8,16 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
-
 from megatron_noloco.federation.commit import Choose, CommittedExchange, Guard, Replica
 from megatron_noloco.federation.control import Address
-from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.moved_exchange import MovedExchange
+from megatron_noloco.federation.passes import DEPTH
+from megatron_noloco.federation.peers import CONNECTION_LOST
+
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.partners import Patience
-from megatron_noloco.federation.passes import DEPTH
-from megatron_noloco.federation.peers import CONNECTION_LOST
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place

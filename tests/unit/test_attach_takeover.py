@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from megatron_noloco.federation.handover import State
 from torch import Tensor, nn
 
 from megatron_noloco.attach import attach, attached
@@ -20,7 +21,6 @@ from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.other_state import fingerprints_of
 from megatron_noloco.attach.torch_module import torch_adapter
-from megatron_noloco.federation.handover import State
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import ExchangeReport, RoundReport

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_noloco.federation.commit import CommittedExchange, Guard, PoisonedError, Replica
 from megatron_noloco.federation.moved_exchange import MovedExchange
+from megatron_noloco.federation.passes import DEPTH
+from torch import Tensor
+
 from megatron_noloco.federation.movement import Movement, alone
 from megatron_noloco.federation.pairing import Others
-from megatron_noloco.federation.passes import DEPTH
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.finite_mean import finite_mean
 from megatron_noloco.outer.messages import CHANNELS, PHASES

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_noloco.federation.service import ServiceFailedError
 
 from megatron_noloco.federation import membership, peers
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.job.activity import now
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.interface import Message

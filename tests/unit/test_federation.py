@@ -13,13 +13,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-
 from megatron_noloco.federation.control import VERSION, Address, State, Stream, packed
+from megatron_noloco.federation.session import checksum_of
+
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.partners import FederationPartners, Patience, Standing
 from megatron_noloco.federation.rendezvous import split
-from megatron_noloco.federation.session import checksum_of
 from megatron_noloco.outer import Channel, Exchange, group_mean
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place

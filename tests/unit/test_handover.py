@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from torch import Tensor
-
-from megatron_noloco.federation import control
-from megatron_noloco.federation import handover as module
 from megatron_noloco.federation.asks import furthest
 from megatron_noloco.federation.control import Offer
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.handover import Handover, Part, State, Taken
+from torch import Tensor
+
+from megatron_noloco.federation import control
+from megatron_noloco.federation import handover as module
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import FederationTransport

@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from megatron_noloco.federation.inquiry import known_addresses
 from pydantic import ValidationError
 
 from megatron_noloco import __version__
@@ -30,7 +31,6 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.run_config import File
-from megatron_noloco.federation.inquiry import known_addresses
 from megatron_noloco.federation.keys import Keys, fingerprint_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, split

@@ -8,8 +8,6 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from megatron_noloco.federation import keeping_up as module
 from megatron_noloco.federation.control import State
 from megatron_noloco.federation.exchanges import Seen
 from megatron_noloco.federation.keeping_up import (
@@ -17,6 +15,8 @@ from megatron_noloco.federation.keeping_up import (
     KeepingUp,
     UntrainedError,
 )
+
+from megatron_noloco.federation import keeping_up as module
 from megatron_noloco.federation.partners import FederationPartners, Patience, Standing
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.topology import Place

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_noloco.federation.control import LARGEST
+from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send
 from torch import Tensor
 
 from megatron_noloco.checkpoint.reader import read_into
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.samples import ShuffledDataset
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.federation.control import LARGEST
-from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.messages import CHANNELS, PHASES, tag_of
 from megatron_noloco.outer.payload import BLOCK, message_bytes, pieces

@@ -14,16 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-
 from megatron_noloco.federation.commit import committing
 from megatron_noloco.federation.control import Hello
 from megatron_noloco.federation.keeping_up import AT_ITS_END, FINAL, AtEnd, KeepingUp
+from megatron_noloco.federation.peers import Peers
+from megatron_noloco.federation.tree_mean import Tree, TreeMean, parent_of
+from torch import Tensor
+
 from megatron_noloco.federation.movement import SLAB, alone
 from megatron_noloco.federation.network import FederationTransport, Network
-from megatron_noloco.federation.peers import Peers
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.tree_mean import Tree, TreeMean, parent_of
 from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from megatron_noloco.federation.moved_exchange import MovedExchange
+from megatron_noloco.federation.passes import DEPTH, Dealing, Moving, Work, whole
+from megatron_noloco.federation.speakers import Receives, Sends
 from torch import Tensor
 
 from megatron_noloco.engine.layout import held_of
-from megatron_noloco.federation.moved_exchange import MovedExchange
 from megatron_noloco.federation.movement import Movement, alone
-from megatron_noloco.federation.passes import DEPTH, Dealing, Moving, Work, whole
-from megatron_noloco.federation.speakers import Receives, Sends
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange
 from megatron_noloco.plans.canonical import Block, Holding, Matrix
 from megatron_noloco.plans.topology import Place

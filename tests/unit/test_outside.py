@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_noloco.federation.control import LONGEST_FIRST, Address, RefusedError, State, packed, unpacked
 from rich.console import Console
 
-from megatron_noloco.federation.control import LONGEST_FIRST, Address, RefusedError, State, packed, unpacked
 from megatron_noloco.files import outside
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.monitor.watch import run_table

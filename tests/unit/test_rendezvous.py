@@ -14,12 +14,12 @@ from operator import add
 from pathlib import Path
 
 import pytest
+from megatron_noloco.federation.control import LARGEST, Address
 
 from megatron_noloco.federation import network as module
 from megatron_noloco.federation import peers
-from megatron_noloco.federation.control import LARGEST, Address
+from megatron_noloco.federation.compatibility import Alike
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.likeness import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import FederationTransport, Network
 from megatron_noloco.federation.rendezvous import (

@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from megatron_noloco.federation import peers
 from megatron_noloco.federation.control import (
     LARGEST,
     VERSION,
@@ -35,11 +33,13 @@ from megatron_noloco.federation.control import (
     unpacked,
 )
 from megatron_noloco.federation.exchanges import LEFT, WithdrawnError
-from megatron_noloco.federation.likeness import Alike, digests_of, run_number
 from megatron_noloco.federation.peers import Peers
-from megatron_noloco.federation.rendezvous import numeric
 from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send, checksum_of
 from megatron_noloco.federation.wires import Wire
+
+from megatron_noloco.federation import peers
+from megatron_noloco.federation.compatibility import Alike, digests_of, run_number
+from megatron_noloco.federation.rendezvous import numeric
 from megatron_noloco.transport.chunks import ReportedTransfers, cut
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, Message, RankLostError
 from tests.unit.pipes import End, Sockets, visit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.federation.likeness import run_number
+from megatron_noloco.federation.compatibility import run_number
 from megatron_noloco.fields import fields_in
 from megatron_noloco.plans.grouping import Sites
 from megatron_noloco.settings import (

@@ -14,7 +14,7 @@ from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.federation.likeness import Alike, differences
+from megatron_noloco.federation.compatibility import Alike, differences
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training import joined

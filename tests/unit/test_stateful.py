@@ -16,15 +16,15 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from megatron_noloco.federation.control import Address, Member
+from megatron_noloco.federation.service import Service
+from megatron_noloco.federation.session import Session
 from torch import Tensor
 
 from megatron_noloco.federation import exchanges, peers, wires
-from megatron_noloco.federation.control import Address, Member
 from megatron_noloco.federation.network import FederationTransport
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.federation.partners import FederationPartners, Patience
-from megatron_noloco.federation.service import Service
-from megatron_noloco.federation.session import Session
 from megatron_noloco.outer import Channel
 from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.transport.interface import Flight, Message

@@ -70,6 +70,7 @@ def round_of_federation(elements: int, folder: Path) -> Way:
 def training_round(transport: "Transport", elements: int) -> Way:
     """Return the outer optimizer's round with random pairs, after local steps that train nothing."""
     from megatron_noloco.federation.commit import committing
+
     from megatron_noloco.federation.movement import alone
     from megatron_noloco.federation.network import FederationTransport
     from megatron_noloco.outer import OuterOptimizer, TorchWeights

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron_noloco.federation.control import Member
+from megatron_noloco.federation.messages import Member
 
 _DIGEST_CHARACTERS = 8
 _MOST_NAMED = 8

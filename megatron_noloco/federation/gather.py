@@ -1,0 +1,305 @@
+"""Transfers between the ranks of one replica and its leader, slab by slab of the canonical vector.
+
+The leader, rank 0, alone is connected to other replicas. In a transfer each rank sends it what it has of a slab
+(`plans.canonical`), gets its part of a result, or both. So replicas of any layout exchange the same slabs. A rank
+holds its own part of a vector, and the leader a few slabs besides.
+
+    follower    sends its part of slab after slab       receives its part of slab after slab
+    leader      await transfer.content(slab)            await transfer.hand_out(slab, result)
+
+A follower does both in threads, at the pace of the leader. What a conversation on the leader has not asked for,
+`wait` gathers and hands out, so that followers come to the end whatever happened. Where a rank is lost, the others
+raise RuntimeError. A replica of one rank copies nothing: contents and results are parts of its vectors.
+"""
+
+import asyncio
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.federation.movement import Movement
+from megatron_noloco.outer.vectors import HOST, NOTHING
+from megatron_noloco.plans.canonical import Block, Holding
+from megatron_noloco.transport.interface import Message, RankLostError
+
+
+class Gather:
+    """Begins the transfers of a replica. All ranks begin theirs in the same order; several may be under way.
+
+    Args:
+        first_tag: of messages inside the replica; each transfer has a tag of its own.
+    """
+
+    def __init__(self, movement: Movement, first_tag: int = 0) -> None:
+        self.movement = movement
+        self._fragments = [movement.own.ascending(interval.start) for interval in movement.intervals]
+        self._tags = count(first_tag)
+
+    def fragment(self, index: int, gives: Tensor | None, gets: Tensor | None) -> "Transfer":
+        """Begin a transfer of what this rank has of a fragment, in canonical order; padding follows, and stays.
+
+        Args:
+            gives: fp32, flat, on any device, not to be written before the end; None: nothing is gathered.
+            gets: fp32, flat, in host memory; None: nothing is handed out.
+        """
+        interval, own = self.movement.intervals[index], self.movement.own
+        if gives is not None and gets is not None:
+            moved = own.before(interval.stop) - own.before(interval.start)
+            gets[moved:] = gives[moved:]
+        return self._begin(interval, _Vectors(self._fragments[index], gives, gets))
+
+    def whole(self, gives: Tensor | None, gets: Tensor | None) -> "Transfer":
+        """Begin a transfer of vectors with the places of the weights; arguments as in `fragment`."""
+        return self._begin(range(self.movement.length), _Vectors(self.movement.own, gives, gets))
+
+    def _begin(self, interval: range, vectors: "_Vectors") -> "Transfer":
+        kind = Follower if self.movement.rank else Leader
+        return kind(self.movement, interval, next(self._tags), vectors)
+
+
+class _Vectors(NamedTuple):
+    """The vectors of a transfer, and the places of this rank's blocks in them."""
+
+    holding: Holding
+    gives: Tensor | None
+    gets: Tensor | None
+
+
+class Transfer(ABC):
+    """A transfer of an interval of the canonical vector, as one rank takes part in it.
+
+    Attributes:
+        slabs: the elements of each slab.
+    """
+
+    def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
+        self.movement = movement
+        self.slabs = movement.slabs(interval)
+        self._tag = tag
+        self._holding, self._gives, self._gets = vectors
+        self._gathering, self._handing = _Worker(), _Worker()
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the end; on the leader, after the last call of its other methods.
+
+        Raises RuntimeError where a rank of the replica is lost.
+        """
+
+    def _finish(self, gather: Callable[[], None], hand_out: Callable[[], None]) -> "list[Future[None]]":
+        """Let both workers end with these jobs."""
+        ways = (self._gives, self._gathering, gather), (self._gets, self._handing, hand_out)
+        ends = [worker.submit(job) for vector, worker, job in ways if vector is not None]
+        self._gathering.end()
+        self._handing.end()
+        return ends
+
+    def _move(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        try:
+            if (flight := self.movement.post(sends, receives, self._tag)) is not None:
+                flight.finish(math.inf)
+        except RankLostError as error:  # a ConnectionError would be about a partner
+            raise RuntimeError(f"a rank of this replica is lost: {error}") from None
+
+
+class Follower(Transfer):
+    """A transfer on a rank that is not the leader. Begins at once."""
+
+    def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
+        super().__init__(movement, interval, tag, vectors)
+        self._ends = self._finish(self._send, self._receive)
+
+    def wait(self) -> None:
+        _wait(self._ends)
+
+    def _send(self) -> None:
+        assert self._gives is not None
+        for slab in self.slabs:
+            packed = _packed(self._gives, self._holding.between(slab.start, slab.stop, given=True))
+            self._move([Message(0, packed)], [])
+
+    def _receive(self) -> None:
+        assert self._gets is not None
+        for slab in self.slabs:
+            blocks = self._holding.between(slab.start, slab.stop)
+            packed = _memory(_size(blocks))
+            self._move([], [Message(0, packed)])
+            _unpack(packed, blocks, self._gets)
+
+
+class Leader(Transfer):
+    """A transfer on the leader. Its coroutines are called by one event loop, for slab after slab."""
+
+    def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
+        super().__init__(movement, interval, tag, vectors)
+        self._gathered = self._handed = 0  # slabs; used by the workers
+
+    async def content(self, at: int) -> Tensor:
+        """Return slab number `at`, fp32 in host memory, not to be written.
+
+        Raises RuntimeError where a rank of the replica is lost.
+        """
+        if self._is_alone and (inside := self._inside(self._gives, self.slabs[at])) is not None:
+            return inside
+        return await _done(self._gathering.submit(self._gather))
+
+    def result(self, at: int) -> Tensor:
+        """Return memory for the result of slab number `at`."""
+        inside = self._inside(self._gets, self.slabs[at])
+        return _memory(len(self.slabs[at])) if inside is None else inside
+
+    async def hand_out(self, at: int, result: Tensor) -> None:
+        """Hand out the result of slab number `at`, which lies in the memory of `result(at)`.
+
+        Raises RuntimeError where a rank of the replica is lost.
+        """
+        if not (self._is_alone and self._inside(self._gets, self.slabs[at]) is not None):
+            await _done(self._handing.submit(self._hand_out, result))
+
+    def wait(self) -> None:
+        if not self._is_alone:
+            _wait(self._finish(self._gather_rest, self._hand_out_rest))
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self.movement.holdings) == 1
+
+    def _others(self, slab: range, given: bool = False) -> list[tuple[int, list[Block]]]:
+        """Return what each other rank has of a slab."""
+        holdings = list(enumerate(self.movement.holdings))[1:]
+        return [(rank, holding.between(slab.start, slab.stop, given)) for rank, holding in holdings]
+
+    def _inside(self, vector: Tensor | None, slab: range) -> Tensor | None:
+        """Return the slab as a part of the leader's vector; None where it does not lie there as a whole."""
+        blocks = self._holding.between(slab.start, slab.stop)
+        ends = [block.own + block.size for block in blocks]
+        follow = all(end == block.own for end, block in zip(ends, blocks[1:], strict=False))
+        if vector is None or vector.device != HOST or _size(blocks) != len(slab) or not follow:
+            return None
+        return vector[blocks[0].own : ends[-1]]
+
+    # Run by the workers.
+
+    def _gather(self) -> Tensor:
+        assert self._gives is not None
+        slab = self.slabs[self._gathered]
+        parts = [(blocks, rank, _memory(_size(blocks))) for rank, blocks in self._others(slab, given=True)]
+        self._move([], [Message(rank, packed) for _, rank, packed in parts])
+        self._gathered += 1
+        if (inside := self._inside(self._gives, slab)) is not None:
+            return inside
+        content, own = _memory(len(slab)), self._holding.between(slab.start, slab.stop, given=True)
+        for blocks, packed in [(own, _packed(self._gives, own)), *((one[0], one[2]) for one in parts)]:
+            _to_slab(packed, blocks, content, slab.start)
+        return content
+
+    def _hand_out(self, result: Tensor) -> None:
+        assert self._gets is not None
+        slab = self.slabs[self._handed]
+        if self._inside(self._gets, slab) is None:
+            own = self._holding.between(slab.start, slab.stop)
+            _unpack(_from_slab(result, own, slab.start), own, self._gets)
+        others = self._others(slab)
+        self._move([Message(rank, _from_slab(result, blocks, slab.start)) for rank, blocks in others], [])
+        self._handed += 1
+
+    def _gather_rest(self) -> None:
+        while self._gathered < len(self.slabs):
+            self._gather()
+
+    def _hand_out_rest(self) -> None:
+        while self._handed < len(self.slabs):
+            self._hand_out(_memory(len(self.slabs[self._handed])).zero_())
+
+
+class _Worker:
+    """A thread that does jobs in their order. Unlike that of an executor it never keeps a process from ending."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="noloco-gather", daemon=True)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # raised where the future is awaited
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        if self._thread.ident is None:
+            self._thread.start()
+        return future
+
+    def end(self) -> None:
+        """End the thread after the last job."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # with its tensors
+
+
+async def _done(future: "Future[Any]") -> Any:
+    """Wait for a job; a cancellation does not end it, since followers take part in it."""
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _wait(futures: "Sequence[Future[None]]") -> None:
+    """Wait for all, or for the first error, which is raised."""
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
+
+
+def _memory(elements: int) -> Tensor:
+    return torch.empty(elements, dtype=torch.float32, device=HOST)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, which change with it."""
+    return tensor.view(torch.uint8).numpy().data if len(tensor) else memoryview(b"")
+
+
+def _size(blocks: Sequence[Block]) -> int:
+    return sum(block.size for block in blocks)
+
+
+def _packed(vector: Tensor, blocks: Sequence[Block]) -> Tensor:
+    """Return the elements at the places `own` of a vector, one block after the other, in host memory."""
+    parts = [vector[block.own : block.own + block.size] for block in blocks]
+    return torch.cat(parts).to(HOST) if parts else NOTHING
+
+
+def _unpack(packed: Tensor, blocks: Sequence[Block], vector: Tensor) -> None:
+    """Write packed elements to the places `own` of a vector."""
+    for block, part in zip(blocks, packed.split([block.size for block in blocks]), strict=True):
+        vector[block.own : block.own + block.size] = part
+
+
+def _to_slab(packed: Tensor, blocks: Sequence[Block], slab: Tensor, start: int) -> None:
+    """Write packed elements to their places in a slab that begins at element `start` of the canonical vector."""
+    for block, part in zip(blocks, packed.split([block.size for block in blocks]), strict=True):
+        _window(slab, block, start).copy_(part.view(block.rows, block.width))
+
+
+def _from_slab(slab: Tensor, blocks: Sequence[Block], start: int) -> Tensor:
+    """Return the elements of blocks of a slab, one block after the other."""
+    parts = [_window(slab, block, start).reshape(-1) for block in blocks]
+    return torch.cat(parts) if parts else NOTHING
+
+
+def _window(slab: Tensor, block: Block, start: int) -> Tensor:
+    """Return a block of a slab as a view, shape [rows, width]."""
+    offset = slab.storage_offset() + block.first - start
+    return slab.as_strided((block.rows, block.width), (block.matrix.columns, 1), offset)

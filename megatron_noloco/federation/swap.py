@@ -1,0 +1,202 @@
+"""The exchange of a pair's vectors on one stream, slab by slab.
+
+Each slab is a coroutine that is read from top to bottom: it sends its part of a phase and receives the partner's,
+computes, and goes on to the next phase. Both sides send, and receive, the parts of all slabs in one fixed order:
+
+    phase 0 of slab t,  phase 1 of slab t - AHEAD,  phase 2 of slab t - 2 AHEAD        for t = 0, 1, 2, ...
+
+What a phase needs of the partner was sent AHEAD slabs before. So a slow link is full after one round trip.
+Whatever a side waits for comes earlier in this order, so no two sides wait for each other. As many slabs are under
+way as there are phases, times AHEAD.
+
+In fp32 there is one phase, the values. In codes (`outer.payload`) there are three: sketches; codes with checksums;
+and in fp32 the blocks that the codes do not hold, which both sides find to be the same.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.federation.gather import Leader
+from megatron_noloco.federation.streams import Stream
+from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
+from megatron_noloco.outer.payload import Codec, UnequalError, signs_of
+from megatron_noloco.outer.stretch_code import Code, PairCode, blocks_to_code
+from megatron_noloco.outer.vectors import Buffers
+
+AHEAD = 4  # slabs
+_LENGTH_BYTES = 8
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Says how vectors are exchanged; the same for both sides.
+
+    Attributes:
+        bits: of a code: 8 or 4; None: fp32.
+        number: of the exchange.
+    """
+
+    bits: int | None
+    number: int
+
+    async def run(self, stream: Stream, transfer: Leader, worker: Executor, report: ExchangeReport) -> float:
+        """Hand out the mean of both vectors, and add to the report; return the squared norm of the own vector.
+
+        Args:
+            worker: one thread, for arithmetic. On return nothing of this exchange is left in it.
+
+        Raises UnequalError for vectors that differ in length, StreamEndedError, and what `transfer` raises.
+        """
+        exchange = _Exchange(stream, transfer, worker, self)
+        try:
+            await exchange.run(report)
+        finally:
+            exchange.end()
+        return exchange.squared_norm
+
+
+class _Turns:
+    """Lets slabs do something one after the other, in a given order."""
+
+    def __init__(self, order: Iterator[tuple[int, int]]) -> None:
+        self._order = order
+        self._now = next(order, None)
+        self._waiting: dict[tuple[int, int] | None, asyncio.Future[None]] = {}
+
+    @asynccontextmanager
+    async def turn(self, slab: int, phase: int = 0) -> AsyncIterator[None]:
+        if self._now != (slab, phase):
+            waiting = self._waiting[slab, phase] = asyncio.get_running_loop().create_future()
+            await waiting
+        yield
+        self._now = next(self._order, None)
+        if (following := self._waiting.pop(self._now, None)) is not None:
+            following.set_result(None)
+
+
+class _Exchange:
+    """An exchange under way."""
+
+    def __init__(self, stream: Stream, transfer: Leader, worker: Executor, how: Swap) -> None:
+        self.squared_norm = 0.0
+        self._stream, self._transfer, self._worker = stream, transfer, worker
+        self._length = sum(map(len, transfer.slabs)).to_bytes(_LENGTH_BYTES)
+        self._jobs = set[Future[Any]]()
+        self._phases = 1 if how.bits is None else 3
+        self._codec = None if how.bits is None else Codec(how.bits)
+        self._signs = signs_of(how.number)
+        slabs = len(transfer.slabs)
+        self._sending, self._receiving = (_Turns(_order(slabs, self._phases)) for _ in range(2))
+        self._handing_out = _Turns(_order(slabs, 1))
+        self._room = asyncio.Semaphore(self._phases * AHEAD)
+        self._free = list[Buffers]()  # memory of slabs that are over
+
+    async def run(self, report: ExchangeReport) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for at in range(len(self._transfer.slabs)):
+                    await self._room.acquire()
+                    group.create_task(self._slab(at, report))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def end(self) -> None:
+        """Wait until no job writes any memory."""
+        for job in self._jobs:
+            job.cancel()
+        wait(self._jobs)
+
+    async def _slab(self, at: int, report: ExchangeReport) -> None:
+        own = ExchangeReport(report.group)
+        content, mean = await self._transfer.content(at), self._transfer.result(at)
+        squared_norm = float(await self._compute(torch.dot, content, content))
+        if self._codec is None:
+            await self._in_fp32(at, 0, content, mean, own)
+        else:
+            await self._in_codes(at, self._codec, content, mean, own)
+        async with self._handing_out.turn(at):
+            await self._transfer.hand_out(at, mean)
+            report.add(own)
+            self.squared_norm += squared_norm
+        self._room.release()
+
+    async def _in_fp32(
+        self, at: int, phase: int, content: Tensor, mean: Tensor, report: ExchangeReport
+    ) -> None:
+        await self._swap(at, phase, [content], [mean], report)
+        if len(mean):
+            await self._compute(finite_mean, [content, mean], mean, report)
+
+    async def _in_codes(
+        self, at: int, codec: Codec, content: Tensor, mean: Tensor, report: ExchangeReport
+    ) -> None:
+        memory = self._free.pop() if self._free else Buffers()
+        coded = blocks_to_code(self._transfer.slabs[at], self._transfer.movement.exact)
+        code = await self._compute(PairCode, content, Code(codec, self._signs, coded), memory, report)
+        await self._swap(at, 0, [code.sketches], [code.their_sketches], report)
+        await self._compute(_encode, code)
+        await self._swap(at, 1, code.mine, code.theirs, report)
+        await self._compute(_decode, code, mean)
+        left_over = code.left_over
+        mine, theirs = torch.empty(2, left_over.length, dtype=torch.float32, device="cpu")
+        await self._in_fp32(at, 2, left_over.gather(content, mine), theirs, report)
+        left_over.scatter(theirs, mean)
+        report.resent_elements += left_over.length
+        self._free.append(memory)
+
+    async def _swap(
+        self, at: int, phase: int, mine: Sequence[Tensor], theirs: Sequence[Tensor], report: ExchangeReport
+    ) -> None:
+        """Send a part of a slab, and receive the partner's."""
+
+        async def send() -> None:
+            async with self._sending.turn(at, phase):
+                if at == phase == 0:
+                    await self._stream.send(self._length)
+                await self._stream.send(*map(_bytes, mine))
+
+        async def receive() -> None:
+            async with self._receiving.turn(at, phase):
+                if at == phase == 0 and await self._stream.receive(_LENGTH_BYTES) != self._length:
+                    raise UnequalError
+                for place in theirs:
+                    await self._stream.fill(_bytes(place))
+
+        await asyncio.gather(send(), receive())
+        report.bytes_sent += sum(part.nbytes for part in mine)
+
+    async def _compute(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        job = self._worker.submit(function, *arguments)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.wrap_future(job)
+
+
+def _order(slabs: int, phases: int) -> Iterator[tuple[int, int]]:
+    for turn in range(slabs + (phases - 1) * AHEAD):
+        for phase in range(phases):
+            if 0 <= (slab := turn - phase * AHEAD) < slabs:
+                yield slab, phase
+
+
+def _encode(code: PairCode) -> None:
+    code.find_steps()
+    code.encode(slice(0, len(code.coded)))
+
+
+def _decode(code: PairCode, mean: Tensor) -> None:
+    for piece in code.means(slice(0, len(code.coded))):
+        mean[piece.start : piece.stop] = piece.mean
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor on the host."""
+    return tensor.view(-1).view(torch.uint8).numpy().data if len(tensor) else memoryview(b"")
