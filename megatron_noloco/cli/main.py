@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, huggingface, invitation, preflight, reading, train, tune
+from megatron_noloco.cli import config, data, huggingface, invite, preflight, reading, train, tune
 from megatron_noloco.cli.exit_codes import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
 from megatron_noloco.errors import UserError
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     keys.add_argument("file", help="the file to write; it must not exist yet")
     keys.set_defaults(run=_keys)
-    invitation.add_commands(commands)
+    invite.add_commands(commands)
     inspect = add_command(
         commands,
         "inspect",

@@ -55,19 +55,6 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a port: a whole number from 1 to 65535')
-    return int(text)
-
-
-def host(text: str) -> str:
-    """Return a name or an address, without a port."""
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+|[0-9a-fA-F:]*:[0-9a-fA-F:.]*", text) or text.count(":") == 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a name or an address of a host, without a port')
-    return text
-
-
 def seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f'"{text}" is not a whole number from 0 to 2^63 - 1')

@@ -17,6 +17,7 @@ The files from the bottom up; each imports only those of its own line and above:
 | `asks`, `handover` | a state that another job takes over |
 | `keeping_up`, `tree_mean` | the local step at which a replica goes on; the mean at its end |
 | `membership` | a job of a federation, as a training loop has it |
+| `ticket`, `invitation`, `joining` | a machine without the key joins: the line, the job's side, its own side |
 | `inquiry` | which jobs are there, for a program that is none |
 
 A replica has a *slot*, and each later process of it a larger *epoch*. Rank 0 of a replica is its *speaker*, which

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_noloco.cli import invitation
+from megatron_noloco.cli import invite
 from tests.harness import REPOSITORY
 
 USER_DATA = REPOSITORY / "launch" / "cloud-init.yaml"
@@ -94,7 +94,7 @@ def test_a_spot_machine_joins_once_and_then_goes_on(tmp_path: Path) -> None:
     called, _, line = output().rpartition("\n")
     assert line == "noloco-line"
     parser = argparse.ArgumentParser()
-    invitation.add_commands(parser.add_subparsers())
+    invite.add_commands(parser.add_subparsers())
     args = parser.parse_args(called.splitlines()[2:])
     assert (args.line, args.start, args.folder) == (["-"], True, Path("joined"))
     assert args.data == [f"text={tmp_path}/texts"]

@@ -27,8 +27,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"plans", "outer", "job", "model", "engine"},
     "huggingface": {"plans", "job", "pipeline", "model", "data", "config", "checkpoint"},
     "federation": {"plans", "transport", "job", "outer"},
-    "preflight": {"plans", "transport", "outer", "monitor", "model", "engine", "config"},
-    "invitation": {"data", "config", "federation", "preflight"},
+    "preflight": {
+        "plans",
+        "transport",
+        "outer",
+        "monitor",
+        "model",
+        "data",
+        "engine",
+        "config",
+        "federation",
+    },
     "training": {
         "plans",
         "transport",
@@ -58,7 +67,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "federation",
         "preflight",
         "training",
-        "invitation",
     },
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"
@@ -74,7 +82,7 @@ DOORS = {
     "pydantic": (
         *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
         *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what other machines send
-        *(f"{PACKAGE}/invitation/", f"{PACKAGE}/checkpoint/catalog.py"),
+        f"{PACKAGE}/checkpoint/catalog.py",
     ),
     "cryptography": (f"{PACKAGE}/federation/keys.py", f"{PACKAGE}/federation/sealing.py"),
     "fsspec": (f"{PACKAGE}/federation/store.py",),

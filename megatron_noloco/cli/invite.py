@@ -1,31 +1,34 @@
 """The commands `invite` and `join`: one line with which another machine joins a federation."""
 
 import argparse
-import json
+import asyncio
 import os
 import select
 import shlex
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco import __version__
 from megatron_noloco.cli import preflight
-from megatron_noloco.cli.options import Commands, add_command, duration, host, port, say
+from megatron_noloco.cli.options import Commands, add_command, duration, say
 from megatron_noloco.errors import UserError
+from megatron_noloco.files import outside, write_text
 from megatron_noloco.job.leaving import FAILURE
 
 if TYPE_CHECKING:
-    from megatron_noloco.invitation.newcomer import Link
+    from megatron_noloco.federation.invitation import Made, Wish
+    from megatron_noloco.federation.joining import LinkSpeed
+    from megatron_noloco.federation.network import Network
 
-_PORT = 29700
 _STDIN = "-"
 _HELP = """\
-The line holds where to ask, the fingerprint of the federation's key, the number of the run, the version, and a
-secret that is good for one machine. Give the line to the other side over a channel that you trust: whoever uses
-it first joins. With --serve the command answers machines that join, until Ctrl-C. Without --serve it prints
-another line for an `invite --serve` that is running: give the same --port and --address."""
+The line holds the address of a running job, the fingerprint of the federation's key, the version, and a secret
+that is good for one machine. Give the line to the other side over a channel that you trust: whoever uses it
+first joins. The job answers at its own port while it runs, also after a restart."""
+_GONE = "invite: --serve, --port and --address are no longer needed: a running job answers, at its own port"
 _JOIN = """\
 LINE is the line that `megatron-noloco invite` printed, as it was copied: wrapped, quoted, or with text around it;
 "-" reads it from stdin. As an argument the line is in the list of processes for an instant; then this command
@@ -39,23 +42,23 @@ def add_commands(commands: Commands) -> None:
         commands,
         "invite",
         "print a line with which another machine joins",
-        "invite my-run.json --serve",
+        "invite my-run.json",
         _HELP,
     )
     add = invite.add_argument
     add("config", help="the config of a job of the federation, as it runs")
-    add("--serve", action="store_true", help="answer machines that join")
-    add("--port", type=port, default=_PORT, help=f"port at which --serve answers (default: {_PORT})")
     add(
-        "--address",
-        type=host,
-        metavar="HOST",
-        help="name or address by which others reach this host (default: its own towards the rendezvous)",
+        "--at",
+        type=_place,
+        metavar="HOST:PORT",
+        help="the job to ask (default: any that the rendezvous knows)",
     )
     valid = "how long the line is good, such as 1h (default: 1d)"
     add("--valid", type=duration, default=86400.0, metavar="TIME", help=valid)
     slot = "slot of a machine that will not come back (default: a free slot)"
     add("--slot", type=int, metavar="I", help=slot)
+    for option in ("--serve", "--port", "--address"):
+        add(option, nargs="?", dest="gone", const="", help=argparse.SUPPRESS)
     invite.set_defaults(run=_invite)
 
     join = add_command(commands, "join", "join a federation with an invitation", "join -", _JOIN)
@@ -83,14 +86,13 @@ def add_commands(commands: Commands) -> None:
 
 def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
+    if args.gone is not None:
+        raise UserError(_GONE)
 
     from megatron_noloco.config import load_config
     from megatron_noloco.federation.inquiry import known_addresses
-    from megatron_noloco.federation.keys import fingerprint_of
-    from megatron_noloco.files import without_mark
-    from megatron_noloco.invitation.desk import Desk, open_desk
-    from megatron_noloco.invitation.ticket import Ticket, line_of, new_secret
-    from megatron_noloco.job.join import reachable_address
+    from megatron_noloco.federation.invitation import Wish
+    from megatron_noloco.federation.ticket import Ticket, line_of
     from megatron_noloco.settings import MOST_SLOTS
     from megatron_noloco.training.prepare import network_for
 
@@ -101,41 +103,59 @@ def _invite(args: argparse.Namespace) -> int:
             f"{args.config}: invite needs a federation with a key: federation.rendezvous, federation.key_file, "
             'and federation.encryption "tls"'
         )
-    network, key = network_for(config), Path(federation.key_file)
-    own = args.address or reachable_address(network.rendezvous.hosts)
     if args.slot is not None and not 0 <= args.slot < MOST_SLOTS:
         raise UserError(f"invite: --slot {args.slot}: the slots are 0 to {MOST_SLOTS - 1}")
-    secret = new_secret(key.read_bytes(), args.valid, args.slot)
-    place = f"[{own}]:{args.port}" if ":" in own else f"{own}:{args.port}"
-    line = line_of(Ticket(__version__, [place], fingerprint_of(key), secret))
-    if not args.serve:
-        say(line)
-        return 0
-    folder = Path(config.training.output_dir) / "invitations"
-    raw = json.loads(without_mark(Path(args.config).read_bytes()))
-    desk = Desk(raw, key.read_bytes(), lambda: known_addresses(network), folder, say)
-    try:
-        server = open_desk(desk, key, "*", args.port)
-    except OSError as error:
-        raise UserError(f"invite: cannot listen at port {args.port}: {error.strerror}; give --port") from None
-    say(
-        "On the other machine run `megatron-noloco join -`, and paste this line, which lets one machine join:",
-        "",
+    network = network_for(config)
+    assert network.keys is not None
+    known = [args.at] if args.at else [endpoint for endpoint in known_addresses(network).values() if endpoint]
+    made = asyncio.run(_made(network, known, Wish(args.valid, args.slot)))
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + args.valid))
+    sys.stderr.write(
+        "On the other machine run `megatron-noloco join -`, and paste this line. It lets one machine join until "
+        f"{until}, while replica {made.slot} at {made.endpoint} runs.\n"
     )
-    say(line, "", f"answering at {place}, until Ctrl-C")
-    sys.stdout.flush()
-    with server:
-        server.serve_forever()
+    say(line_of(Ticket(made.version, made.endpoint, network.keys.fingerprint, made.secret)))
     return 0
+
+
+async def _made(network: "Network", endpoints: Sequence[str], wish: "Wish") -> "Made":
+    """Return the invitation of the first job that makes one."""
+    from megatron_noloco.federation.invitation import ask_invitation
+    from megatron_noloco.federation.tcp import TcpCarrier
+
+    member = network.member
+    carrier, reasons = TcpCarrier(network.keys), list[str]()
+    try:
+        for endpoint in endpoints:
+            try:
+                return await ask_invitation(carrier, endpoint, member, wish)
+            except (ConnectionError, TimeoutError) as error:
+                reason = str(error) or f"nobody answers at {endpoint}"
+                reasons.append(outside(reason if endpoint in reason else f"{endpoint}: {reason}"))
+    finally:
+        await carrier.close()
+    raise UserError(
+        f"invite: no job makes an invitation ({'; '.join(reasons) or 'no running job is found'}); start one whose "
+        "port others can reach, or name it with --at HOST:PORT"
+    )
+
+
+def _place(text: str) -> str:
+    """Return the endpoint of HOST:PORT."""
+    from megatron_noloco.federation.rendezvous import is_endpoint
+
+    if not is_endpoint(f"tcp://{text}"):
+        raise argparse.ArgumentTypeError(f'"{text}" is not HOST:PORT')
+    return f"tcp://{text}"
 
 
 def _join(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # likewise
     if args.line != [_STDIN] and {*args.line} <= {*sys.argv}:
         _hide(args.line)
-    from megatron_noloco.files import write_text
-    from megatron_noloco.invitation import newcomer
-    from megatron_noloco.invitation.ticket import ticket_in
+    from megatron_noloco.federation.joining import join
+    from megatron_noloco.federation.ticket import ticket_in
+    from megatron_noloco.preflight import newcomer
 
     ticket = ticket_in(_pasted() if args.line == [_STDIN] else " ".join(args.line))
     local = newcomer.Local(
@@ -145,20 +165,18 @@ def _join(args: argparse.Namespace) -> int:
         args.listen,
         newcomer.gpus_here(),
     )
-    with newcomer.Visit(ticket) as visit:
-        about = visit.about()
-        newcomer.check_local(about, local)
-        link = visit.measure()
-        welcome = visit.welcome()
-    path, ranks = newcomer.write_job(welcome, about, local, say)
+    requirements, speed, bundle = asyncio.run(
+        join(ticket, lambda requirements: newcomer.check_local(requirements, local))
+    )
+    path, ranks = newcomer.write_job(bundle, requirements, local, say)
     say(
-        f"{path}: the config of replica {welcome.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside "
+        f"{path}: the config of replica {bundle.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside "
         f"it, and what the job writes goes to {path.with_name('run')}"
     )
-    command = [sys.executable, "-m", *newcomer.arguments_of(path.absolute(), ranks, welcome.slot)]
+    command = [sys.executable, "-m", *newcomer.arguments_of(path.absolute(), ranks, bundle.slot)]
     script = path.with_name("start.sh")
     write_text(script, f"exec {shlex.join(command)}\n")
-    ready = _looked_at(path, link)
+    ready = _looked_at(path, speed)
     if args.start and ready:
         say("", f"Starting it; later: sh {script}")
         sys.stdout.flush()
@@ -170,9 +188,9 @@ def _join(args: argparse.Namespace) -> int:
     return 0
 
 
-def _looked_at(config: Path, link: "Link") -> bool:
+def _looked_at(config: Path, speed: "LinkSpeed") -> bool:
     """Run `doctor` and `plan` with the measured link; return whether the machine is ready."""
-    network = ["--bandwidth", f"{link.rate * 8 / 1e6:.3f}Mbit", "--latency", f"{link.latency * 1e3:.3f}ms"]
+    network = ["--bandwidth", f"{speed.rate * 8 / 1e6:.3f}Mbit", "--latency", f"{speed.latency * 1e3:.3f}ms"]
     say("", f"The link to the machine that invites: {network[1]} the slower way, {network[3]} one way")
     parser = argparse.ArgumentParser()
     preflight.add_commands(parser.add_subparsers())

@@ -1,4 +1,4 @@
-"""The fields of a config that a newcomer takes from the machine that invites: all others are its own.
+"""The fields of a config that a newcomer takes from the job that invites: all others are its own.
 
 No field in the list holds a path, an address, a command or any other free text. A new field of the config is not
 taken before it is in the list, which a test compares with the config.

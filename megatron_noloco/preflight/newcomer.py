@@ -1,143 +1,48 @@
-"""A machine that joins with an invitation: asks for what it needs, measures the link, and writes its config."""
+"""What a job offers to a machine that joins with an invitation, and the config that the machine writes of it."""
 
 import base64
-import hashlib
-import http.client
 import json
 import os
-import ssl
-import statistics
-import time
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
-from megatron_noloco import __version__
 from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config.agreed import divided, names_in
+from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.invitation import DATA, JoinBundle, JoinRequirements, Offer
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import can_listen
 from megatron_noloco.files import outside, write_text
-from megatron_noloco.invitation.agreed import divided, names_in
-from megatron_noloco.invitation.desk import ABOUT, DATA, MOST_BYTES, WELCOME, About, Welcome
-from megatron_noloco.invitation.ticket import Ticket
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
 
-Answer = TypeVar("Answer", About, Welcome)
-Read = TypeVar("Read", About, Welcome, dict[str, str])
-_PROBLEM = TypeAdapter(dict[str, str])
-_SECONDS = 20.0
-_LONG_ENOUGH = 1.0  # seconds to measure a rate
-_FIRST_BYTES = 2**18
-_TRIPS = 5
-_LONGEST_ANSWER = 2**27  # bytes
 
+def offered(config: RunConfig, tokenizer: Tokenizer) -> Offer:
+    """Return what a job of a federation with a key has for newcomers. Raises OSError.
 
-class Link(NamedTuple):
-    """The measured link to the other machine: bytes per second of the slower way, and seconds one way."""
-
-    rate: float
-    latency: float
-
-
-class Visit:
-    """A connection to the machine that invites. As a context: it is closed at the end.
-
-    Raises UserError where nobody answers, or somebody else does.
+    The batch is given whole, however the layout divides it here.
     """
-
-    def __init__(self, ticket: Ticket) -> None:
-        if ticket.version != __version__:
-            raise UserError(
-                f"join: the other side has megatron_noloco {ticket.version}, this machine {__version__}; install "
-                "the same version"
-            )
-        self._headers = {"Authorization": f"Bearer {ticket.secret}"}
-        reasons = []
-        for address in ticket.addresses:
-            try:
-                self._connection = _connected(address, ticket.fingerprint)
-                return
-            except (OSError, http.client.HTTPException) as error:
-                reasons.append(outside(f"{address}: {error}"))
-        raise UserError(
-            f"join: nobody answers ({'; '.join(reasons)}); is `megatron-noloco invite --serve` running there, and "
-            "its port open?"
-        )
-
-    def __enter__(self) -> "Visit":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-
-    def about(self) -> About:
-        return self._asked(ABOUT, "about")
-
-    def welcome(self) -> Welcome:
-        """Return what this machine needs. The invitation is used up then."""
-        return self._asked(WELCOME, "welcome")
-
-    def measure(self) -> Link:
-        """Measure the link both ways, for some seconds."""
-        trip = statistics.median(self._timed("GET", 0) for _ in range(_TRIPS))
-        rates = []
-        for method in ("GET", "POST"):
-            size, seconds = _FIRST_BYTES, 0.0
-            while seconds < _LONG_ENOUGH and size <= MOST_BYTES:
-                seconds = max(1e-6, self._timed(method, size) - trip)
-                rate, size = size / seconds, 4 * size
-            rates.append(rate)
-        return Link(min(rates), trip / 2)
-
-    def _timed(self, method: str, size: int) -> float:
-        """Return the seconds to get or to send so many bytes."""
-        path, body = (f"bytes/{size}", None) if method == "GET" else ("bytes", os.urandom(size))
-        started = time.perf_counter()
-        self._request(method, path, body)
-        return time.perf_counter() - started
-
-    def _asked(self, kind: "TypeAdapter[Answer]", path: str) -> "Answer":
-        return _read(kind, self._request("GET", path))
-
-    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        try:
-            self._connection.request(method, f"/{path}", body, self._headers)
-            answer = self._connection.getresponse()
-            content = answer.read(_LONGEST_ANSWER + 1)
-        except (OSError, http.client.HTTPException) as error:
-            raise UserError(outside(f"join: the connection was lost: {error}") + "; try again") from None
-        if len(content) > _LONGEST_ANSWER:
-            raise UserError(f"join: the other side answers with more than {_LONGEST_ANSWER} bytes")
-        if answer.status != 200:
-            raise UserError(outside(f"join: {_read(_PROBLEM, content).get('problem')}"))
-        return content
+    shared, _ = divided(config.to_dict())
+    shared.pop(STEPS, None)
+    shared |= {TRAIN: config.replica_batch, MICRO: config.micro_batch_size}
+    fields = [name for name in DATA if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
+    requirements = JoinRequirements(fields, config.training.pretrained is not None)
+    key = Path(str(config.federation.key_file)).read_text()
+    return Offer(requirements, shared, key, _files_of(tokenizer))
 
 
-def _read(kind: "TypeAdapter[Read]", content: bytes) -> "Read":
-    try:
-        return kind.validate_json(content)
-    except ValidationError:
-        raise UserError("join: the other side answers what it should not") from None
-
-
-def _connected(address: str, fingerprint: str) -> http.client.HTTPSConnection:
-    host, _, port = address.rpartition(":")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate itself is compared
-    connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=_SECONDS, context=context)
-    connection.connect()
-    certificate = connection.sock.getpeercert(binary_form=True)
-    if hashlib.sha256(certificate or b"").hexdigest() != fingerprint:
-        connection.close()
-        raise ConnectionError("somebody else answers there, without the key of the federation")
-    return connection
+def _files_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the files of a tokenizer in base64, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.keep_in(kept := Path(folder) / "tokenizer")
+        files = [path for path in kept.rglob("*") if path.is_file()]
+        return {str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in files}
 
 
 class Local(NamedTuple):
@@ -164,7 +69,7 @@ def gpus_here() -> tuple[int, ...]:
     return tuple(torch.cuda.get_device_properties(device).total_memory for device in range(count))
 
 
-def check_local(about: About, local: Local) -> None:
+def check_local(requirements: JoinRequirements, local: Local) -> None:
     """Raise UserError where this machine lacks what it must have itself, or what is said of it is wrong."""
     if local.listen != "off" and not can_listen(local.listen):
         raise UserError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
@@ -172,16 +77,16 @@ def check_local(about: About, local: Local) -> None:
         if name and name not in DATA:
             raise UserError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
         if (
-            (name or _field(about)) in ("text", "sft_data_path")
+            (name or _field(requirements)) in ("text", "sft_data_path")
             and path != STANDARD_LIBRARY
             and not Path(path).exists()
         ):
             raise UserError(f"join: --data {path}: there is no such file or folder")
     if local.pretrained is not None and not Path(local.pretrained).is_dir():
         raise UserError(f"join: --pretrained {local.pretrained}: there is no such folder")
-    if about.data and not local.data:
-        raise UserError(f"join: --data is missing: what this machine reads (data.{about.data[0]})")
-    if about.pretrained and local.pretrained is None:
+    if requirements.data and not local.data:
+        raise UserError(f"join: --data is missing: what this machine reads (data.{requirements.data[0]})")
+    if requirements.pretrained and local.pretrained is None:
         raise UserError(
             "join: --pretrained is missing: the folder with the weights with which the run began, as elsewhere"
         )
@@ -191,24 +96,24 @@ def check_local(about: About, local: Local) -> None:
         )
 
 
-def _field(about: About) -> str:
+def _field(requirements: JoinRequirements) -> str:
     """Return the field of the block `data` that the run has elsewhere."""
-    return about.data[0] if about.data else "text"
+    return requirements.data[0] if requirements.data else "text"
 
 
 def write_job(
-    welcome: Welcome, about: About, local: Local, tell: Callable[[str], object]
+    bundle: JoinBundle, requirements: JoinRequirements, local: Local, tell: Callable[[str], object]
 ) -> tuple[Path, int]:
     """Write config, key and tokenizer; return the config's file, and how many ranks the job has.
 
-    Raises UserError for a config that is none.
+    Raises UserError for a malformed config.
 
     Args:
         tell: is called with a line that says what is taken from the machine that invites, and what is not.
     """
     folder = local.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    raw, left_out = divided(welcome.config)
+    raw, left_out = divided(bundle.config)
     tell(f"Taken from the machine that invites: {', '.join(names_in(raw))}")
     if left_out:
         tell(outside(f"Left out, since each machine has its own: {', '.join(left_out)}"))
@@ -217,19 +122,19 @@ def write_job(
     raw["training"] |= {"output_dir": str(folder / "run")}
     if local.pretrained is not None:
         raw["training"]["pretrained"] = _from_anywhere(local.pretrained)
-    raw["federation"] |= {"rendezvous": welcome.rendezvous, "listen": local.listen}
+    raw["federation"] |= {"rendezvous": bundle.rendezvous, "listen": local.listen}
     if local.data:
         raw["data"].pop("text", None)
     for name, path in local.data.items():
-        raw["data"][name or _field(about)] = _from_anywhere(path)
-    if welcome.tokenizer:
-        for name, content in welcome.tokenizer.items():
+        raw["data"][name or _field(requirements)] = _from_anywhere(path)
+    if bundle.tokenizer:
+        for name, content in bundle.tokenizer.items():
             (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(base64.b64decode(content))
         raw["data"]["tokenizer_model"] = str(folder / "tokenizer")
     key = folder / "federation.key"
     with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(welcome.key)
+        file.write(bundle.key)
     Keys.read(key)
     raw["federation"]["key_file"] = str(key)
     try:

@@ -1,1 +1,0 @@
-"""One line with which a new machine joins a federation."""
