@@ -90,7 +90,6 @@ def _invite(args: argparse.Namespace) -> int:
         raise UserError(_GONE)
 
     from megatron_noloco.config import load_config
-    from megatron_noloco.federation.inquiry import known_addresses
     from megatron_noloco.federation.invitation import Wish
     from megatron_noloco.federation.ticket import Ticket, line_of
     from megatron_noloco.settings import MOST_SLOTS
@@ -107,7 +106,7 @@ def _invite(args: argparse.Namespace) -> int:
         raise UserError(f"invite: --slot {args.slot}: the slots are 0 to {MOST_SLOTS - 1}")
     network = network_for(config)
     assert network.keys is not None
-    known = [args.at] if args.at else [endpoint for endpoint in known_addresses(network).values() if endpoint]
+    known = [args.at] if args.at else network.rendezvous.look().all_endpoints
     made = asyncio.run(_made(network, known, Wish(args.valid, args.slot)))
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + args.valid))
     sys.stderr.write(
@@ -142,7 +141,7 @@ async def _made(network: "Network", endpoints: Sequence[str], wish: "Wish") -> "
 
 def _place(text: str) -> str:
     """Return the endpoint of HOST:PORT."""
-    from megatron_noloco.federation.rendezvous import is_endpoint
+    from megatron_noloco.federation.directory import is_endpoint
 
     if not is_endpoint(f"tcp://{text}"):
         raise argparse.ArgumentTypeError(f'"{text}" is not HOST:PORT')

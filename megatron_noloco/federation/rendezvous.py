@@ -43,6 +43,11 @@ class Found(NamedTuple):
     endpoints: Sequence[str]
     missing: str = ""
 
+    @property
+    def all_endpoints(self) -> list[str]:
+        """All endpoints of ports."""
+        return [*self.endpoints, *(one.endpoint for one in self.addresses.values() if is_endpoint(one.endpoint))]
+
 
 @dataclass(frozen=True)
 class Folder:

@@ -16,9 +16,9 @@ from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.directory import can_listen
 from megatron_noloco.federation.invitation import DATA, JoinBundle, JoinRequirements, Offer
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import can_listen
 from megatron_noloco.files import outside, write_text
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
 
