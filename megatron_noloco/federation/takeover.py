@@ -100,7 +100,7 @@ class Taken(NamedTuple):
         )
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants"))
 class Offer:
     """What a state has that follows.
 
@@ -116,7 +116,7 @@ class Offer:
     rest: Annotated[int, Field(ge=0, le=2**30)]
 
 
-_OFFER = TypeAdapter(Offer, config=ConfigDict(ser_json_inf_nan="constants"))
+_OFFER = TypeAdapter(Offer)
 
 
 class _NotTaken(NamedTuple):

@@ -59,7 +59,7 @@ class Federation:
                 "rendezvous": f"file://{folder}/rendezvous",
                 "listen": "tcp://127.0.0.1:0",
                 "encryption": "none",
-                "shortest_deadline_seconds": 60.0,
+                
                 "leave_seconds": 0.0,  # all are stopped at once
             },
             "noloco": {"routing": "off"},

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_noloco.federation.handover import State
+from megatron_noloco.federation.takeover import State
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation import membership
@@ -44,7 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
     base = {
         "data": {"text": text},
-        "federation": {"slots": slots},
+        
         "training": {"train_iters": STEPS},
         "checkpoint": {"save_interval": STEPS},
     }
