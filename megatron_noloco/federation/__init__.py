@@ -13,6 +13,7 @@ The files from the bottom up; each imports only those of its own line and above:
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
 | `network` | all of this for other threads: a transport, and what is known of each other replica |
 | `movement`, `passes`, `speakers` | vectors between the ranks of a replica and its speaker, and between speakers |
+| `gather`, `swap` | the same on streams: slabs inside a replica, and of a pair; nothing uses it yet |
 | `moved_exchange`, `commit` | a round that counts for both partners or for neither |
 | `asks`, `handover` | a state that another job takes over |
 | `keeping_up`, `tree_mean` | the local step at which a replica goes on; the mean at its end |

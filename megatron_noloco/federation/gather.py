@@ -13,7 +13,6 @@ raise RuntimeError. A replica of one rank copies nothing: contents and results a
 """
 
 import asyncio
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -29,6 +28,8 @@ from megatron_noloco.federation.movement import Movement
 from megatron_noloco.outer.vectors import HOST, NOTHING
 from megatron_noloco.plans.canonical import Block, Holding
 from megatron_noloco.transport.interface import Message, RankLostError
+
+_NEVER_SECONDS = 365 * 86400.0  # a partner's delay is limited by its conversation
 
 
 class Gather:
@@ -105,7 +106,7 @@ class Transfer(ABC):
     def _move(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         try:
             if (flight := self.movement.post(sends, receives, self._tag)) is not None:
-                flight.finish(math.inf)
+                flight.finish(_NEVER_SECONDS)
         except RankLostError as error:  # a ConnectionError would be about a partner
             raise RuntimeError(f"a rank of this replica is lost: {error}") from None
 
@@ -267,8 +268,8 @@ def _memory(elements: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, which change with it."""
-    return tensor.view(torch.uint8).numpy().data if len(tensor) else memoryview(b"")
+    """Return the memory of a tensor on the host."""
+    return tensor.view(-1).view(torch.uint8).numpy().data if len(tensor) else memoryview(b"")
 
 
 def _size(blocks: Sequence[Block]) -> int:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.gather import Leader
+from megatron_noloco.federation.gather import Leader, bytes_of
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
 from megatron_noloco.outer.payload import Codec, UnequalError, signs_of
@@ -106,13 +106,14 @@ class _Exchange:
                     await self._room.acquire()
                     group.create_task(self._slab(at, report))
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise _first(errors) from None
 
     def end(self) -> None:
         """Wait until no job writes any memory."""
-        for job in self._jobs:
+        jobs = list(self._jobs)  # a job leaves the set when it is done
+        for job in jobs:
             job.cancel()
-        wait(self._jobs)
+        wait(jobs)
 
     async def _slab(self, at: int, report: ExchangeReport) -> None:
         own = ExchangeReport(report.group)
@@ -161,16 +162,18 @@ class _Exchange:
             async with self._sending.turn(at, phase):
                 if at == phase == 0:
                     await self._stream.send(self._length)
-                await self._stream.send(*map(_bytes, mine))
+                await self._stream.send(*map(bytes_of, mine))
 
         async def receive() -> None:
             async with self._receiving.turn(at, phase):
                 if at == phase == 0 and await self._stream.receive(_LENGTH_BYTES) != self._length:
                     raise UnequalError
                 for place in theirs:
-                    await self._stream.fill(_bytes(place))
+                    await self._stream.fill(bytes_of(place))
 
-        await asyncio.gather(send(), receive())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(send())
+            group.create_task(receive())
         report.bytes_sent += sum(part.nbytes for part in mine)
 
     async def _compute(self, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -178,6 +181,11 @@ class _Exchange:
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return await asyncio.wrap_future(job)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _order(slabs: int, phases: int) -> Iterator[tuple[int, int]]:
@@ -195,8 +203,3 @@ def _encode(code: PairCode) -> None:
 def _decode(code: PairCode, mean: Tensor) -> None:
     for piece in code.means(slice(0, len(code.coded))):
         mean[piece.start : piece.stop] = piece.mean
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor on the host."""
-    return tensor.view(-1).view(torch.uint8).numpy().data if len(tensor) else memoryview(b"")
