@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_noloco.federation.takeover import State
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation import membership
+from megatron_noloco.federation.takeover import State
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.monitor.run_log import RunLog
@@ -28,7 +28,7 @@ from tests.harness import REPOSITORY, free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, assert_same, begin_alone, state_of
-from tests.integration.tiny import run_whole, tiny, write_config, write_text
+from tests.integration.tiny import run_as_slots, tiny, write_config, write_text
 from tools.disturbed_replica import pause, send_times
 
 STEPS = 8
@@ -41,10 +41,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_text(tmp_path_factory.mktemp("text"))
 
 
-def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
+def changes(text: str, **more: Any) -> dict[str, Any]:
     base = {
         "data": {"text": text},
-        
         "training": {"train_iters": STEPS},
         "checkpoint": {"save_interval": STEPS},
     }
@@ -52,7 +51,7 @@ def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
 
 
 def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -> None:
-    with Federation(tmp_path, changes(text, 4, federation={"start_with": 2})) as federation:
+    with Federation(tmp_path, changes(text, federation={"start_with": 2})) as federation:
         federation.start(0)
         federation.start(2)
         federation.wait()
@@ -87,7 +86,7 @@ def test_separate_jobs_train_as_one_job_does(
 ) -> None:
     """To the last bit: weights, momentum, inner optimizer."""
     all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS, "skip_local_steps": False}}
-    with Federation(tmp_path / "jobs", changes(text, slots, **tiny(more, all_of_them))) as federation:
+    with Federation(tmp_path / "jobs", changes(text, **tiny(more, all_of_them))) as federation:
         for replica in range(slots):
             federation.start(replica, ranks)
         federation.wait()
@@ -101,8 +100,8 @@ def test_separate_jobs_train_as_one_job_does(
         "model": {"num_layers": 2},
         "gradient_accumulation_steps": 2,
     }
-    config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text, slots, **more))))
-    run_ranks(slots * ranks, run_whole, config)
+    config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text, **more))))
+    run_ranks(slots * ranks, run_as_slots, config)
     for replica in range(slots):
         assert_same(
             federation.state(replica, STEPS), state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
@@ -119,7 +118,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         "federation": {"start_with": 3, "rounds_behind": 2},
         "evaluation": {"interval": 10, "iters": 2},
     }
-    with Federation(tmp_path, changes(text, 4, **more), apart=True) as federation:
+    with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         for replica in range(3):
             federation.start(replica, disturb=WITH_PAUSES)
         federation.until(2, 10)
@@ -150,7 +149,7 @@ def test_a_job_that_loses_a_rank_ends_and_its_partner_goes_on_alone(tmp_path: Pa
         "checkpoint": {"save_interval": 0},
     }
     lost = 1  # the second tensor-parallel rank of the first stage, in local step 7
-    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+    with Federation(tmp_path, changes(text, **more)) as federation:
         federation.start(0, ranks=4)
         federation.start(1, ranks=4, disturb=partial(plant, "SIGKILL", lost, 7))
         codes = federation.exit_codes(1)
@@ -166,7 +165,7 @@ def test_a_job_that_loses_a_rank_ends_and_its_partner_goes_on_alone(tmp_path: Pa
 def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, text: str) -> None:
     """So does the one that was alone before. The rounds that each leaves out measure nothing."""
     overlap = {"local_steps": 4, "overlap_steps": "auto"}
-    with Federation(tmp_path, changes(text, 2, **ENDLESS, noloco=overlap), apart=True) as federation:
+    with Federation(tmp_path, changes(text, **ENDLESS, noloco=overlap), apart=True) as federation:
         federation.start(0, disturb=begin_alone)
         federation.until(0, 10)
         assert "overlap from" not in federation.log(0)
@@ -195,7 +194,7 @@ def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_
         "training": {"train_iters": 40},
         "checkpoint": {"save_interval": 1, "keep_last": 100},
     }
-    with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
+    with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         federation.start(0, ranks=2, disturb=partial(pause, 0.1))
         federation.start(1, ranks=2)
         federation.until(1, 8)
@@ -261,7 +260,7 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
         "checkpoint": {"save_interval": 1000},
         "evaluation": {"interval": 0, "iters": 4},
     }
-    with Federation(tmp_path, changes(text, 3, **more), apart=True) as federation:
+    with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         for replica, (ranks, layout) in enumerate(LAYOUTS):
             disturb = partial(waits_for, goes_on) if replica == 1 else partial(pause, 0.05)
             federation.start(replica, ranks, layout, disturb)
@@ -290,7 +289,7 @@ def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> Non
         return {"federation": dict(zip(("rendezvous", "listen"), addresses, strict=True))}
 
     more = ENDLESS | {"federation": {"start_with": 3, "rounds_behind": 2}}
-    with Federation(tmp_path, changes(text, 4, **more)) as federation:
+    with Federation(tmp_path, changes(text, **more)) as federation:
         for replica in range(3):
             federation.start(replica, changes=found_by(0, replica), disturb=WITH_PAUSES)
         for replica in range(3):
@@ -308,7 +307,7 @@ def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> Non
 def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
     """Where it is told not to take theirs over. Else it does, though none has saved anything."""
     more = ENDLESS | {"federation": {"rounds_behind": 2}, "checkpoint": {"save_interval": 0}}
-    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+    with Federation(tmp_path, changes(text, **more)) as federation:
         federation.start(0, disturb=partial(begin_alone, 0.03))
         federation.until(0, 40)
         federation.start(1, changes={"checkpoint": {"load": "none"}})
@@ -330,7 +329,7 @@ def test_a_stopped_replica_costs_one_deadline_and_takes_over_a_state_when_it_goe
         "noloco": {"deadline_seconds": 2.0},
         "checkpoint": {"save_interval": 0, "load": "none"},
     }
-    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+    with Federation(tmp_path, changes(text, **more)) as federation:
         federation.start(0, disturb=WITH_PAUSES)
         federation.start(1)
         federation.until(1, 8)
@@ -360,7 +359,7 @@ def waits_for(path: Path) -> None:
 def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
     tmp_path: Path, text: str
 ) -> None:
-    with Federation(tmp_path, changes(text, 2, federation={"start_with": 2})) as federation:
+    with Federation(tmp_path, changes(text, federation={"start_with": 2})) as federation:
         federation.start(0)
         while not list((tmp_path / "rendezvous").rglob("*")):
             time.sleep(0.05)
@@ -381,7 +380,7 @@ def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, wa
         "federation": {"start_with": 2, "skip_local_steps": False, "leave_seconds": 60.0},
         "training": {"train_iters": 10**5, "log_interval": 1},
     }
-    with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
+    with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         federation.start(0, disturb=WITH_PAUSES)
         federation.start(1, disturb=partial(pause, 0.06))  # so it waits for nobody at its rounds
         federation.until(1, k + k // 4)
@@ -425,7 +424,7 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
         "training": {"train_iters": 20},
         "evaluation": {"interval": 0, "iters": 4},
     }
-    with Federation(tmp_path, changes(text, 4, **more)) as federation:
+    with Federation(tmp_path, changes(text, **more)) as federation:
         for replica in range(3):
             federation.start(replica, disturb=partial(waits_for, goes_on) if replica == 2 else lambda: None)
         federation.until_saved(0, 20)
@@ -446,10 +445,10 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
 
 
 def test_slots_are_raised_by_restarting_one_job_after_the_other(tmp_path: Path, text: str) -> None:
-    with Federation(tmp_path, changes(text, 2, **ENDLESS, federation={"start_with": 2})) as federation:
+    with Federation(tmp_path, changes(text, **ENDLESS, federation={"start_with": 2})) as federation:
         for replica in range(2):
             federation.start(replica, disturb=WITH_PAUSES)
-        more = {}
+        more: dict[str, Any] = {}
         for replica in range(2):
             federation.until_it_has_a_partner(replica, after=0)
             stopped_at = federation.rows(replica)[-1]["step"]
@@ -478,7 +477,7 @@ def test_poisoned_vectors_are_refused(tmp_path: Path, text: str) -> None:
     losses = []
     for poisonous in ((), (math.nan, 1e6)):
         start_with = {"federation": {"start_with": 3 + len(poisonous)}}
-        changed = changes(text, 5, **tiny(more, start_with))
+        changed = changes(text, **tiny(more, start_with))
         with Federation(tmp_path / f"{len(poisonous)}", changed) as federation:
             for replica in range(3):
                 federation.start(replica)
@@ -515,7 +514,7 @@ def test_a_replica_whose_weights_are_not_finite_ends_and_continues(
         "training": {"train_iters": 12},
         "checkpoint": {"save_interval": 3},
     }
-    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+    with Federation(tmp_path, changes(text, **more)) as federation:
         federation.start(0, disturb=partial(poisons_itself, 7))
         assert federation.exit_codes(0) == [1]
         log = federation.log(0)
@@ -542,7 +541,7 @@ def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
     losses = []
     for slow in ((), (3,)):
         start_with = {"federation": {"start_with": 3 + len(slow)}}
-        with Federation(tmp_path / f"{len(slow)}", changes(text, 4, **tiny(more, start_with))) as federation:
+        with Federation(tmp_path / f"{len(slow)}", changes(text, **tiny(more, start_with))) as federation:
             for replica in range(3):
                 federation.start(replica, disturb=partial(pause, 0.1))
             for replica in slow:

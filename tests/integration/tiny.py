@@ -6,18 +6,21 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported: else it guesses, and says so
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -27,7 +30,7 @@ from megatron_noloco.monitor.metrics import Reduction
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.sample_order import BatchPlan
+from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder
 from megatron_noloco.training.build import build as build_parts
 from megatron_noloco.training.joined import join_job
 from megatron_noloco.training.prepare import prepare
@@ -234,6 +237,50 @@ def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
         "slow": run.outer.state()["slow_weights"].clone(),
         "momentum": run.outer.state().get("outer_momentum"),
     }
+
+
+@dataclass(frozen=True)
+class SlotOrders:
+    """The order in which one job reads what the replicas of a federation read, each in an order of its own."""
+
+    orders: list[BlendedOrder]
+    batch: int  # samples of a replica in a local step
+
+    @property
+    def samples(self) -> int:
+        return self.orders[0].samples
+
+    def ids(self, first: int, count: int) -> np.ndarray:
+        places = np.arange(first, first + count)
+        steps, within = np.divmod(places, len(self.orders) * self.batch)
+        slots, samples = np.divmod(within, self.batch)
+        found = zip(slots, steps * self.batch + samples, strict=True)
+        return np.concatenate([self.orders[slot].ids(int(place), 1) for slot, place in found])
+
+
+class SlotDatasets(Datasets):
+    """The data of a job whose replicas read as the slots of a federation do."""
+
+    replicas, batch = 1, 1
+
+    def order(self, seed: int, slot: int | None = None) -> Any:
+        assert slot is None
+        orders = [super(SlotDatasets, self).order(seed, replica) for replica in range(self.replicas)]
+        return SlotOrders(orders, self.batch)
+
+
+def run_as_slots(rank: int, world_size: int, config: str) -> dict[str, Any]:
+    """Do as `run_whole` with the samples that the replicas of a federation would read."""
+    already_joined()
+    prepared = prepare(load_config(config), os.environ)
+    datasets = SlotDatasets(**{one.name: getattr(prepared.datasets, one.name) for one in fields(Datasets)})
+    object.__setattr__(datasets, "replicas", prepared.topology.replicas)
+    object.__setattr__(datasets, "batch", prepared.plan.replica_batch)
+    prepared = replace(prepared, datasets=datasets)
+    run = build_parts(prepared, join_job(prepared))
+    assert run.train()
+    dist.barrier()
+    return {}
 
 
 def metrics(output_dir: Path, kind: str = "step") -> list[list[dict[str, Any]]]:
