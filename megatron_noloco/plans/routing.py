@@ -34,11 +34,11 @@ class Routes:
 
     def next_replica(self, boundary: int, replica: int, microbatch: int) -> int:
         """Return the replica whose stage after `boundary` receives what `replica` computed before it."""
-        return self._permutation(boundary, microbatch)[0][replica]
+        return self._drawn(boundary, microbatch, 0, replica)
 
     def previous_replica(self, boundary: int, replica: int, microbatch: int) -> int:
         """Return the replica whose stage before `boundary` computed what `replica` receives after it."""
-        return self._permutation(boundary, microbatch)[1][replica]
+        return self._drawn(boundary, microbatch, 1, replica)
 
     def origin(self, stage: int, replica: int, microbatch: int) -> int:
         """Return the replica whose data is in the microbatch at `stage` of `replica`."""
@@ -46,11 +46,10 @@ class Routes:
             replica = self.previous_replica(boundary, replica, microbatch)
         return replica
 
-    def _permutation(self, boundary: int, microbatch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if self.counters is None:
-            straight = tuple(range(self.replicas))
-            return straight, straight
-        return _permutation(self.replicas, self.seed, self.counters[microbatch], boundary)
+    def _drawn(self, boundary: int, microbatch: int, way: int, replica: int) -> int:
+        if self.counters is None:  # also of a federation, where a replica has any number
+            return replica
+        return _permutation(self.replicas, self.seed, self.counters[microbatch], boundary)[way][replica]
 
 
 @lru_cache(maxsize=1024)
