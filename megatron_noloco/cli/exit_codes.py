@@ -15,6 +15,7 @@ from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_erro
 _EXTRAS = {
     "trainer": "deepspeed megatron psutil rich safetensors tensorboard tokenizers",
     "federation": "cryptography",
+    "bucket": "s3fs",
     "mpi": "mpi4py",
     "huggingface": "transformers",
     "report": "plotly",

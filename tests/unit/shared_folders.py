@@ -64,8 +64,8 @@ class FakeBucket(MemoryFileSystem):
             super().rm(path, recursive, maxdepth)
 
 
-def bucket(**options: Any) -> Store:
-    return Store("fake://bucket/run", FakeBucket(**options), "/bucket/run", Counter())
+def bucket(files: Any = None, url: str = "fake://bucket/run", **options: Any) -> Store:
+    return Store(url, files or FakeBucket(**options), url.partition("://")[2], Counter())
 
 
 def two_in_a_folder(kind: str) -> tuple[list[Carrier], str]:

@@ -1,0 +1,394 @@
+"""Streams through a folder, whose owner, other processes and disk may do what they like."""
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation import folder, folder_stream
+from megatron_noloco.federation.folder import FolderCarrier
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.sealing import Checksum, Cipher, Sealing
+from megatron_noloco.federation.store import Store
+from megatron_noloco.federation.streams import Serve, Stream, StreamEndedError
+from tests.unit.shared_folders import FakeBucket, bucket
+
+SECONDS = 60.0  # for what takes milliseconds
+OTHER_KEY = Cipher(b"other")
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send(await stream.receive(1))
+
+
+@asynccontextmanager
+async def two(
+    store: Store, sealings: tuple[Sealing, Sealing], serve: Serve, lines: list[str]
+) -> AsyncIterator[tuple[FolderCarrier, FolderCarrier]]:
+    here, there = (FolderCarrier(store, slot, sealings[slot], lines.append) for slot in range(2))
+    await there.listen(serve)
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield here, there
+    finally:
+        await here.close()
+        await there.close()
+
+
+def run(
+    store: Store,
+    dialler: Callable[[FolderCarrier, FolderCarrier], Awaitable[None]],
+    sealings: tuple[Sealing, Sealing] = (Checksum(), Checksum()),
+    serve: Serve = echo,
+) -> list[str]:
+    """Run a conversation; returns the lines that were told."""
+    lines = list[str]()
+
+    async def conversation() -> None:
+        async with two(store, sealings, serve, lines) as carriers:
+            await dialler(*carriers)
+
+    asyncio.run(conversation())
+    return lines
+
+
+async def ask(here: FolderCarrier, endpoint: str) -> None:
+    async with await here.dial(endpoint) as stream:
+        await stream.send(b"1")
+        await stream.receive(1)
+
+
+def files_in(path: Path) -> list[str]:
+    return sorted(file.name for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(
+    ("sealings", "why", "reason"),
+    [
+        ((Cipher(b"own"), OTHER_KEY), "of a process with another key", "of a process with another key"),
+        ((Checksum(), OTHER_KEY), "is not encrypted", "is encrypted"),
+        ((OTHER_KEY, Checksum()), "is encrypted", "is not encrypted"),
+    ],
+    ids=["another key", "one has no key", "the other has none"],
+)
+def test_another_key_is_one_line_on_both_sides(
+    sealings: tuple[Sealing, Sealing], why: str, reason: str, tmp_path: Path
+) -> None:
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        for _ in range(2):
+            with pytest.raises(StreamEndedError, match=reason) as ended:
+                await ask(here, there.endpoint)
+            assert "\n" not in str(ended.value)
+
+    (line,) = run(Store.of(tmp_path.as_uri()), dial, sealings)
+    assert why in line
+
+
+def test_a_cipher_is_that_of_the_key_file(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        Keys.make(tmp_path / name)
+    sealed = Cipher.read(tmp_path / "a").seal("name", b"content")
+    assert b"content" not in sealed
+    assert Cipher.read(tmp_path / "a").open("name", sealed) == b"content"
+    for cipher, name in [(Cipher.read(tmp_path / "b"), "name"), (Cipher.read(tmp_path / "a"), "other")]:
+        with pytest.raises(ValueError):
+            cipher.open(name, sealed)
+
+
+@pytest.mark.parametrize("sealing", [Checksum(), Cipher(b"key")], ids=["plain", "encrypted"])
+def test_a_wrapped_file_that_was_changed_is_not_opened(sealing: Sealing) -> None:
+    draws = np.random.default_rng(0)
+    sealed = sealing.seal("name", b"0123456789")
+    for _ in range(200):
+        changed = bytearray(sealed)
+        changed[draws.integers(len(sealed))] ^= 1 << int(draws.integers(8))
+        with pytest.raises(ValueError):
+            sealing.open("name", bytes(changed))
+    for length in range(len(sealed)):
+        with pytest.raises(ValueError):
+            sealing.open("name", sealed[:length])
+    assert sealing.open("name", sealed) == b"0123456789"
+
+
+class Meddled(FakeBucket):
+    """A bucket whose owner does something to one file of data, when it is written."""
+
+    def __init__(self, meddle: Callable[["Meddled", str, bytes], None], number: int) -> None:
+        super().__init__(failures=0.0, delay=0.0)
+        self._meddle, self._ending = meddle, f".d{number}"
+        self.before = dict[str, bytes]()
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        write = super().pipe_file
+        if path.endswith(self._ending):
+            self._meddle(self, path, value)
+        else:
+            self.before[path] = value
+            write(path, value, **options)
+
+    def put(self, path: str, value: bytes) -> None:
+        super().pipe_file(path, value)
+
+
+def _cut(store: Meddled, path: str, value: bytes) -> None:
+    store.put(path, value[: len(value) // 2])
+
+
+def _repeat(store: Meddled, path: str, value: bytes) -> None:
+    store.put(path, store.before[path[:-1] + "0"])
+
+
+def _drop(store: Meddled, path: str, value: bytes) -> None:
+    pass
+
+
+@pytest.mark.parametrize("meddle", [_cut, _repeat, _drop])
+@pytest.mark.parametrize("sealing", [Checksum(), Cipher(b"key")], ids=["plain", "encrypted"])
+def test_a_file_that_somebody_changes_ends_its_stream(
+    meddle: Callable[[Meddled, str, bytes], None], sealing: Sealing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_stream, "FILE_BYTES", 10)
+    monkeypatch.setattr(folder_stream, "_MISSING_SECONDS", 0.2)
+    ended = list[str]()
+
+    async def serve(stream: Stream) -> None:
+        try:
+            await stream.receive(30)
+        except StreamEndedError as error:
+            ended.append(str(error))
+            raise
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        stream = await here.dial(there.endpoint)
+        await stream.send(bytes(30))
+        with pytest.raises(StreamEndedError):
+            await stream.receive(1)
+
+    store = Meddled(meddle, 1)
+    run(bucket(files=store), dial, (sealing, sealing), serve)
+    assert ".0.d1 is " in ended[0]
+
+
+def test_a_stream_that_is_written_again_does_not_begin_again(tmp_path: Path) -> None:
+    store = Store.of(tmp_path.as_uri())
+    served = list[bytes]()
+
+    async def serve(stream: Stream) -> None:
+        served.append(await stream.receive(1))
+        await stream.send(b"2")
+
+    written = dict[Path, bytes]()
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        put = store.put
+
+        def spied(name: str, content: bytes) -> None:
+            if name.startswith("00001"):
+                written[tmp_path / name] = content
+            put(name, content)
+
+        here._folder.put = spied  # type: ignore[method-assign]
+        await ask(here, there.endpoint)
+        assert len(written) >= 1
+        for path, content in written.items():
+            path.write_bytes(content)
+        while any(path.exists() for path in written):
+            await asyncio.sleep(0.01)
+
+    run(store, dial, (Cipher(b"k"), Cipher(b"k")), serve)
+    assert served == [b"1"]
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    """Neither of streams that were closed, nor of streams that were aborted, nor of processes that leave."""
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        for number in range(6):
+            with suppress(ArithmeticError, StreamEndedError):
+                async with await here.dial(there.endpoint) as stream:
+                    await stream.send(b"1")
+                    await stream.receive(1)
+                    if number % 2:
+                        raise ArithmeticError
+        while files_in(tmp_path) != ["open", "open"]:
+            await asyncio.sleep(0.01)
+
+    run(Store.of(tmp_path.as_uri()), dial)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_removes_what_an_earlier_one_of_its_slot_has_left(tmp_path: Path) -> None:
+    left, of_another = (tmp_path / f"0000{slot}-{16 * 'a'}" for slot in (1, 2))
+    for inbox in (left, of_another):
+        inbox.mkdir()
+        (inbox / "open").write_bytes(b"-")
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        assert not left.exists()
+        assert of_another.exists()
+        with pytest.raises(StreamEndedError, match=f"nobody listens at folder://{left.name}"):
+            await ask(here, f"folder://{left.name}")
+
+    run(Store.of(tmp_path.as_uri()), dial)
+
+
+def test_the_later_of_two_processes_of_a_slot_ends_the_streams_of_the_earlier(tmp_path: Path) -> None:
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        later = FolderCarrier(Store.of(tmp_path.as_uri()), 0, Checksum(), print)
+        stream = await here.dial(there.endpoint)
+        await stream.send(b"1")
+        await stream.receive(1)
+        await later.listen(echo)
+        with pytest.raises(StreamEndedError, match="a later process of this slot has begun"):
+            await stream.receive(1)
+        await later.close()
+
+    (line,) = run(Store.of(tmp_path.as_uri()), dial)
+    assert "a later process of this slot has begun" in line
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_store_that_fails_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_RETRY_PAUSES", (0.01,))
+    monkeypatch.setattr(folder, "_FAILING_SECONDS", 0.1)
+
+    class Full(FakeBucket):
+        full = False
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            if self.full and kind == "write":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().pipe_file(path, value, **options)
+
+        def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+            if self.full and kind == "read":
+                raise OSError("403 Forbidden")
+            return super().ls(path, detail, **options)
+
+    files = Full(failures=0.0)
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        async with await here.dial(there.endpoint) as stream:
+            await stream.send(b"1")
+            await stream.receive(1)
+            files.full = True
+            await stream.send(b"1")
+            await stream.receive(1)
+
+    reason = {"write": "cannot write .*: No space left", "read": "cannot list .*: 403 Forbidden"}[kind]
+    with pytest.raises(StreamEndedError, match=reason):
+        run(bucket(files=files), dial)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    async def dial() -> None:
+        carrier = FolderCarrier(Store.of((tmp_path / "file").as_uri()), 0, Checksum(), print)
+        with pytest.raises(OSError, match=r"^cannot create in file:///.*: File exists$"):
+            await carrier.listen(echo)
+        with pytest.raises(ConnectionError, match="cannot create"):
+            await carrier.dial(f"folder://00001-{16 * 'a'}")
+        with pytest.raises(ConnectionError, match="no other process"):
+            await carrier.dial("folder://../../etc")
+        await carrier.close()
+
+    asyncio.run(dial())
+    for url in ("nonsense://bucket", "file://~nobody-has-this-name/run"):
+        with pytest.raises(UserError, match=url.partition(":")[0]):
+            Store.of(url)
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_process_at_rest_makes_few_requests(streams: int) -> None:
+    """However many streams it has; and so many files of data as their size demands."""
+    store = bucket(failures=0.0, delay=0.0)
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        opened = [await here.dial(there.endpoint) for _ in range(streams)]
+        waiting = []
+        for stream in opened:
+            await stream.send(b"1")
+            await stream.receive(1)
+            waiting.append(asyncio.create_task(stream.receive(1)))
+        await asyncio.sleep(4)
+        before = store.calls.copy()
+        await asyncio.sleep(4)
+        made = store.calls - before
+        assert set(made) == {"list"}
+        assert (
+            made["list"] <= 2 * 4
+        )  # of each process two in four seconds, and one for a machine that is slow
+        for stream in opened:
+            stream.abort("over")
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(store, dial)
+
+
+def test_bytes_have_as_many_files_as_their_size_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_stream, "FILE_BYTES", 1000)
+    store = bucket(failures=0.0)
+
+    async def serve(stream: Stream) -> None:
+        await stream.receive(20_000)
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        async with await here.dial(there.endpoint) as stream:
+            await stream.send(bytes(20_000))
+
+    run(store, dial, serve=serve)
+    # Two inboxes, the data, the two ends (one may be with data), and how many were read: of every two files at most.
+    assert 23 <= store.calls["put"] <= 24 + 10
+
+
+@pytest.mark.slow
+def test_a_real_server() -> None:
+    """S3 over HTTP: what is sent arrives, the last file is removed, and another bucket is named."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    import s3fs
+
+    options = {"key": "a", "secret": "b", "endpoint_url": f"http://{host}:{port}"}
+    files = s3fs.S3FileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+    files.mkdir("bucket")
+    content = np.random.default_rng(0).bytes(40_000_000)
+
+    async def swap(stream: Stream) -> None:
+        received = bytearray(len(content))
+        await asyncio.gather(stream.send(content), stream.fill(received))
+        assert received == content
+
+    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+        for _ in range(2):
+            async with await here.dial(there.endpoint) as stream:
+                await swap(stream)
+        while len(files.find("bucket")) > 2:  # the marks of the two processes
+            await asyncio.sleep(0.1)
+
+    store = bucket(files=files, url="s3://bucket/run")
+    run(store, dial, (Cipher(b"k"), Cipher(b"k")), swap)
+    assert files.find("bucket") == []
+    lines = asyncio.run(_opened(bucket(files=files, url="s3://other/run")))
+    assert "s3://other/run" in lines
+    server.stop()
+
+
+async def _opened(store: Store) -> str:
+    carrier = FolderCarrier(store, 0, Checksum(), print)
+    try:
+        await carrier.listen(echo)
+    except OSError as error:
+        return str(error)
+    finally:
+        await carrier.close()
+    return ""
