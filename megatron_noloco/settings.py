@@ -299,9 +299,9 @@ class FederationSettings:
 
     rendezvous: StrictStr | None = field(
         None,
-        'How jobs find each other: "file://FOLDER", a folder that all jobs can write, or "tcp://HOST:PORT,...", '
-        "the addresses of one or more replicas, any one of which is enough. Each replica is then a job of its "
-        "own, `train --replica I`; jobs may come and go. null: all replicas are one job.",
+        'How jobs find each other: "file://FOLDER" or "s3://BUCKET/FOLDER", which all jobs can write, or '
+        '"tcp://HOST:PORT,...", the addresses of one or more replicas, any one of which is enough. Each replica '
+        "is then a job of its own, `train --replica I`; jobs may come and go. null: all replicas are one job.",
     )
     listen: StrictStr | None = field(
         None,

@@ -82,6 +82,8 @@ def add_commands(commands: Commands) -> None:
     add("--hostfile", type=Path, help="hostfile of mpirun: measure exchanges between its first two hosts")
     seconds = "time for measuring exchanges; 0: do not measure them (default: 10)"
     add("--seconds", type=at_least_zero, default=10.0, help=seconds)
+    folder = "folder or bucket of federation.rendezvous: write, list, read and remove a file there"
+    add("--rendezvous", metavar="URL", help=folder)
     link = "rate of the link to a partner: say whether TCP's buffers are large enough for it"
     add("--bandwidth", type=bandwidth, metavar="RATE", help=link)
     delay = "with --bandwidth: delay of the link, one way"
@@ -317,6 +319,8 @@ def _doctor(args: argparse.Namespace) -> int:
     findings += machine.check_shared_memory()
     if args.seconds:
         findings += check_mpi(args.hostfile, args.seconds)
+    if args.rendezvous is not None:
+        findings.append(_try_folder(args.rendezvous))
     if args.bandwidth is not None:
         findings += machine.check_buffers(args.bandwidth, args.latency)
     problems = [finding for finding in findings if finding.state == "problem"]
@@ -325,6 +329,22 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         say(*map(_line, findings), "", _verdict(findings))
     return FAILURE if problems else 0
+
+
+def _try_folder(url: str) -> "Finding":
+    """Use a shared folder as a federation does. Raises UserError for a URL that names no folder."""
+    from megatron_noloco.federation.store import Store, seconds_of_calls
+    from megatron_noloco.preflight.machine import Finding
+
+    if "://" not in url or url.startswith("tcp://"):
+        raise UserError(f"--rendezvous {url}: neither file://FOLDER nor a bucket such as s3://bucket/run")
+    try:
+        seconds = seconds_of_calls(Store.of(url))
+    except OSError as error:
+        advice = "every job must be able to write, list, read and remove files there"
+        return Finding("rendezvous", "problem", str(error), advice)
+    took = ", ".join(f"{verb} {duration * 1e3:.1f} ms" for verb, duration in seconds.items())
+    return Finding("rendezvous", "ok", f"{url}, a file of 1 MiB: {took}", figures=seconds)
 
 
 def _line(finding: "Finding") -> str:

@@ -5,10 +5,11 @@ The files from the bottom up; each imports only those of its own line and above:
 | files | what they are about |
 |---|---|
 | `wires`, `keys` | connections, which one thread moves; the key that encrypts them |
+| `store` | a shared folder, or a bucket |
 | `control`, `session` | small messages and the meaning of each; bulk data between two replicas |
 | `likeness`, `rendezvous` | which jobs fit together; where they are |
 | `streams`, `tcp` | a conversation of two jobs as one stream of bytes; nothing uses it yet |
-| `sealing`, `store`, `folder_stream`, `folder` | the same through a shared folder or a bucket, by files |
+| `sealing`, `folder_stream`, `folder` | the same through a shared folder or a bucket, by files |
 | `exchanges`, `peers`, `service` | the other replicas: which messages are void; connections; the thread for both |
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
 | `network` | all of this for other threads: a transport, and what is known of each other replica |

@@ -12,6 +12,7 @@ No conditional write, no lock, no rename in a bucket, no clock, and no order of 
 import asyncio
 import os
 import shutil
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -66,7 +67,7 @@ class Store:
     def create(self) -> None:
         """Make the folder, if there is none. A bucket needs none."""
         if self.is_local:
-            self._call("create", "create", "", lambda: os.makedirs(self._path, exist_ok=True))
+            self._call("create", "write", "", lambda: os.makedirs(self._path, exist_ok=True))
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file, over another of that name. On a file system its folder must exist."""
@@ -140,8 +141,39 @@ class Store:
             kind_of_error = next(
                 (kept for kept in (FileNotFoundError, PermissionError) if isinstance(error, kept)), OSError
             )
-            place = f"{self.url}/{name}" if name else self.url
+            url = self.url.removeprefix(_LOCAL)
+            place = f"{url}/{name}" if name else url
             raise kind_of_error(f"cannot {verb} {'in ' if not name else ''}{place}: {why}") from None
+
+
+def seconds_of_calls(folder: Store) -> dict[str, float]:
+    """Write a file, list it, read it and remove it; return the seconds of each. Raises OSError."""
+    name, content = f"try-{uuid.uuid4().hex}", os.urandom(2**20)
+
+    def found() -> None:
+        if name not in folder.names():
+            raise OSError(f"a file that was written is not listed in {folder.url}")
+
+    def read() -> None:
+        if folder.get(name, len(content)) != content:
+            raise OSError(f"a file that was written is read otherwise in {folder.url}")
+
+    def remove() -> None:
+        folder.remove([name])
+
+    folder.create()
+    seconds = {}
+    calls = {"write": lambda: folder.put(name, content), "list": found, "read": read, "remove": remove}
+    try:
+        for verb, call in calls.items():
+            began = time.perf_counter()
+            call()
+            seconds[verb] = time.perf_counter() - began
+    except OSError:
+        with suppress(OSError):
+            remove()
+        raise
+    return seconds
 
 
 class Caller:

@@ -147,3 +147,12 @@ def test_a_single_rank_needs_no_shared_memory(monkeypatch: pytest.MonkeyPatch, g
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
     (found,) = machine.check_shared_memory()
     assert found.state == state
+
+
+def test_a_shared_folder_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/run"])
+    assert "a file of 1 MiB: write " in capsys.readouterr().out
+    assert main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/file"]) == 1
+    assert f"cannot write in {tmp_path}/file: File exists" in capsys.readouterr().out
+    assert main(["doctor", "--rendezvous", "tcp://a:1"]) == 2

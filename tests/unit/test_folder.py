@@ -12,10 +12,12 @@ import pytest
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation import folder, folder_stream
+from megatron_noloco.federation.control import Address
 from megatron_noloco.federation.folder import FolderCarrier
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.sealing import Checksum, Cipher, Sealing
-from megatron_noloco.federation.store import Store
+from megatron_noloco.federation.store import Store, seconds_of_calls
 from megatron_noloco.federation.streams import Serve, Stream, StreamEndedError
 from tests.unit.shared_folders import FakeBucket, bucket
 
@@ -292,9 +294,9 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
     async def dial() -> None:
         carrier = FolderCarrier(Store.of((tmp_path / "file").as_uri()), 0, Checksum(), print)
-        with pytest.raises(OSError, match=r"^cannot create in file:///.*: File exists$"):
+        with pytest.raises(OSError, match=r"^cannot write in /.*: File exists$"):
             await carrier.listen(echo)
-        with pytest.raises(ConnectionError, match="cannot create"):
+        with pytest.raises(ConnectionError, match="cannot write"):
             await carrier.dial(f"folder://00001-{16 * 'a'}")
         with pytest.raises(ConnectionError, match="no other process"):
             await carrier.dial("folder://../../etc")
@@ -348,6 +350,26 @@ def test_bytes_have_as_many_files_as_their_size_demands(monkeypatch: pytest.Monk
     # Two inboxes, the data, the two ends (one may be with data), the end of a process, and of every two files at
     # most one that says how many were read.
     assert 23 <= store.calls["put"] <= 25 + 10
+
+
+def test_a_bucket_gives_what_others_published() -> None:
+    store = bucket(failures=0.0)
+    folder, of_another_run = SharedFolder(store, 1, {"model": "a"}), SharedFolder(store, 2, {"model": "b"})
+    assert folder.look() == ({}, (), "")
+    of_another_run.publish(1, Address("tcp://c:4", 12))
+    assert "its job differs from this one in model" in folder.other_runs()
+    folder.publish(0, Address("", 10))
+    folder.publish(3, Address("tcp://c:3", 11))
+    folder.publish(0, Address("", 13))
+    assert folder.look() == ({0: Address("", 13), 3: Address("tcp://c:3", 11)}, (), "")
+
+
+def test_a_folder_is_tried_as_it_is_used() -> None:
+    store = bucket(failures=0.0)
+    assert list(seconds_of_calls(store)) == ["write", "list", "read", "remove"]
+    assert store.names() == []
+    with pytest.raises(OSError, match=r"^cannot write .*: 503 Slow Down$"):
+        seconds_of_calls(bucket(failures=1.0))
 
 
 @pytest.mark.slow
