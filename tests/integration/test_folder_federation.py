@@ -1,4 +1,4 @@
-"""Jobs that share nothing but a folder train one model. Each has a network namespace of its own, without a route."""
+"""Jobs that share nothing but a folder train one model; each has a network of its own, without a route."""
 
 import ctypes
 import os
