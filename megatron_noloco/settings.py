@@ -307,7 +307,8 @@ class FederationSettings:
         None,
         'Where the replica listens: "tcp://HOST:PORT", with an IPv6 address in []. HOST "*" is every interface, '
         'IPv4 and IPv6; port 0 is any free port. "off": nowhere; the job then opens all its connections itself, '
-        'as it must behind a router or a firewall, and two jobs with "off" never exchange. null: "tcp://*:0" if '
+        'as it must behind a router or a firewall; two jobs with "off" exchange through a folder or not at all. '
+        'null: "tcp://*:0" if '
         "rendezvous is a folder, else the port that all addresses of rendezvous have.",
     )
     advertise: StrictStr | None = field(

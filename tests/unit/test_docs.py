@@ -45,12 +45,14 @@ def test_the_library_page_imports_what_is_there() -> None:
 
 
 def test_the_configurations_of_several_machines_are_valid() -> None:
-    """The blocks of docs/several-machines.md in the place of those of configs: a federation, and one job."""
+    """The blocks of docs/several-machines.md in the place of those of configs: federation, one job, folder."""
     page = (ROOT / "docs/several-machines.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    federation, parallel = (json.loads("{" + block + "}") for block in blocks)
+    federation, parallel, folder = (json.loads("{" + block + "}") for block in blocks)
     small: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
     assert RunConfig.from_dict(small | federation).topology(1, slot=3).ensemble == 4
+
+    assert RunConfig.from_dict(small | folder).federation.listen == "off"
 
     large: dict[str, Any] = json.loads((ROOT / "configs/llama_125m_recipe.json").read_text())
     both = RunConfig.from_dict(large | parallel).topology(32, slot=0)
