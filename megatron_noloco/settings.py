@@ -328,7 +328,7 @@ class FederationSettings:
     )
     key_file: FilePath | None = field(None, "The key of all members, made by `megatron-noloco keys FILE`.")
     shortest_deadline_seconds: AboveZero = field(
-        5.0,
+        10.0,
         "Shortest time in seconds to wait for a partner, however quick exchanges are; the longest is "
         "noloco.deadline_seconds.",
     )

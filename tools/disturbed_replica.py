@@ -14,16 +14,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megatron_noloco.cli.main import run
-from megatron_noloco.federation.network import FederationTransport
+from megatron_noloco.federation.gather import Leader
 from megatron_noloco.job.start_up import before_engines
-from megatron_noloco.transport.interface import Message
 from tools.options import command_line
 
 
@@ -50,19 +48,13 @@ def pause(seconds: float, sigma: float = 0.0, seed: int = 0, log: Path = Path(os
 
 
 def send_times(factor: float) -> None:
-    """Multiply all vectors that this process sends; its own weights stay as they are."""
-    original = FederationTransport.post
+    """Multiply all vectors that this process exchanges in rounds; its own weights stay as they are."""
+    original = Leader.content
 
-    def post(self: FederationTransport, sends: Sequence[Message], *more: Any) -> Any:
-        spoiled = [
-            Message(message.rank, message.buffer * factor)
-            if message.buffer.dtype == torch.float32
-            else message
-            for message in sends
-        ]
-        return original(self, spoiled, *more)
+    async def content(self: Leader, at: int) -> Tensor:
+        return factor * await original(self, at)
 
-    FederationTransport.post = post  # type: ignore[assignment, method-assign]
+    Leader.content = content  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

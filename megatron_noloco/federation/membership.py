@@ -310,8 +310,9 @@ def join_federation(
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             thread = open_node(network_of(federation, noloco, alike), place.replica, stopped)
+            seconds = federation.shortest_deadline_seconds, noloco.deadline_seconds
             behind = federation.rounds_behind * noloco.fragments
-            leading = Leading(thread, Partners(thread.node, noloco.deadline_seconds, behind))
+            leading = Leading(thread, Partners(thread.node, *seconds, behind))
         except (ValueError, OSError) as error:
             problem = error
     if (found := of_rank_0(problem)) is not None:

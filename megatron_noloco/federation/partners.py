@@ -8,7 +8,6 @@ from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.pairing import Others
 
 _REMEMBERED = 8  # rounds, whose slowest says how long the next may take
-_SHORTEST_SECONDS = 10.0
 _LONGER = 2.0  # times the slowest
 
 
@@ -38,14 +37,14 @@ class Partners:
     round or has ended it, or is too many rounds behind.
 
     Args:
-        longest_seconds: that a partner is waited for. Rounds before say how long it may take: twice the slowest of
-            the last eight, and at least ten seconds.
+        shortest_seconds, longest_seconds: that a partner is waited for. Between these, twice the longest of the
+            last eight waits; a missed deadline is a wait of its length.
         behind: rounds that a partner may be behind.
     """
 
-    def __init__(self, node: Node, longest_seconds: float, behind: int) -> None:
-        self._node = node
-        self._longest_seconds, self._behind = longest_seconds, behind
+    def __init__(self, node: Node, shortest_seconds: float, longest_seconds: float, behind: int) -> None:
+        self._node, self._behind = node, behind
+        self._shortest_seconds, self._longest_seconds = shortest_seconds, longest_seconds
         self._waits = deque[float](maxlen=_REMEMBERED)
         self._avoided: dict[int, tuple[int, int, str]] = {}  # incarnation, until which round, why
 
@@ -54,7 +53,7 @@ class Partners:
         """Seconds to wait for a partner."""
         if not self._waits:
             return self._longest_seconds
-        return min(self._longest_seconds, max(_SHORTEST_SECONDS, _LONGER * max(self._waits)))
+        return min(self._longest_seconds, max(self._shortest_seconds, _LONGER * max(self._waits)))
 
     def record(self, seconds: float) -> None:
         """Record how many seconds a partner was waited for, also where it missed the deadline."""
