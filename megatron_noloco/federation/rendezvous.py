@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.directory import endpoint_of, host_of, is_endpoint, split
@@ -21,7 +19,6 @@ PLACES = "with a HOST that is a name, an IPv4 address, or an IPv6 address in [],
 ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
 _SEEDS = "tcp://"
 _MOST_BYTES = 2**16  # of a file
-_ADDRESS = TypeAdapter(Address)
 
 
 def reachable(endpoint: str, host: Callable[[], str]) -> str:
@@ -82,9 +79,7 @@ class Folder:
                 content = self._content(name)
                 try:
                     slot = int(name.removeprefix("rank_").removesuffix(self._ending))
-                    found[slot] = _ADDRESS.validate_python(
-                        {key: content[key] for key in ("endpoint", "incarnation", "site")}
-                    )
+                    found[slot] = Address(*(content[key] for key in ("endpoint", "incarnation", "site")))
                 except (ValueError, KeyError):
                     continue
         return Found(found, ())
