@@ -150,7 +150,7 @@ class Leader(Transfer):
         """
         if self._is_alone and (inside := self._inside(self._gives, self.slabs[at])) is not None:
             return inside
-        return await _done(self._gathering.submit(self._gather))
+        return await _done(self._gathering.submit(self._gather, at))
 
     def result(self, at: int) -> Tensor:
         """Return memory for the result of slab number `at`."""
@@ -163,7 +163,7 @@ class Leader(Transfer):
         Raises RuntimeError where a rank of the replica is lost.
         """
         if not (self._is_alone and self._inside(self._gets, self.slabs[at]) is not None):
-            await _done(self._handing.submit(self._hand_out, result))
+            await _done(self._handing.submit(self._hand_out, at, result))
 
     def wait(self) -> None:
         if not self._is_alone:
@@ -189,12 +189,12 @@ class Leader(Transfer):
 
     # Run by the workers.
 
-    def _gather(self) -> Tensor:
+    def _gather(self, at: int) -> Tensor:
         assert self._gives is not None
-        slab = self.slabs[self._gathered]
+        slab = self.slabs[at]
         parts = [(blocks, rank, _memory(_size(blocks))) for rank, blocks in self._others(slab, given=True)]
         self._move([], [Message(rank, packed) for _, rank, packed in parts])
-        self._gathered += 1
+        self._gathered = at + 1
         if (inside := self._inside(self._gives, slab)) is not None:
             return inside
         content, own = _memory(len(slab)), self._holding.between(slab.start, slab.stop, given=True)
@@ -202,23 +202,23 @@ class Leader(Transfer):
             _to_slab(packed, blocks, content, slab.start)
         return content
 
-    def _hand_out(self, result: Tensor) -> None:
+    def _hand_out(self, at: int, result: Tensor) -> None:
         assert self._gets is not None
-        slab = self.slabs[self._handed]
+        slab = self.slabs[at]
         if self._inside(self._gets, slab) is None:
             own = self._holding.between(slab.start, slab.stop)
             _unpack(_from_slab(result, own, slab.start), own, self._gets)
         others = self._others(slab)
         self._move([Message(rank, _from_slab(result, blocks, slab.start)) for rank, blocks in others], [])
-        self._handed += 1
+        self._handed = at + 1
 
     def _gather_rest(self) -> None:
         while self._gathered < len(self.slabs):
-            self._gather()
+            self._gather(self._gathered)
 
     def _hand_out_rest(self) -> None:
         while self._handed < len(self.slabs):
-            self._hand_out(_memory(len(self.slabs[self._handed])).zero_())
+            self._hand_out(self._handed, _memory(len(self.slabs[self._handed])).zero_())
 
 
 class _Worker:

@@ -43,7 +43,10 @@ class Found(NamedTuple):
     @property
     def all_endpoints(self) -> list[str]:
         """All endpoints of ports."""
-        return [*self.endpoints, *(one.endpoint for one in self.addresses.values() if is_endpoint(one.endpoint))]
+        return [
+            *self.endpoints,
+            *(one.endpoint for one in self.addresses.values() if is_endpoint(one.endpoint)),
+        ]
 
 
 @dataclass(frozen=True)
