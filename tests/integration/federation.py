@@ -59,7 +59,6 @@ class Federation:
                 "rendezvous": f"file://{folder}/rendezvous",
                 "listen": "tcp://127.0.0.1:0",
                 "encryption": "none",
-                
                 "leave_seconds": 0.0,  # all are stopped at once
             },
             "noloco": {"routing": "off"},

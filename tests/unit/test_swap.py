@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +22,7 @@ from megatron_noloco.plans.topology import Place
 from tests.unit.fleet import noise
 from tests.unit.memory_streams import Faults, MemoryCarrier
 from tests.unit.test_layouts import Layout, two_layouts
-from tests.unit.test_movement import MOST_RANKS, holdings_of, means, movements, part_of
+from tests.unit.test_movement import MOST_RANKS, holdings_of, movements, part_of
 from tools.loopback import loopback_world
 
 SECONDS = 60.0
@@ -153,23 +152,23 @@ def test_a_swap_has_the_bits_of_an_exchange_inside_a_job(
 
 @settings(max_examples=15)
 @given(two_layouts(), st.integers(1, 3), st.sampled_from((4, 10**4)), payloads)
-def test_ranks_of_any_layout_get_the_bits_of_the_old_exchange(
+def test_ranks_of_any_layout_get_their_parts_of_the_mean_of_single_ranks(
     layouts: tuple[Layout, Layout], fragments: int, blocks: int, bits: int | None
 ) -> None:
-    """Goes with `moved_exchange`."""
     assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))
     held, slab = [holdings_of(layout) for layout in layouts], blocks * BLOCK
     length = max(holding.stop for holding in held[0])
-    intervals = [
-        range(*ends) for ends in pairwise(length * part // fragments for part in range(fragments + 1))
-    ]
+    single = alone(length, fragments, slab)
     vectors = [noise(length, seed=replica) for replica in range(2)]
-    for number in range(fragments):
-        old = means([movements(one, intervals, slab) for one in held], vectors, number, bits)
-        new = swapped([movements(one, intervals, slab) for one in held], vectors, number, bits)
+    for number, interval in enumerate(single.intervals):
+        expected = swapped([[single]] * 2, vectors, number, bits)
+        found = swapped([movements(one, [*single.intervals], slab) for one in held], vectors, number, bits)
         for replica in range(2):
-            assert new[replica].error is None
-            assert all(map(torch.equal, new[replica].means, old[replica]))
+            assert found[replica].error is None
+            whole = torch.zeros(length)
+            whole[interval.start : interval.stop] = expected[replica].means[0]
+            for holding, part in zip(held[replica], found[replica].means, strict=True):
+                assert torch.equal(part, part_of(whole, holding, interval))
 
 
 @settings(max_examples=60)
