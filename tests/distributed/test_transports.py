@@ -1,22 +1,13 @@
-"""One suite for all transports: threads, torch.distributed, MPI and the federation's."""
+"""One suite for all transports: threads, torch.distributed and MPI."""
 
 import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.network import FederationTransport, Network
-from megatron_noloco.federation.partners import Patience
-from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Message, RankLostError
 from megatron_noloco.transport.mpi import library_name
 from megatron_noloco.transport.torch_dist import TorchTransport, _Threads
@@ -52,41 +43,10 @@ def mpi_outcomes() -> Outcomes:
     return [line["outcomes"] for line in sorted(said(finished), key=lambda line: line["rank"])]
 
 
-def _federated(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    """Each rank is a replica of one rank; messages are encrypted where there is a key."""
-    key = folder / "key"
-    transport = federation(rank, world_size, folder, Keys.read(key) if key.exists() else None)
-    outcomes = run_suite(transport)
-    dist.barrier()
-    transport.close()
-    return outcomes
-
-
-def federation(
-    rank: int, world_size: int, folder: Path, keys: Keys | None = None, run: int = 1
-) -> FederationTransport:
-    """Of a rank that has found the others."""
-    network = Network(SharedFolder(folder, run), run, "tcp://127.0.0.1:0", keys, chunk_bytes=CHUNK_BYTES)
-    transport = FederationTransport(
-        Place(rank, world_size), network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS)
-    )
-    assert transport.wait_for(world_size - 1, DEADLINE_SECONDS)
-    return transport
-
-
-def federation_outcomes(with_keys: bool) -> Outcomes:
-    with TemporaryDirectory() as folder:
-        if with_keys:
-            Keys.make(Path(folder) / "key")
-        return run_ranks(WORLD_SIZE, _federated, Path(folder), timeout=180)
-
-
 TRANSPORTS = {
     "loopback": loopback_outcomes,
     "torch": torch_outcomes,
     "mpi": mpi_outcomes,
-    "federation": partial(federation_outcomes, False),
-    "federation with keys": partial(federation_outcomes, True),
 }
 
 

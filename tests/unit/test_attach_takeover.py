@@ -1,5 +1,6 @@
 """How an attached job joins others, what it accepts as the state of another, and what it does with it."""
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from megatron_noloco.federation.handover import State
 from torch import Tensor, nn
 
 from megatron_noloco.attach import attach, attached
@@ -23,6 +23,7 @@ from megatron_noloco.attach.other_state import fingerprints_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.movement import alone
+from megatron_noloco.federation.takeover import State
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.outer.weights import TorchWeights
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -164,11 +165,12 @@ def test_steps_that_are_left_out_make_a_job_no_faster(monkeypatch: pytest.Monkey
     """4 steps in 8 seconds, with which it has come from local step 0 to 10."""
     clock, told = iter((0.0, 8.0)), list[dict[str, Any]]()
     monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    transport: Any = SimpleNamespace(
-        rank=0, tell_row=told.append, partners=SimpleNamespace(deadline_seconds=1.0)
+    thread = SimpleNamespace(
+        node=SimpleNamespace(slot=0), tell_row=lambda text: told.append(json.loads(text))
     )
+    leading: Any = SimpleNamespace(thread=thread, partners=SimpleNamespace(deadline_seconds=1.0))
     report = RoundReport(0, ExchangeReport((0, 1)), 0.5, 1.0)
-    rows = attached.RoundRows(transport)
+    rows = attached.RoundRows(leading)
     for done, reports in ((1, []), (2, []), (9, []), (10, [report])):
         rows.after_step(done, reports)
     assert [(row["step"], row["speed/seconds_per_step"]) for row in told] == [(10, 2.0)]

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation import folder, folder_stream
-from megatron_noloco.federation.control import Address
 from megatron_noloco.federation.folder import FolderCarrier
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.messages import Address
+from megatron_noloco.federation.rendezvous import Folder
 from megatron_noloco.federation.sealing import Checksum, Cipher, Sealing
 from megatron_noloco.federation.store import Store, seconds_of_calls
 from megatron_noloco.federation.streams import Serve, Stream, StreamEndedError
@@ -352,7 +352,7 @@ def test_bytes_have_as_many_files_as_their_size_demands(monkeypatch: pytest.Monk
 
 def test_a_bucket_gives_what_others_published() -> None:
     store = bucket(failures=0.0)
-    folder, of_another_run = SharedFolder(store, 1, {"model": "a"}), SharedFolder(store, 2, {"model": "b"})
+    folder, of_another_run = Folder(store, 1, {"model": "a"}), Folder(store, 2, {"model": "b"})
     assert folder.look() == ({}, (), "")
     of_another_run.publish(1, Address("tcp://c:4", 12))
     assert "its job differs from this one in model" in folder.other_runs()

@@ -4,6 +4,7 @@ Where only places count, a vector is on torch's device "meta", which has shapes 
 count, it is a sparse file that is mapped into memory: only the pages that a test touches take space.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,20 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_noloco.federation.control import LARGEST
-from megatron_noloco.federation.session import _CHUNK, HANDOVER_TAG, Receive, Send
 from torch import Tensor
 
 from megatron_noloco.checkpoint.reader import read_into
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.samples import ShuffledDataset
 from megatron_noloco.data.sources import Needs
+from megatron_noloco.federation.gather import Gather, Leader, bytes_of
+from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.messages import CHANNELS, PHASES, tag_of
 from megatron_noloco.outer.payload import BLOCK, message_bytes, pieces
 from megatron_noloco.outer.round import cut as fragments_of
 from megatron_noloco.outer.stretch import divided
-from megatron_noloco.transport.chunks import ReportedTransfers, cut
+from megatron_noloco.transport.chunks import cut
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, Message
 
 LONG = 2**32 + 1000
@@ -103,31 +104,33 @@ def test_fragments_gather_and_scatter_beyond_2_to_the_31(sparse: Tensor) -> None
     assert (sparse[2**31 + 1].item(), sparse[-1].item()) == (2, 4)
 
 
-# Chunks of a federation
+# Slabs of a federation
 
 
-def test_chunks_lie_where_they_say_beyond_2_to_the_32_bytes(sparse: Tensor) -> None:
-    message = Message(3, sparse)
-    chunks = cut([message], 64 * MIB)
-    receive = Receive(7, message, chunks, ReportedTransfers(chunks, 7))
-    *_, (offset, data) = Send(7, message, 64 * MIB, lambda failure: None).chunks()
-    assert offset == sparse.nbytes - len(data) > 2**32
-    assert receive.awaited[offset] is chunks[-1]
-    assert _CHUNK.unpack(_CHUNK.pack(9, offset, len(data), 0)) == (9, offset, len(data), 0)
+def test_slabs_cover_a_vector_and_lie_where_they_say(sparse: Tensor) -> None:
+    """Of the gives of a leader, nothing is copied."""
+    transfer, numbers = Gather(alone(LONG)).whole(sparse, sparse), torch.arange(1.0, 9.0)
+    assert isinstance(transfer, Leader)
+    assert (transfer.slabs[0].start, transfer.slabs[-1].stop) == (0, LONG)
+    assert all(before.stop == after.start for before, after in pairwise(transfer.slabs))
+    last = len(transfer.slabs) - 1
+    sparse[-8:] = numbers
+    assert torch.equal(asyncio.run(transfer.content(last))[-8:], numbers)
+    transfer.result(last)[-8:] = 2 * numbers
+    assert torch.equal(sparse[-8:], 2 * numbers)
+    assert bytes_of(sparse).nbytes == sparse.nbytes
 
 
-def test_tags_of_late_exchanges_are_distinct_and_below_those_of_handovers() -> None:
+def test_tags_of_late_exchanges_are_distinct() -> None:
     numbers = [early + number for early in (0, 2**31, 2**50) for number in (0, 1)]
     tags = [
         [tag_of(number, channel) + phase for channel in range(CHANNELS) for phase in range(PHASES)]
         for number in numbers
     ]
     assert len({tag for of_number in tags for tag in of_number}) == len(numbers) * EXCHANGE_TAGS
-    assert max(tags[-1]) < HANDOVER_TAG
     for first, second in zip(tags[::2], tags[1::2], strict=True):
         together = {tag % 2**31 for tag in first + second}
         assert len(together) == 2 * EXCHANGE_TAGS, "as torch.distributed and MPI shorten them"
-    assert max(tags[-1]) <= LARGEST
 
 
 # Files

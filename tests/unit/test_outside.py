@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_noloco.federation.control import LONGEST_FIRST, Address, RefusedError, State, packed, unpacked
 from rich.console import Console
 
+from megatron_noloco.federation.messages import LONGEST_FIRST_BYTES, Address
+from megatron_noloco.federation.streams import StreamEndedError
 from megatron_noloco.files import outside
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.monitor.watch import run_table
 from megatron_noloco.training.outputs import OtherJobs
+from tests.unit.memory_streams import MemoryCarrier
+from tests.unit.nodes import Nodes, address_of, run, until
 from tests.unit.test_reading import step
-from tests.unit.test_session import GREETING, Between, Hand, Replica
 
 BAD = "\x1b[2J\x1b]0;title\x07\r\nready\u202e\x9b31m [red]"
 
@@ -37,55 +39,54 @@ def test_each_text_becomes_a_short_line(value: Any) -> None:
         assert (found == value) == (is_harmless(value) and len(value) <= 500)
 
 
-def said_by(hand: Hand, data: bytes) -> list[str]:
+def lines_about(said: bytes) -> list[str]:
+    """Say something to a replica in place of a first message; return its lines, and why it ends the stream."""
+
+    async def main() -> str:
+        async with Nodes() as nodes:
+            await nodes.add(0)
+            stream = await MemoryCarrier(nodes.places, "stranger").dial(address_of(0)[0].endpoint)
+            await stream.send(said)
+            with pytest.raises(StreamEndedError) as ended:
+                await stream.receive(1)
+            return str(ended.value)
+
     with redirect_stderr(io.StringIO()) as output:
-        hand.write(data)
-    return output.getvalue().split("\n")[:-1]
+        reason = run(main())
+    return [*output.getvalue().splitlines(), reason]
 
 
 @pytest.mark.parametrize("fills", [1, 1000])
 def test_a_stranger_writes_no_line_of_its_own(fills: int) -> None:
     """Into the message of pydantic, which quotes it."""
-    text = json.dumps({"kind": BAD * fills}).encode()
-    with pytest.raises(RefusedError) as refused:
-        unpacked(text, State)
-    assert is_harmless(str(refused.value))
-    hand = Hand(Replica())
-    hand.write(GREETING)
-    (line,) = said_by(hand, len(text).to_bytes(4, "big") + text)
-    assert is_harmless(line)
-    assert "a connection to this replica failed: a message is none: " in line
-    assert "[2J" in line, "cut and escaped, it is said"
+    text = json.dumps({"type": BAD * fills}).encode()
+    lines = lines_about(len(text).to_bytes(4) + text)
+    assert all(map(is_harmless, lines))
+    assert "[2J" in lines[-1], "cut and escaped, it is said"
 
 
 def test_the_first_message_is_short() -> None:
-    hand = Hand(Replica())
-    hand.write(GREETING)
-    (line,) = said_by(hand, (LONGEST_FIRST + 1).to_bytes(4, "big"))
-    assert line.endswith(f"a message has more than {LONGEST_FIRST} bytes")
-    assert not hand.open
+    lines = lines_about((LONGEST_FIRST_BYTES + 1).to_bytes(4))
+    assert lines == [f"a message has more than {LONGEST_FIRST_BYTES} bytes"]
 
 
-def test_a_replica_that_knows_thousands_of_others_begins_with_a_short_message() -> None:
-    """Whoever it connects to learns them with the session."""
-    slots = 4096
-    first, second = Replica(0, slots=slots), Replica(2, slots=slots)
-    second.peers.directory.merge({slot: Address("", 5) for slot in range(3, slots)})
-    assert len(packed(second.peers._hello())) < 2000 < LONGEST_FIRST
-    between = Between(first, second)
-    second.tick()
-    between.deliver()
-    assert between.output.getvalue() == ""
-    assert len(first.peers.directory.addresses) == slots - 1
+def test_a_replica_that_knows_thousands_of_others_tells_them_to_whoever_it_links_to() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            first = await nodes.add(0)
+            await nodes.add(1, address_of(0) | {slot: Address("", 5) for slot in range(2, 4096)})
+            await until(lambda: len(first.directory.addresses) == 4096)
+
+    run(main())
 
 
 class Tells:
-    """Stands for a transport over which another job has told rows."""
+    """Stands for the thread of a leader, which another job has told rows."""
 
     def __init__(self, *rows: Any) -> None:
         self._rows = rows
 
-    def tell_row(self, row: Any) -> None: ...
+    def tell_row(self, text: str) -> None: ...
 
     def rows(self) -> Any:
         return ((3, json.dumps(row)) for row in self._rows)
