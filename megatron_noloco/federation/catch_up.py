@@ -99,7 +99,7 @@ class CatchUp:
         begun = [status.begun for status in others if status.phase == "training" and status.begun >= 0]
         ended = sum(status.phase == "ended" for status in others)
         if self._steps is not None:
-            begun += ended * [self.last_round(self._steps)]
+            begun += ended * [self.last_round(self._steps) + 1]  # due at the last step, or later
         elif self._untrained and ended:
             raise UntrainedError(
                 "another replica waits at its end, and this replica begins with fresh weights, which would spoil "
