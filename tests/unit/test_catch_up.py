@@ -1,0 +1,262 @@
+"""Where a replica of a federation goes on, and from what."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_noloco.federation import catch_up as module
+from megatron_noloco.federation.catch_up import CatchUp, UntrainedError
+from megatron_noloco.federation.links import Seen
+from megatron_noloco.federation.messages import Phase, Status
+from megatron_noloco.federation.partners import Partners, Standing
+from megatron_noloco.plans.fragments import fragment_after, next_after
+from megatron_noloco.settings import FederationSettings, NolocoSettings
+
+ENDED, LEFT = -2, -3  # in place of the round that a replica has begun last
+
+
+def seen_at(begun: int, present: bool = True) -> Seen:
+    """A replica that has begun a round, is at its end or has left."""
+    phase: Phase = {ENDED: "ended", LEFT: "left"}.get(begun, "training")  # type: ignore[assignment]
+    return Seen(1, present, Status(phase, max(begun, -1), max(begun, -1) + 1))
+
+
+class Others:
+    """The thread of a leader, and its node, where the others have begun these rounds."""
+
+    slot = 0
+
+    def __init__(self, begun: list[int]) -> None:
+        self.numbers, self.node = begun, self
+        self.told: list[tuple[Any, ...]] = []
+
+    def check(self) -> None: ...
+
+    def do(self, change: Callable[..., object], *arguments: Any) -> None:
+        change(*arguments)
+
+    def go_on(self, *told: Any) -> None:
+        self.told.append(told)
+
+    def seen(self) -> dict[int, Seen]:
+        return {slot: seen_at(begun) for slot, begun in enumerate(self.numbers, 1)}
+
+    def present(self) -> dict[int, Status]:
+        return {slot: seen.status for slot, seen in self.seen().items() if seen.present}
+
+    def links_of_ended(self) -> dict[int, set[int]]:
+        return {}
+
+
+def catch_up(
+    begun: list[int], fragments: int = 1, adapts: bool = False, steps: int | None = 95
+) -> tuple[CatchUp, Others]:
+    others = Others(begun)
+    noloco = NolocoSettings(local_steps=10, fragments=fragments, deadline_seconds=1.0)
+    federation = FederationSettings(rounds_behind=2, skip_local_steps=adapts)
+    return CatchUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("begun", "step", "expected"),
+    [
+        ([], 20, 20),
+        ([-1, -1], 20, 20),
+        ([2, 2], 20, 20),  # they have come to the exchange after step 29, the last of the same phase
+        ([2, 2], 10, 10),
+        ([3, 3], 10, None),
+        ([3, 3], 11, 11),  # not within a phase
+        ([7, 0, 0], 10, 10),  # one that is ahead does not decide
+        ([7, 7, 0], 10, None),
+        ([50, 50], 10, None),
+        ([50, 50], 80, 80),  # the others are at the last step, 95, whatever exchange they have begun
+        ([0, 0], 90, 90),
+    ],
+)
+def test_a_replica_that_is_rounds_behind_half_of_the_others_takes_over_a_state(
+    begun: list[int], step: int, expected: int | None
+) -> None:
+    assert catch_up(begun)[0].next_step(step) == expected
+
+
+@pytest.mark.parametrize(
+    ("begun", "step", "expected"),
+    [
+        ([], 22, 22),
+        ([1, 1], 22, 22),
+        ([2, 2], 20, 29),  # the last step before the exchange is taken
+        ([2, 2], 26, 29),
+        ([2, 2], 25, 29),  # it looks at every step
+        ([2, 2], 28, 28),  # less than a quarter of the 10 steps would be left out
+        ([2, 1, 1], 22, 22),
+        ([2, 2, 1], 22, 29),
+        ([3, 3, 3], 22, 39),
+        ([4, 4, 4], 22, None),
+        ([7, 7, 7], 22, None),
+        ([50, 50], 80, 94),  # the last step is not left out
+    ],
+)
+def test_a_slow_replica_leaves_out_steps_of_the_phase(
+    begun: list[int], step: int, expected: int | None
+) -> None:
+    assert catch_up(begun, adapts=True)[0].next_step(step) == expected
+
+
+def test_without_a_known_end_no_step_is_the_last() -> None:
+    assert catch_up([50, 50], adapts=True, steps=None)[0].next_step(492) == 509
+
+
+def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
+    assert catch_up([4 * 3 - 1], fragments=4)[0].next_step(10) == 10
+    assert catch_up([4 * 3], fragments=4)[0].next_step(10) is None
+    assert catch_up([4 * 2 + 1], fragments=4, adapts=True)[0].next_step(20) == 24
+    assert catch_up([4 * 2], fragments=4, adapts=True)[0].next_step(21) == 21
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(
+    ("k", "fragments"), [(k, fragments) for k in (1, 3, 5, 10) for fragments in (1, 2, 5) if fragments <= k]
+)
+def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragments: int, skips: bool) -> None:
+    """Otherwise two of equal speed would never exchange again."""
+    noloco = NolocoSettings(local_steps=k, fragments=fragments)
+    federation = FederationSettings(skip_local_steps=skips)
+
+    def last_exchange(done: int) -> int:
+        round_index, fragment = next_after(done, k, fragments)
+        return round_index * fragments + fragment - 1
+
+    def is_waited_for(ahead: int, behind: int) -> bool:
+        seen = seen_at(last_exchange(behind))
+        node: Any = SimpleNamespace(seen=lambda: {1: seen})
+        partners = Partners(node, 1.0, 1.0, federation.rounds_behind * fragments)
+        return partners._standing(1, seen, last_exchange(ahead))[0] != Standing.AWAY
+
+    def goes_on(ahead: int, behind: int) -> bool:
+        others: Any = Others([last_exchange(ahead)])
+        return CatchUp(others, noloco, federation).next_step(behind) != behind
+
+    for lag in range(6 * k + 1):
+        moments = [(ahead, ahead - lag) for ahead in range(50 * k, 51 * k)]
+        waits = any(is_waited_for(*at) for at in moments if fragment_after(at[0], k, fragments))
+        assert waits or any(goes_on(*at) for at in moments), lag
+
+
+@pytest.mark.parametrize(("done", "left_out"), [(40, 3), (0, -1)])
+def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: int) -> None:
+    """So that no other waits for it in an exchange that it skips."""
+    own, others = catch_up([], adapts=True)
+    own.start(done)
+    assert others.told == [(left_out,)]
+    others.numbers = [7]
+    assert own.next_step(60) == 79
+    assert others.told == [(left_out,), (6,)], "it takes part in exchange 7"
+    others.numbers = [90]
+    assert own.next_step(60) is None
+    assert others.told == [(left_out,), (6,)], "nobody is to exchange with it before it has a state"
+
+
+def test_replicas_at_their_end_are_at_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is not known, they are not followed. Those that have left are not there."""
+    own, _ = catch_up([ENDED] * 2 + [3], adapts=True)
+    assert own.next_step(80) == 94
+    own, _ = catch_up([LEFT] * 2 + [7], adapts=True)
+    assert own.next_step(60) == 79
+    own, _ = catch_up([ENDED] * 2 + [7], adapts=True, steps=None)
+    assert own.next_step(60) == 79
+
+
+def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
+    own, others = catch_up([])
+    own.start(0)
+    assert own.next_step(10) == 10, "there are no others"
+    others.numbers = [7]
+    with pytest.raises(UntrainedError, match="begins with fresh weights"):
+        own.next_step(20)
+    others.numbers = [4]
+    assert own.next_step(20) is None, "they have trained little, and it takes over what they have"
+
+
+def test_new_weights_do_not_join_one_that_waits_at_its_end() -> None:
+    """Where the last step is known, such a one counts as being there. One that has left is not waiting."""
+    own, others = catch_up([ENDED, 0], steps=None)
+    own.start(0)
+    with pytest.raises(UntrainedError, match="another replica waits at its end"):
+        own.next_step(10)
+    others.numbers = [LEFT]
+    assert own.next_step(10) == 10
+    others.numbers = [0]
+    assert own.next_step(20) == 20, "from here on it has trained as long as another"
+    others.numbers = [ENDED]
+    assert own.next_step(30) == 30
+
+
+@pytest.mark.parametrize("start", [0, 10])
+def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the others, or before its start."""
+    monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
+    own, others = catch_up([0])
+    own.start(start)
+    assert own.next_step(10) == 10
+    others.numbers = [7]
+    assert own.next_step(20) is None
+
+
+class AtTheEnd(Others):
+    """What slot 0 of two sees of the other in one look after the other, again and again."""
+
+    def __init__(self, looks: list[tuple[int, bool]]) -> None:
+        super().__init__([])
+        self._looks, self.at = looks, 0.0
+
+    def seen(self) -> dict[int, Seen]:
+        return {1: seen_at(*self._looks[round(self.at) % len(self._looks)])}
+
+
+def end_with(looks: list[tuple[int, bool]], deadline_seconds: float) -> tuple[float, tuple[int, ...]]:
+    """Return for how many looks, one a second, rank 0 waits at its end, and with whom it averages."""
+    there = AtTheEnd(looks)
+    noloco = NolocoSettings(local_steps=10, deadline_seconds=deadline_seconds)
+    own = CatchUp(there, noloco, FederationSettings(), 95)  # type: ignore[arg-type]
+    with patch.object(module, "time", SimpleNamespace(monotonic=lambda: there.at)):
+        waiting = own.at_end(30)
+        while (end := waiting.look()) is None:
+            there.at += 1
+            assert there.at < 1000
+    return there.at, end.group
+
+
+@given(st.lists(st.tuples(st.integers(-1, 5), st.booleans()), min_size=1, max_size=20), st.integers(1, 20))
+def test_one_that_comes_and_goes_holds_no_other_up(looks: list[tuple[int, bool]], deadline: int) -> None:
+    """Each exchange that it begins for the first time is worth two deadlines at most."""
+    waited, members = end_with(looks, deadline)
+    assert waited <= 2 * deadline * len({exchange for exchange, _ in looks})
+    assert members == (0,)
+
+
+@pytest.mark.parametrize(
+    ("links", "waited"),
+    [
+        (lambda at: {0: {1}, 1: {0}}, 0),
+        (lambda at: {0: {1}, 1: {0, 2}, 2: {1}}, 3),  # it does not change
+        (lambda at: {0: {1}, 1: {0, 2}}, 7),  # replica 2 may still come
+        (lambda at: {0: {1}, 1: {0, 2 + at}} if at < 4 else {0: {1}, 1: {0}}, 4),
+        (lambda at: {0: {1}, 1: {0, 2 + at}}, 7),  # it always changes
+    ],
+)
+def test_who_is_connected_to_whom_is_waited_for_a_while(links: Callable[[int], Any], waited: int) -> None:
+    with patch.object(AtTheEnd, "links_of_ended", lambda there: links(int(there.at))):
+        assert end_with([(ENDED, True)], 6.0)[0] == waited
+
+
+def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
+    at_end, lost = (ENDED, True), (ENDED, False)
+    there = [(3, True)] * 5
+    assert end_with([*there, lost, lost, at_end], 6.0) == (7.0, (0, 1))
+    assert end_with([*there, *[lost] * 100], 6.0) == (11.0, (0,))
