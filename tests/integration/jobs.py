@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
-from megatron_noloco.attach import attach
+from megatron_noloco.attach import Attached, attach
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.federation.messages import Member
 from megatron_noloco.federation.movement import movement_of
 from megatron_noloco.federation.network import Network
+from megatron_noloco.federation.node import Node
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
@@ -113,26 +115,34 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 class Reached(Exception):
-    """The network that a job would use."""
+    """What a job would compare."""
 
 
-def network_of_attach(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> Network:
-    """Return the network that `attach` would use with these arguments; nothing is opened."""
+def member_of_attach(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> Member:
+    """Return what `attach` would compare with these arguments; nothing is opened."""
 
-    def reached(place: object, network: Network, *_: object, **__: object) -> NoReturn:
-        raise Reached(network)
+    def reached(network: Network, *_: object) -> NoReturn:
+        raise Reached(network.member)
 
-    monkeypatch.setattr("megatron_noloco.federation.membership.FederationTransport", reached)
+    monkeypatch.setattr("megatron_noloco.federation.membership.open_node", reached)
     with pytest.raises(Reached) as caught:
         attach(*arguments, **options)
-    network: Network = caught.value.args[0]
-    return network
+    member: Member = caught.value.args[0]
+    return member
 
 
-def wait_for(path: Path) -> None:
+def node_of(noloco: Attached) -> Node:
+    """Return the node of a job's leader."""
+    assert noloco._membership is not None
+    assert noloco._membership.leading is not None
+    return noloco._membership.leading.thread.node
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that another thread or process does."""
     deadline = time.monotonic() + SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline, path
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 

@@ -13,10 +13,7 @@ from tests.integration.federation import Federation, assert_same
 from tests.integration.tiny import tiny, write_text
 from tools.disturbed_replica import pause
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skip(reason="a training job does not use streams yet"),
-]
+pytestmark = pytest.mark.slow
 
 STEPS = 8
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of unshare(2)
@@ -47,6 +44,7 @@ def changes(text: str, **more: Any) -> dict[str, Any]:
     base = {
         "data": {"text": text},
         "federation": {"listen": "off"},
+        "noloco": {"final_average": True},
         "training": {"train_iters": STEPS},
         "checkpoint": {"save_interval": STEPS},
     }

@@ -21,7 +21,7 @@ from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
 from megatron_noloco.federation import membership
 from tests.harness import REPOSITORY, run_script, run_torchrun
-from tests.integration.jobs import SECONDS, federation, paper, run_jobs, wait_for
+from tests.integration.jobs import federation, node_of, paper, run_jobs, until
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
 FSDP_ON_CPU = REPOSITORY / "tests" / "integration" / "fsdp_on_cpu.py"
@@ -123,7 +123,7 @@ def interrupted(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor, 
     callback = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "second", slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)
     steps = [loop.state.global_step, callback.noloco.done]
-    assert callback.noloco.outer.transport.wait_for(1, SECONDS)
+    until(node_of(callback.noloco).present)
     loop.steps(callback, 6)
     loop.folder.mkdir()  # which the Trainer has written
     callback.on_save(loop.args, loop.state, loop.control)
@@ -148,7 +148,7 @@ def late(slot: int, rank: int, folder: Path) -> tuple[int, dict[str, Any], float
     callback: Any = NolocoCallback(loop, settings=SETTINGS, **there)  # type: ignore[arg-type]
     came, loop.state.max_steps = folder / "came", 10**6
     if slot == 1:
-        wait_for(folder / "trained")
+        until((folder / "trained").exists)
     callback.on_train_begin(loop.args, loop.state, loop.control)
     found = loop.state.global_step, loop.optimizer.state_dict()["state"], loop.lr_scheduler.get_last_lr()[0]
     if slot == 1:
@@ -316,7 +316,7 @@ def one_ends_early(slot: int, rank: int, folder: Path) -> tuple[str, bool]:
     callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder, slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)
     if slot == 1:
-        wait_for(folder / "left")
+        until((folder / "left").exists)
         callback.noloco.close()
         return "", False
     told: list[Any] = []

@@ -24,11 +24,11 @@ from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.sharded_module import reshard
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.compatibility import differences
-from megatron_noloco.federation.network import Network
+from megatron_noloco.federation.messages import Member
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks
 from tests.integration import test_attach, test_fully_shard
-from tests.integration.jobs import by_the_equations, federation, network_of_attach, paper, run_jobs, wait_for
+from tests.integration.jobs import by_the_equations, federation, member_of_attach, paper, run_jobs, until
 from tests.integration.test_fully_shard import SEED
 
 Rank = tuple[StartReport, Tensor]  # and its weights
@@ -210,7 +210,7 @@ def gives_or_takes(slot: int, rank: int, folder: Path) -> dict[int, tuple[Tensor
     torch.manual_seed(SEED)
     module = test_fully_shard.Model()
     if slot == 1:
-        wait_for(folder / "trained")
+        until((folder / "trained").exists)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     there = federation(folder, slot, 2, start_with=1, rounds_behind=3)
@@ -256,10 +256,10 @@ def test_a_late_job_takes_over_the_state_of_a_job_of_another_layout(tmp_path: Pa
 def test_engines_whose_ranks_must_be_the_same_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As two jobs do whose engine has no place for its weights in the canonical vector."""
 
-    def compared(sizes: Sequence[int]) -> Network:
+    def compared(sizes: Sequence[int]) -> Member:
         model = nn.ParameterList(torch.ones(size) for size in sizes)
         monkeypatch.setattr(attaching, "_adapter_of", lambda one: replace(torch_adapter(one), pieces=None))
-        return network_of_attach(monkeypatch, model, paper(), **federation(tmp_path, 0, 2))
+        return member_of_attach(monkeypatch, model, paper(), **federation(tmp_path, 0, 2))
 
     assert differences(compared([4, 6]).digests, compared([4, 6]).digests) == ""
     assert differences(compared([4, 6]).digests, compared([10]).digests) == (

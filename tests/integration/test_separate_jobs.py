@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation import membership
 from megatron_noloco.federation.compatibility import differences
-from megatron_noloco.federation.network import Network
+from megatron_noloco.federation.messages import Member
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -32,11 +32,12 @@ from tests.integration.jobs import (
     SECONDS,
     by_the_equations,
     federation,
-    network_of_attach,
+    member_of_attach,
+    node_of,
     paper,
     refusal,
     run_jobs,
-    wait_for,
+    until,
 )
 
 SEED, K, STEPS = 5, 2, 12
@@ -150,8 +151,8 @@ def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) ->
     loop.load(state)
     there = federation(folder / "second", slot, 2)
     noloco = attach(loop.model, settings, **there, seed=SEED, state=saved)
-    if rank == 0:  # it speaks for the job; a job that continues waits for no other
-        assert noloco.outer.transport.wait_for(1, SECONDS)  # type: ignore[union-attr, attr-defined]
+    if rank == 0:  # it leads the job; a job that continues waits for no other
+        until(node_of(noloco).present)
     train(loop, noloco)
     noloco.close()
     return loop.weights()
@@ -182,7 +183,7 @@ def leaves(slot: int, rank: int, folder: Path) -> list[Any]:
                 noloco.close()
                 (folder / "left").touch()
                 break
-            wait_for(folder / "left")
+            until((folder / "left").exists)
         loop.step(step)
         before = loop.weights()
         for report in noloco.step():
@@ -252,10 +253,8 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     noloco = attach(loop.model, settings, **there, seed=SEED)
     steps, missed = 0, []
     for index in range(3):
-        deadline = time.monotonic() + SECONDS
-        while slot == 1 and noloco.outer.transport.begun() != {0: index}:  # type: ignore[attr-defined]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        if slot == 1:
+            until(lambda index=index: [one.begun for one in node_of(noloco).present().values()] == [index])
         while noloco.done < 8 * (index + 1):
             loop.step(noloco.done)
             missed += [report.exchange.missed for report in noloco.step()]
@@ -324,7 +323,7 @@ def with_no_messages(slot: int, rank: int, folder: Path) -> Tensor:
     dist.broadcast(sent, src=0)
     assert sent == rank, "the default group carries nothing"
     if slot == 1:
-        wait_for(folder / "trained")
+        until((folder / "trained").exists)
     options = federation(folder, slot, 2, start_with=1, rounds_behind=1)
     noloco = attach(loop.model, SETTINGS, **options, seed=SEED, inner=loop.optimizer)
     assert (noloco.taken > 0) == (slot == 1)
@@ -333,7 +332,7 @@ def with_no_messages(slot: int, rank: int, folder: Path) -> Tensor:
         noloco.step()
         if noloco.done == STEPS and slot == rank == 0:
             (folder / "trained").touch()
-            assert noloco.outer.transport.wait_for(1, SECONDS)  # type: ignore[union-attr, attr-defined]
+            until(node_of(noloco).present)
     (report,) = noloco.average()
     assert report.group == (0, 1)
     weights = noloco.outer.weights.read()
@@ -372,7 +371,7 @@ def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation
         loop: Loop, settings: NolocoSettings = SETTINGS, slot: int = 0, slots: int = 2, **options: Any
     ) -> object:
         there = federation(tmp_path, slot, slots)
-        return network_of_attach(monkeypatch, loop.model, settings, **there, **options).run
+        return member_of_attach(monkeypatch, loop.model, settings, **there, **options).run
 
     wider = of_job(0, 0)
     wider.model = nn.Linear(4, 1)
@@ -412,15 +411,13 @@ def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
 ) -> None:
     """As attach compares it; wrappers make no difference."""
 
-    def network_of(model: nn.Module) -> Network:
-        return network_of_attach(monkeypatch, model, SETTINGS, **federation(tmp_path, 0, 2))
+    def member_of(model: nn.Module) -> Member:
+        return member_of_attach(monkeypatch, model, SETTINGS, **federation(tmp_path, 0, 2))
 
-    first, second = network_of(Partly()), network_of(other)
+    first, second = member_of(Partly()), member_of(other)
     assert differences(first.digests, second.digests) == named
     wrapped: Any = torch.compile(Partly())
-    run, of_same, of_other = (
-        (one.run, one.kind, one.digests) for one in (first, network_of(wrapped), second)
-    )
+    run, of_same, of_other = ((one.run, one.kind, one.digests) for one in (first, member_of(wrapped), second))
     assert run == of_same != of_other
 
 

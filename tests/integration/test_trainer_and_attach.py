@@ -18,14 +18,14 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.membership import network_of
-from megatron_noloco.federation.network import Network
+from megatron_noloco.federation.messages import Member
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import family_of
 from megatron_noloco.training.prepare import _alike, first_weights
 from tests.harness import run_ranks
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, begin_alone
-from tests.integration.jobs import SECONDS, network_of_attach
+from tests.integration.jobs import SECONDS, member_of_attach
 from tests.integration.tiny import FAMILY_MODELS, MIXTURES, TINY, VOCABULARY, tiny, write_text
 
 STEPS = 9  # the last one is after the last round
@@ -184,16 +184,16 @@ def test_the_trainer_takes_over_the_state_of_an_attached_job(
     assert counts == {first}
 
 
-def compared_by_attach(model: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Network:
+def compared_by_attach(model: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Member:
     there = {"federation": config.federation, "slot": 1, "seed": config.training.seed}
-    return network_of_attach(monkeypatch, model, config.noloco, **there)
+    return member_of_attach(monkeypatch, model, config.noloco, **there)
 
 
-def compared_by_trainer(config: RunConfig) -> Network:
+def compared_by_trainer(config: RunConfig) -> Member:
     architecture = config.architecture(VOCABULARY)
     alike = _alike(config, ByteTokenizer(), architecture)
     alike = alike._replace(shared={**alike.shared, "first weights": [first_weights(config, architecture)]})
-    return network_of(config.federation, config.noloco, alike)
+    return network_of(config.federation, config.noloco, alike).member
 
 
 @pytest.mark.parametrize("family", FAMILY_MODELS)
