@@ -21,6 +21,8 @@ from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
+from megatron_noloco.federation.directory import is_endpoint
+from megatron_noloco.federation.invitation import INVITE, Invitations
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
@@ -37,6 +39,7 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
+from megatron_noloco.preflight.newcomer import offered
 from megatron_noloco.settings import at_hosts, shared
 from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
 from megatron_noloco.transport.interface import Transport
@@ -103,6 +106,8 @@ def join_job(prepared: Prepared) -> Joined:
         membership = join_federation(
             config.federation, config.noloco, place, alike, steps, stopping.is_requested
         )
+        if config.federation.encryption == "tls":
+            _invite(membership, config, prepared.tokenizer)
         if not membership.wait_for_start(start.step):
             notes.append("started, though fewer replicas than federation.start_with are there")
         if any(of_all_ranks(stopping.is_requested())):
@@ -116,6 +121,25 @@ def join_job(prepared: Prepared) -> Joined:
         prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
     return Joined(config, transport, start, membership, stopping, training_data)
+
+
+def _invite(membership: Membership, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Have the leader make invitations for processes with the key, and let newcomers in."""
+    if membership.leading is None:
+        return
+    thread, slot = membership.leading.thread, membership.place.replica
+    node = thread.node
+
+    def endpoints() -> dict[int, str]:
+        places = {slot: address.endpoint for slot, address in node.directory.addresses.items()}
+        return {slot: place if is_endpoint(place) else "" for slot, place in places.items()}
+
+    def begin() -> None:
+        path = config.training.folder_of(slot) / "invitations.json"
+        invitations = Invitations(partial(offered, config, tokenizer), endpoints, slot, path, node.warn)
+        node.visitors[INVITE], node.strangers = invitations.invite, invitations.welcome
+
+    thread.do(begin)
 
 
 def check_ranks(prepared: Prepared) -> None:
