@@ -76,16 +76,18 @@ class Folder:
 
     def look(self) -> Found:
         """Read the files of all slots; files with other content are ignored. Raises OSError."""
-        found = dict[int, Address]()
+        found, missing = dict[int, Address](), ""
         for name in self.store.names():
             if name.startswith("rank_") and name.endswith(self._ending):
-                content = self._content(name)
                 try:
+                    content = self._content(name)
                     slot = int(name.removeprefix("rank_").removesuffix(self._ending))
                     found[slot] = Address(*(content[key] for key in ("endpoint", "incarnation", "site")))
+                except OSError as error:
+                    missing = str(error)
                 except (ValueError, KeyError):
                     continue
-        return Found(found, ())
+        return Found(found, (), missing)
 
     def carrier(self, slot: int, key_file: Path | None, tell: Callable[[str], object]) -> FolderCarrier:
         """Return what carries streams through the folder."""
