@@ -417,8 +417,8 @@ def test_a_job_of_a_federation_is_one_replica() -> None:
     topology = run.topology(2, slot=3)
     assert topology == Topology(pp=2, slot=3, federated=True)
     assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
-    assert topology.place(1) == Place(replica=3, replicas=4, rank=7, ranks_per_replica=2)
-    assert topology.ensemble == 4
+    assert topology.place(1) == Place(replica=3, replicas=None, rank=7, ranks_per_replica=2)
+    assert topology.ensemble is None
     with pytest.raises(
         ConfigError,
         match=r"4 ranks are not 1 replica x pipeline 2 .*change the sizes in this job's block parallel$",

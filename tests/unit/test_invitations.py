@@ -250,7 +250,7 @@ def test_a_newcomer_that_measures_asks_for_a_bounded_number_of_bytes(job: Job) -
         async with job.runs():
             ticket = await job.ticket()
             said = json.dumps({"secret": ticket.secret}), '{"type":"probe","up":0,"down":99999999}'
-            with pytest.raises(ConnectionError, match="malformed"):
+            with pytest.raises(ConnectionError):
                 await job.stranger_says(*(len(text).to_bytes(4) + text.encode() for text in said))
 
     run(test())

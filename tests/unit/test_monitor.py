@@ -104,5 +104,5 @@ def test_the_speed_of_a_step() -> None:
         assert numbers == speeds | more
         del numbers["speed/tokens_per_second_of_all"]
         alone, numbers = numbers, {}
-        Throughput(1000, 4, 1e14, peak_tflops, federated=True).record(0.5, partial(record, numbers=numbers))
+        Throughput(1000, None, 1e14, peak_tflops).record(0.5, partial(record, numbers=numbers))
         assert numbers == alone

@@ -51,7 +51,7 @@ NOTHING = JoinRequirements([], False)
 
 
 def raw(**more: Any) -> dict[str, Any]:
-    federation = {"slots": 4, "rendezvous": "tcp://10.0.0.1:5000", "key_file": "key"}
+    federation = {"rendezvous": "tcp://10.0.0.1:5000", "key_file": "key"}
     return tiny(more, tiny({"federation": federation, "data": {"text": "python-stdlib"}}))
 
 
