@@ -1,4 +1,4 @@
-"""The speed at which two jobs swap a vector: over the federation's transport with and without keys, over a socket.
+"""The speed at which two jobs swap a vector: over a stream of the federation with and without keys, over a socket.
 
     python -m tools.bench_federation --megabytes 64
     python -m tools.bench_federation --links          # also over slow and long links, which are emulated
@@ -10,6 +10,7 @@ is that of the slowest way there and back. Prints one JSON object.
 """
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import socket
@@ -29,38 +30,30 @@ import psutil
 import torch
 
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.network import CHUNK_BYTES, FederationTransport, Network
-from megatron_noloco.federation.partners import Patience
-from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.interface import Message
-from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
+from megatron_noloco.federation.links import Link as Replica
+from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.streams import Stream
+from tools.federated import DEADLINE_SECONDS, open_replica, wait_for_all
 from tools.netlab.lab import lab
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
 from tools.options import command_line
 
-_LINKS = (  # with the connections for bulk data, and megabytes
-    (Link(rate=1e7, delay=0.025), 1, 64),
-    (Link(rate=2e8, delay=0.05), 1, 256),
-    (Link(rate=2e8, delay=0.05), 4, 256),
-)
+_LINKS = ((Link(rate=1e7, delay=0.025), 64), (Link(rate=2e8, delay=0.05), 256))  # with megabytes
+_KIND = "bench"  # of a conversation
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
-    parser.add_argument(
-        "--chunk-kib", type=int, default=CHUNK_BYTES // 1024, help="longest chunk of the transport"
-    )
     parser.add_argument("--links", action="store_true", help="also over emulated links; needs root")
-    parser.add_argument("--on-host", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--on-host", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=11, help="timed repeats, after two to warm up")
     options = parser.parse_args()
     if options.on_host is not None:
         return _on_host(*options.on_host)
     elements = int(options.megabytes * 1e6) // 4
-    arguments = (elements, options.chunk_kib * 1024, options.repeats)
+    arguments = (elements, options.repeats)
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         keys = Path(folder) / "key"
         Keys.make(keys)
@@ -73,7 +66,6 @@ def main() -> None:
     length = elements * 4
     report = {
         "bytes": length,
-        "chunk_bytes": options.chunk_kib * 1024,
         "repeats": options.repeats,
         "ways": {way: _figures(length, taken) for way, taken in times.items()},
         "speed over that of a plain socket": {
@@ -116,20 +108,17 @@ def _other(folder: Path, port: int, *arguments: int) -> None:
     run(1, folder, socket.create_connection(("127.0.0.1", port)), *arguments)
 
 
-def run(
-    rank: int, folder: Path, plain: socket.socket, elements: int, chunk_bytes: int, repeats: int
-) -> dict[str, list[Taken]]:
+def run(rank: int, folder: Path, plain: socket.socket, elements: int, repeats: int) -> dict[str, list[Taken]]:
     """Swap in each variant; returns the costs of each repeat by variant."""
     torch.set_num_threads(1)
     outgoing, incoming = torch.full((elements,), float(rank)), torch.zeros(elements)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    transports = []
+    threads = []
     ways: dict[str, Callable[[], None]] = {"plain socket": lambda: _swap_plainly(plain, outgoing, incoming)}
     for way, keys in (("federation", None), ("federation, TLS", Keys.read(folder / "key"))):
-        transport = open_transport(Place(rank, 2), folder / way, keys=keys, chunk_bytes=chunk_bytes)
-        wait_for_all(transport, replicas=2)
-        transports.append(transport)
-        ways[way] = _swap_over(transport, outgoing, incoming)
+        thread = open_replica(rank, folder / way, keys=keys)
+        threads.append(thread)
+        ways[way] = _swap_over(thread, outgoing, incoming)
     taken: dict[str, list[Taken]] = {way: [] for way in ways}
     for repeat in range(-2, repeats):
         for way, swap in ways.items():
@@ -142,58 +131,48 @@ def run(
             assert incoming[0] == incoming[-1] == 1 - rank
             incoming.zero_()
     _wait_for_other(plain)
-    for transport in transports:
-        transport.close()
+    for thread in threads:
+        thread.close()
     return taken
 
 
-def _over(link: Link, streams: int, megabytes: int) -> dict[str, float]:
-    """Return the figures of a link with so many connections for bulk data."""
+def _over(link: Link, megabytes: int) -> dict[str, float]:
+    """Return the figures of a link."""
     with lab([link] * 2) as there, tempfile.TemporaryDirectory() as folder:
         Keys.make(Path(folder) / "key")
 
         def command(rank: int) -> list[str]:
             module = [sys.executable, "-m", "tools.bench_federation", "--on-host"]
-            return there.on(there.names[rank], *module, str(rank), folder, str(streams), str(megabytes))
+            return there.on(there.names[rank], *module, str(rank), folder, str(megabytes))
 
         with subprocess.Popen(command(1), stdout=subprocess.DEVNULL):
             told = json.loads(subprocess.check_output(command(0), timeout=DEADLINE_SECONDS))
     share = 8e6 * megabytes / told["seconds"] / link.rate
-    fields = {"megabit_per_second": link.rate / 1e6, "round_trip_seconds": 2 * link.delay, "streams": streams}
+    fields = {"megabit_per_second": link.rate / 1e6, "round_trip_seconds": 2 * link.delay}
     return fields | {"share_of_link": round(share, 3), "delay_seconds": round(told["delay"], 3)}
 
 
-def _on_host(rank: str, folder: str, streams: str, megabytes: str) -> None:
+def _on_host(rank: str, folder: str, megabytes: str) -> None:
     """Send the vector twice to rank 1, and print what the second time took on rank 0."""
     own, vector = int(rank), torch.zeros(int(megabytes) * 250_000)
-    network = Network(
-        SharedFolder(Path(folder), 1),
-        1,
-        keys=Keys.read(Path(folder) / "key"),
-        host=lambda: address_of(own),
-        streams=int(streams),
-    )
-    with closing(
-        FederationTransport(Place(own, 2), network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS))
-    ) as transport:
-        wait_for_all(transport, replicas=2)
+    none, keys = torch.zeros(0), Keys.read(Path(folder) / "key")
+    with closing(open_replica(own, Path(folder), f"tcp://{address_of(own)}:0", keys)) as thread:
+        swap = _swap_over(thread, *((vector, none) if own == 0 else (none, vector)))
         seconds, delay = 0.0, 0.0
-        for tag in (1, 2):
+        for number in (1, 2):
             started = asked = time.monotonic()
-            message, delay = [Message(1 - own, vector)], 0.0
-            flight = transport.post(message, [], tag) if own == 0 else transport.post([], message, tag)
+            delay, swapping = 0.0, threading.Thread(target=swap)
+            swapping.start()
             if own == 0:
-                transport.tell_row({"tag": tag})
-            while not flight.done():
-                flight.arrived()
-                for row in (json.loads(text) for _, text in transport.rows()):
-                    if own == 1 or row["tag"] == tag:
+                thread.tell_row(json.dumps({"number": number}))
+            while swapping.is_alive():
+                for row in (json.loads(text) for _, text in thread.rows()):
+                    if own == 1 or row["number"] == number:
                         delay, asked = max(delay, time.monotonic() - asked), time.monotonic()
-                        transport.tell_row(row)
-                time.sleep(0.01)
+                        thread.tell_row(json.dumps(row))
+                swapping.join(0.01)
             seconds = time.monotonic() - started
             delay = max(delay, time.monotonic() - asked)
-            flight.finish(DEADLINE_SECONDS)
     if own == 0:
         print(json.dumps({"seconds": seconds, "delay": delay}), flush=True)
 
@@ -203,16 +182,33 @@ def _of_threads() -> Counter[int]:
     return Counter({one.id: one.user_time + one.system_time for one in psutil.Process().threads()})
 
 
-def _swap_over(
-    transport: FederationTransport, outgoing: torch.Tensor, incoming: torch.Tensor
-) -> Callable[[], None]:
-    partner = 1 - transport.rank
+def _swap_over(thread: NodeThread, outgoing: torch.Tensor, incoming: torch.Tensor) -> Callable[[], None]:
+    """Return what swaps in a conversation that rank 0 opens. Both ranks say so when all has come."""
+    node, served = thread.node, threading.Semaphore(0)
 
-    def swap() -> None:
-        flight = transport.post([Message(partner, outgoing)], [Message(partner, incoming)], tag=1)
-        flight.finish(DEADLINE_SECONDS)
+    async def swap(stream: Stream) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stream.send(_bytes_of(outgoing)))
+            group.create_task(stream.fill(_bytes_of(incoming)))
+        await stream.send(b"x")
+        await stream.receive(1)
 
-    return swap
+    async def open_and_swap() -> None:
+        async with node.links[1].open(_KIND) as stream:
+            await swap(stream)
+
+    async def serve(replica: Replica, stream: Stream) -> None:
+        await swap(stream)
+        served.release()
+
+    node.serves[_KIND] = serve
+    wait_for_all(thread, replicas=2)
+    return (lambda: thread.call(open_and_swap()).result()) if node.slot == 0 else (lambda: _acquire(served))
+
+
+def _acquire(semaphore: threading.Semaphore) -> None:
+    if not semaphore.acquire(timeout=DEADLINE_SECONDS):
+        raise SystemExit("the other process has gone")
 
 
 def _swap_plainly(plain: socket.socket, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:

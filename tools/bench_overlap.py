@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.federation.movement import alone
+from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
@@ -41,7 +43,7 @@ from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.interface import Transport
-from tools.federated import DEADLINE_SECONDS, join_as_jobs
+from tools.federated import DEADLINE_SECONDS, join_as_jobs, outer_of
 from tools.options import command_line
 
 WIDTH = 256  # of the matrices of a local step: 1 MB for the three of them
@@ -74,9 +76,9 @@ def main() -> None:
         run(options, choose_transport(options.transport, world))
 
 
-def run(options: argparse.Namespace, transport: Transport) -> None:
+def run(options: argparse.Namespace, way: Transport | NodeThread) -> None:
     """Measure, and print the figures."""
-    bench = Bench(options, build_outer(options, transport))
+    bench = Bench(options, build_outer(options, way))
     exchange_seconds = bench.calibrate()
     measured = bench.measure()
 
@@ -86,10 +88,10 @@ def run(options: argparse.Namespace, transport: Transport) -> None:
             for name, of in (("of medians", statistics.median), ("of fastest", min))
         }
 
-    if transport.rank == 0:
+    if dist.get_rank() == 0:
         print(json.dumps({
-            "transport": transport.name,
-            "ranks": transport.world_size,
+            "transport": "federation" if isinstance(way, NodeThread) else way.name,
+            "ranks": dist.get_world_size(),
             "bytes": int(options.megabytes * 1e6) // 4 * 4,
             "local_steps": options.local_steps,
             "overlap_steps": options.overlap_steps,
@@ -105,13 +107,14 @@ def run(options: argparse.Namespace, transport: Transport) -> None:
     dist.barrier()
 
 
-def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptimizer:
-    replicas = transport.world_size
+def build_outer(options: argparse.Namespace, way: Transport | NodeThread) -> OuterOptimizer:
     settings = NolocoSettings(
         local_steps=options.local_steps, payload="fp32", deadline_seconds=DEADLINE_SECONDS
     )
     weights = TorchWeights([torch.ones(int(options.megabytes * 1e6) // 4)])
-    return OuterOptimizer(weights, transport, Place(transport.rank, replicas), settings)
+    if isinstance(way, NodeThread):
+        return outer_of(dist.get_rank(), way, weights, alone(weights.length), settings)
+    return OuterOptimizer(weights, way, Place(way.rank, way.world_size), settings)
 
 
 class Bench:

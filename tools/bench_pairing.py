@@ -2,10 +2,9 @@
 
     python -m tools.bench_pairing --slots 8 16 --empty 0 0.25 0.5
 
-Starts the replicas that are there as threads of one process, with the federation's transport between them on the
-loopback interface and vectors of 1000 elements. Each replica sleeps for a random time in place of its local steps,
-so that they are not in lockstep. At best 2 * floor(replicas / 2) replicas have a partner. Prints one JSON
-object.
+Starts the replicas that are there as threads of one process, connected over the loopback interface, with vectors
+of 1000 elements. Each replica sleeps for a random time in place of its local steps, so that they are not in
+lockstep. At best 2 * floor(replicas / 2) replicas have a partner. Prints one JSON object.
 """
 
 import json
@@ -21,20 +20,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from megatron_noloco.federation.commit import committing
 
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.network import FederationTransport
-from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
+from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.outer import RoundReport, TorchWeights
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
-from tools.federated import open_transport, wait_for_all
+from tools.federated import SEED, open_replica, outer_of, wait_for_all
 from tools.options import command_line
 
 ELEMENTS = 1000
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -76,43 +72,38 @@ def main() -> None:
 def measure(case: Case) -> dict[str, float]:
     """Return the shares of the possible rounds that were used, and that would be with planned partners alone."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        transports = {}
+        nodes = {}
         for replica in case.replicas:
-            transports[replica] = open_transport(Place(replica, case.slots), Path(folder))
-            stack.callback(transports[replica].close)
-        for transport in transports.values():
-            wait_for_all(transport, len(transports))
-        together = threading.Barrier(len(transports))
-        with ThreadPoolExecutor(len(transports)) as threads:
-            reports = dict(
-                zip(
-                    transports, threads.map(partial(rounds, case, together), transports.values()), strict=True
-                )
-            )
+            nodes[replica] = open_replica(replica, Path(folder))
+            stack.callback(nodes[replica].close)
+        for node in nodes.values():
+            wait_for_all(node, len(nodes))
+        together = threading.Barrier(len(nodes))
+        with ThreadPoolExecutor(len(nodes)) as threads:
+            found = threads.map(partial(rounds, case, together), nodes.values())
+            reports = dict(zip(nodes, found, strict=True))
     grouping = Grouping(case.slots, 2, SEED)
     used = [report.exchange.group for of_replica in reports.values() for report in of_replica]
     planned = [grouping.group(replica, index) for replica in reports for index in range(case.rounds)]
-    possible = case.rounds * (len(transports) // 2 * 2)
+    possible = case.rounds * (len(nodes) // 2 * 2)
     waits = [report.exchange.wait_seconds for of_replica in reports.values() for report in of_replica]
     return {
         "slots": case.slots,
-        "replicas": len(transports),
+        "replicas": len(nodes),
         "used": round(sum(len(group) == 2 for group in used) / possible, 4),
         "used with the plan's partners alone": round(
-            sum(len(group) == 2 and set(group) <= set(transports) for group in planned) / possible, 4
+            sum(len(group) == 2 and set(group) <= set(nodes) for group in planned) / possible, 4
         ),
         "longest_wait_seconds": round(max(waits), 2),
     }
 
 
-def rounds(case: Case, together: threading.Barrier, transport: FederationTransport) -> list[RoundReport]:
+def rounds(case: Case, together: threading.Barrier, thread: NodeThread) -> list[RoundReport]:
     """Run the rounds of one replica, and return its reports."""
-    draw = random.Random(transport.rank)
-    place = Place(transport.rank, case.slots)
+    draw, slot = random.Random(thread.node.slot), thread.node.slot
     weights = TorchWeights([torch.zeros(ELEMENTS)])
     settings = NolocoSettings(local_steps=1, payload="fp32")
-    apart = committing(alone(ELEMENTS), transport.partners, place, settings, SEED)
-    outer = OuterOptimizer(weights, transport, place, settings, SEED, apart)
+    outer = outer_of(slot, thread, weights, alone(ELEMENTS), settings)
     together.wait()
     reports = []
     for done in range(1, case.rounds + 1):

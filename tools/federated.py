@@ -1,38 +1,60 @@
-"""Replicas of one rank each as a federation, for measurements: each could as well be a job of its own."""
+"""Replicas as a federation, for measurements: each could as well be a job of its own."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.network import CHUNK_BYTES, FederationTransport, Network
-from megatron_noloco.federation.partners import Patience
-from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.messages import Member
+from megatron_noloco.federation.movement import Movement
+from megatron_noloco.federation.network import Network, open_node
+from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.pairing import Pairing
+from megatron_noloco.federation.partners import Partners
+from megatron_noloco.federation.rendezvous import rendezvous_of
+from megatron_noloco.federation.rounds import Leading, Replica
+from megatron_noloco.job.agreement import found_by_rank_0
+from megatron_noloco.outer import OuterOptimizer, Weights
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 DEADLINE_SECONDS = 300.0
 _LOOPBACK = "tcp://127.0.0.1:0"
 _RUN = 1
+SEED = 0
 
 
-def open_transport(
-    place: Place,
-    folder: Path,
-    listen: str = _LOOPBACK,
-    keys: Keys | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> FederationTransport:
-    """Open the transport of a replica; all replicas give the same folder. See `wait_for_all`."""
-    network = Network(SharedFolder(folder, _RUN), _RUN, listen, keys, chunk_bytes=chunk_bytes)
-    return FederationTransport(place, network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS))
+def open_replica(slot: int, folder: Path, listen: str = _LOOPBACK, keys: Keys | None = None) -> NodeThread:
+    """Connect a replica to the others; all give the same folder. See `wait_for_all`."""
+    return open_node(Network(rendezvous_of(f"file://{folder}", _RUN, {}), Member(_RUN), listen, keys), slot)
 
 
-def wait_for_all(transport: FederationTransport, replicas: int) -> None:
+def wait_for_all(thread: NodeThread, replicas: int) -> None:
     """Wait until this replica is connected to the others."""
-    if not transport.wait_for(replicas - 1, DEADLINE_SECONDS):
-        raise SystemExit(f"rank {transport.rank}: not all of the {replicas - 1} others are there")
+    if not thread.wait(lambda: len(thread.node.present()) >= replicas - 1, DEADLINE_SECONDS):
+        raise SystemExit(f"replica {thread.node.slot}: not all of the {replicas - 1} others are there")
 
 
-def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], object]) -> FederationTransport:
+def outer_of(
+    slot: int, thread: NodeThread | None, weights: Weights, movement: Movement, settings: NolocoSettings
+) -> OuterOptimizer:
+    """Return the outer optimizer of a rank of a replica; `thread` is that of its leader, None on followers."""
+    leading, place, deadline = None, Place(slot, None), settings.deadline_seconds
+    if thread is not None:
+        behind = FederationSettings().rounds_behind * settings.fragments
+        leading = Leading(thread, Partners(thread.node, deadline, deadline, behind))
+    # A job may have several replicas of one rank each.
+    tell: Callable[[Callable[[], Any]], Any] = _call if movement.transport is None else found_by_rank_0
+    replica = Replica(Gather(movement), place, Pairing(settings, SEED), leading, tell)
+    return OuterOptimizer(weights, None, place, settings, SEED, replica)
+
+
+def _call(find: Callable[[], Any]) -> Any:
+    return find()
+
+
+def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], object]) -> NodeThread:
     """Connect the ranks of one job with keys; all of them call it, and return when all are connected.
 
     Args:
@@ -42,7 +64,7 @@ def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], objec
     if rank == 0:
         Keys.make(folder / "key")
     barrier()
-    transport = open_transport(Place(rank, size), folder, "tcp://*:0", Keys.read(folder / "key"))
-    wait_for_all(transport, size)
+    thread = open_replica(rank, folder, "tcp://*:0", Keys.read(folder / "key"))
+    wait_for_all(thread, size)
     barrier()
-    return transport
+    return thread

@@ -2,13 +2,13 @@
 
     nice python -m tools.soak --minutes 30
 
-The replicas are threads of one process, each with the federation's transport, on the loopback interface, and
-rounds of `--elements` weights. Before a round each waits for a random time. Some rounds a replica leaves out, and
-says so before the others come; in some its messages are lost, as where a connection breaks; now and then one is
-closed and started anew, as another process would be.
+The replicas are threads of one process, connected over the loopback interface, with rounds of `--elements`
+weights. Before a round each waits for a random time. Some rounds a replica leaves out, and says so before the others
+come; in some its conversations are cut, as where a connection breaks; now and then one is closed and started anew,
+as another process would be.
 
-Prints one JSON object: rounds, and skipped rounds, injected and counted, with their reasons. Injected are one for
-each replica whose planned partner leaves the round out, and two where one loses its messages. Then
+Prints one JSON object: rounds, and skipped rounds, injected and counted, with their reasons. Injected are one
+where an odd number of replicas comes, and two where a cut ends a round. Then
 memory, file descriptors and threads after the first tenth and at the end, and the slope of the memory over the
 second half, by least squares. Allocated is what all libraries have taken from malloc and not given back. Resident
 is what the kernel counts after glibc was made to give back the pages that are free. Blocks in use lie scattered
@@ -26,29 +26,24 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import linear_regression
 
 import torch
-from megatron_noloco.federation.commit import committing
 
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.partners import Standing
-from megatron_noloco.outer import OuterOptimizer, TorchWeights
-from megatron_noloco.plans.grouping import Grouping
-from megatron_noloco.plans.topology import Place
+from megatron_noloco.outer import TorchWeights
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.transport.chunks import ReportedTransfers, cut
-from megatron_noloco.transport.interface import Flight, Message, RankLostError
-from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
+from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
 from tools.memory import allocated_bytes, resident_bytes
 from tools.options import command_line
 
 _SAMPLES = 60
 _LOOK_SECONDS = 0.001
+_CUT = "is cut, says tools.soak"
 
 
 def main() -> None:
@@ -83,7 +78,6 @@ class Soak:
         self.rounds = self.restarts = self.absences = self.drops = 0
         self.skips_injected = 0
         self.skips: Counter[str] = Counter()  # by their reason
-        self.grouping = Grouping(options.replicas, 2, seed=0)
         self.replicas = [self._start(replica, 0) for replica in range(options.replicas)]
 
     def run(self) -> dict[str, object]:
@@ -96,7 +90,7 @@ class Soak:
                     samples.append((elapsed, held()))
             samples.append((elapsed, held()))
             for replica in self.replicas:
-                replica.transport.close()
+                replica.thread.close()
         return {
             "seed": self.options.seed,
             "minutes": round((time.monotonic() - started) / 60, 1),
@@ -119,15 +113,15 @@ class Soak:
         number = self.rounds
         if self.draws.random() < self.options.restarts:
             place = self.draws.randrange(len(self.replicas))
-            self.replicas[place].transport.close()
+            self.replicas[place].thread.close()
             self.replicas[place] = self._start(place, number)
             self.restarts += 1
         for replica in self.replicas:  # connections that a restart has broken are made again
-            wait_for_all(replica.transport, len(self.replicas))
+            wait_for_all(replica.thread, len(self.replicas))
         here = [replica for replica in self.replicas if self.draws.random() >= self.options.absences]
         absent = [replica for replica in self.replicas if replica not in here]
         for replica in absent:
-            replica.transport.partners.leave_out(number)
+            replica.leave_out(number)
         for replica in here:
             replica.wait_until_known(number, here)
         loses = self.draws.choice(here) if here and self.draws.random() < self.options.drops else None
@@ -136,64 +130,70 @@ class Soak:
         self.skips.update(filter(None, why_not))
         self.rounds += 1
         self.absences += len(absent)
-        coming = {replica.transport.rank for replica in here}
-        self.skips_injected += sum(
-            not coming.issuperset(self.grouping.group(rank, number)) for rank in coming
-        )
+        self.skips_injected += len(here) % 2
         if loses is not None and loses.lost:
             self.drops += 1
             self.skips_injected += 2
 
     def _start(self, place: int, number: int) -> "Replica":
-        return Replica(self.grouping, place, self.folder, self.options.elements, number)
+        return Replica(place, self.folder, self.options.elements, number)
 
 
 class Replica:
-    """One that begins with the round `number`."""
+    """A replica that begins with the round `number`."""
 
-    def __init__(self, grouping: Grouping, replica: int, folder: Path, elements: int, number: int) -> None:
-        place, weights = Place(replica, grouping.replicas), TorchWeights([torch.ones(elements)])
-        self.transport = open_transport(place, folder)
-        self.transport.partners.leave_out(number - 1)
-        settings = NolocoSettings(local_steps=1, payload="fp32")
-        apart = committing(alone(elements), self.transport.partners, place, settings)
-        self._outer = OuterOptimizer(weights, self.transport, place, settings, apart=apart)
+    def __init__(self, slot: int, folder: Path, elements: int, number: int) -> None:
+        self.thread = open_replica(slot, folder)
+        self.leave_out(number - 1)
+        settings = NolocoSettings(local_steps=1, payload="fp32", deadline_seconds=DEADLINE_SECONDS)
+        self._outer = outer_of(
+            slot, self.thread, TorchWeights([torch.ones(elements)]), alone(elements), settings
+        )
         self.lost = False
+
+    def leave_out(self, number: int) -> None:
+        """Tell the others that this replica has no part in a round, or in those before."""
+        self.thread.do(self.thread.node.begin_round, number, None)
 
     def wait_until_known(self, number: int, here: list["Replica"]) -> None:
-        """Until it has heard from all others which of them come to this round."""
-        coming = {replica.transport.rank for replica in here}
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        for rank in self.transport.service.peers.others:
-            while (self.transport.partners.standing(number, rank)[0] >= Standing.FREE) != (rank in coming):
-                if time.monotonic() > deadline:
-                    raise SystemExit(f"rank {self.transport.rank} has not heard from rank {rank}")
-                time.sleep(_LOOK_SECONDS)
+        """Wait until it has heard from all others which of them come to this round."""
+        node = self.thread.node
+        coming = {replica.thread.node.slot for replica in here} - {node.slot}
+
+        def is_known() -> bool:
+            return {slot for slot, status in node.present().items() if status.open_from <= number} == coming
+
+        if not self.thread.wait(is_known, DEADLINE_SECONDS):
+            raise SystemExit(f"replica {node.slot} has not heard from all others")
 
     def take_part(self, number: int, delay: float, loses: bool) -> str:
-        """Return why the round was skipped, or an empty string; then `lost` says whether a loss mattered."""
+        """Return why the round was skipped, or an empty string; then `lost` says whether a cut ended it."""
         time.sleep(delay)
-        self.lost = False
         with self._losing() if loses else nullcontext():
             (report,) = self._outer.after_local_step(number + 1)
+        self.lost = loses and _CUT in report.exchange.missed
         return report.exchange.missed.partition(" ")[2].partition(" ")[2]  # without "replica 3"
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
-        """Its messages get lost, and it learns so at once, as where a connection breaks."""
+        """Cut the conversations of this replica, as where a connection breaks."""
+        over, node = threading.Event(), self.thread.node
 
-        def post(sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
-            self.lost = True
-            wanted = ReportedTransfers(cut(receives, self.transport.chunk_bytes), tag)
-            for message in receives:
-                wanted.report(RankLostError(message.rank, "is lost, says tools.soak"))
-            return Flight(wanted, ReportedTransfers([], tag))
+        def end() -> None:
+            for link in node.links.values():
+                link.end_talks(_CUT)
 
-        self.transport.post = post  # type: ignore[method-assign]
+        def cut() -> None:
+            while not over.wait(_LOOK_SECONDS):
+                self.thread.do(end)
+
+        cutting = threading.Thread(target=cut)
+        cutting.start()
         try:
             yield
         finally:
-            del self.transport.post
+            over.set()
+            cutting.join()
 
 
 def slope(samples: list[tuple[float, dict[str, int]]], name: str) -> int | None:

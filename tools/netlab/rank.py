@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 
 if TYPE_CHECKING:
-    from megatron_noloco.transport.interface import Transport
+    from megatron_noloco.outer import OuterOptimizer
+    from megatron_noloco.settings import NolocoSettings
 
 DEADLINE_SECONDS = 300.0
 _MICROBATCH_SECONDS = 0.02
@@ -54,36 +55,35 @@ def new_partners(elements: int, folder: Path) -> Way:
 
 
 def round_over_mpi(elements: int, folder: Path) -> Way:
+    from megatron_noloco.outer import OuterOptimizer, TorchWeights
+    from megatron_noloco.plans.topology import Place
     from megatron_noloco.transport.mpi import MpiTransport
 
-    return training_round(MpiTransport(), elements)
+    transport, weights = MpiTransport(), TorchWeights([_ones(elements)])
+    place = Place(transport.rank, transport.world_size)
+    return training_round(OuterOptimizer(weights, transport, place, _settings()))
 
 
 def round_of_federation(elements: int, folder: Path) -> Way:
     """Return the round between separate jobs, with keys."""
-    from tools.federated import join_as_jobs
+    from megatron_noloco.federation.movement import alone
+    from megatron_noloco.outer import TorchWeights
+    from tools.federated import join_as_jobs, outer_of
 
     world = MPI.COMM_WORLD
-    return training_round(join_as_jobs(world.rank, world.size, folder, world.Barrier), elements)
+    thread = join_as_jobs(world.rank, world.size, folder, world.Barrier)
+    weights = TorchWeights([_ones(elements)])
+    return training_round(outer_of(world.rank, thread, weights, alone(elements), _settings()))
 
 
-def training_round(transport: "Transport", elements: int) -> Way:
-    """Return the outer optimizer's round with random pairs, after local steps that train nothing."""
-    from megatron_noloco.federation.commit import committing
-
-    from megatron_noloco.federation.movement import alone
-    from megatron_noloco.federation.network import FederationTransport
-    from megatron_noloco.outer import OuterOptimizer, TorchWeights
-    from megatron_noloco.plans.topology import Place
+def _settings() -> "NolocoSettings":
     from megatron_noloco.settings import NolocoSettings
 
-    size = transport.world_size
-    settings = NolocoSettings(payload="fp32", local_steps=2, deadline_seconds=DEADLINE_SECONDS)
-    weights, place = TorchWeights([_ones(elements)]), Place(transport.rank, size)
-    apart = None
-    if isinstance(transport, FederationTransport):
-        apart = committing(alone(elements), transport.partners, place, settings)
-    outer = OuterOptimizer(weights, transport, place, settings, apart=apart)
+    return NolocoSettings(payload="fp32", local_steps=2, deadline_seconds=DEADLINE_SECONDS)
+
+
+def training_round(outer: "OuterOptimizer") -> Way:
+    """Return the outer optimizer's round with random pairs, after local steps that train nothing."""
     return Way(
         lambda repeat: outer.after_local_step(2 * repeat + 2),
         lambda repeat: outer.after_local_step(2 * repeat + 1),

@@ -1,8 +1,8 @@
-"""What an exchange costs a replica of several ranks, whose first rank speaks for all: its speed, and its memory.
+"""What an exchange costs a replica of several ranks, whose first rank leads: its speed, and its memory.
 
-    python -m tools.bench_speaker --ranks 4 --megabytes 256
+    python -m tools.bench_leader --ranks 4 --megabytes 256
 
-Two jobs on this machine exchange a vector over the federation's transport: one has a rank, the other one or
+Two jobs on this machine exchange a vector as those of a federation do: one has a rank, the other one or
 `--ranks` ranks, each of which has a part of every row. `memory_bytes` is by how much the resident memory of a rank
 of the other job grows during its exchanges. Its weights and the vectors of its optimizer are there before. Prints
 one JSON object.
@@ -21,14 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_noloco.federation.commit import committing
 
 from megatron_noloco.federation.movement import SLAB, movement_of
-from megatron_noloco.outer import OuterOptimizer, TorchWeights
+from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.canonical import Block, Matrix
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
-from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
+from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
 from tools.options import command_line
 
 _COLUMNS = 4096
@@ -77,8 +75,8 @@ def _measure(sizes: list[int], rows: int, payload: str, repeats: int) -> dict[st
     return {
         "seconds": round(statistics.median(seconds), 4),
         "memory_bytes": {
-            "speaker": memory,
-            "others": max((found[1, rank][1] for rank in range(1, sizes[1])), default=0),
+            "leader": memory,
+            "followers": max((found[1, rank][1] for rank in range(1, sizes[1])), default=0),
         },
     }
 
@@ -96,13 +94,10 @@ def _rank(
     weights = TorchWeights([torch.full((rows * width,), float(slot))])
     movement = movement_of(weights, 1, ([Block(0, whole, 0, edges[rank], rows, width)], []))
     settings = NolocoSettings(payload=payload, deadline_seconds=DEADLINE_SECONDS)
-    place = Place(slot, 2)
-    transport = open_transport(place, Path(folder)) if rank == 0 else None
-    if transport is not None:
-        wait_for_all(transport, 2)
-    partners = None if transport is None else transport.partners
-    replica = committing(movement, partners, place, settings)
-    outer = OuterOptimizer(weights, transport, place, settings, apart=replica)
+    thread = open_replica(slot, Path(folder)) if rank == 0 else None
+    if thread is not None:
+        wait_for_all(thread, 2)
+    outer = outer_of(slot, thread, weights, movement, settings)
     outer.run_round(0)
     gc.collect()
     before, seconds = _resident(), []
@@ -116,9 +111,9 @@ def _rank(
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
-    if transport is not None:
+    if thread is not None:
         time.sleep(1.0)  # the other one may still read
-        transport.close()
+        thread.close()
 
 
 def _resident() -> int:
