@@ -141,4 +141,6 @@ class MemoryCarrier(Carrier):
         self._places.pop(self._endpoint, None)
         for stream in self._streams:
             stream.abort("this process leaves")
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,321 @@
+"""A round between two jobs counts for both or for neither, whatever is lost, or it is reported as in doubt."""
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.federation.gather import Gather
+from megatron_noloco.federation.messages import Prepared
+from megatron_noloco.federation.movement import alone
+from megatron_noloco.federation.node import Node
+from megatron_noloco.federation.pairing import Pairing
+from megatron_noloco.federation.partners import Partners
+from megatron_noloco.federation.rounds import (
+    ImplausibleError,
+    Leading,
+    PairExchange,
+    Replica,
+    check_plausible,
+)
+from megatron_noloco.outer import ExchangeReport
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings
+from tests.unit.fleet import noise
+from tests.unit.nodes import Nodes, address_of, run, until
+
+LENGTH = 50
+DEADLINE = 15.0
+ROUND_BYTES = 320  # at least what a side sends in a round
+
+
+class Inline(Executor):
+    """Runs what is submitted at once, since the jumping clock waits for no thread."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class InOneLoop:
+    """The thread of a leader, for a caller in its own event loop."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.arithmetic = node, Inline()
+
+    def check(self) -> None:
+        assert self.node.failure is None
+
+    def call(self, work: Awaitable[Any]) -> "asyncio.Task[Any]":
+        return asyncio.ensure_future(work)  # type: ignore[return-value]
+
+    def do(self, change: Callable[..., object], *arguments: Any) -> None:
+        change(*arguments)
+
+
+def replica_of(node: Node, length: int = LENGTH) -> Replica:
+    """Return a replica of one rank."""
+    thread: Any = InOneLoop(node)
+    leading = Leading(thread, Partners(node, DEADLINE, DEADLINE, 1000))
+    gather, pairing = Gather(alone(length)), Pairing(NolocoSettings(payload="fp32"), 1)
+    return Replica(gather, Place(node.slot, 2), pairing, leading, lambda find: find())
+
+
+class Outcome(NamedTuple):
+    """Of a round on one side."""
+
+    used: Tensor
+    report: ExchangeReport
+
+    @property
+    def counts(self) -> bool:
+        return len(self.report.group) == 2
+
+
+async def take_part(replica: Replica, vector: Tensor, number: int, phase: float = 0.0) -> Outcome:
+    """Take part in a round, in which this replica waits for the partner after some seconds of local steps."""
+    exchange: PairExchange = replica.exchange()
+    exchange.begin(vector, (), number, "a test")
+    if exchange._partner is not None:
+        ended: Any = exchange._ended
+        try:
+            await asyncio.sleep(phase)
+            exchange._limit_to(DEADLINE)
+            await asyncio.wait([ended])
+        finally:
+            ended.cancel()
+    (piece,) = exchange.finish()
+    return Outcome(piece.mean, exchange.report)
+
+
+async def pair(nodes: Nodes) -> list[Node]:
+    made = [await nodes.add(0), await nodes.add(1, address_of(0))]
+    await until(lambda: all(node.present() for node in made))
+    return made
+
+
+async def both(replicas: list[Replica], vectors: list[Tensor], number: int) -> list[Outcome]:
+    return await asyncio.gather(*(take_part(*one, number) for one in zip(replicas, vectors, strict=True)))
+
+
+def vectors(seed: int = 0) -> list[Tensor]:
+    base = noise(LENGTH, seed=seed)
+    return [base + 0.01 * noise(LENGTH, seed=seed + 1 + slot) for slot in range(2)]
+
+
+def test_without_faults_rounds_count_and_give_the_mean() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            replicas, own = list(map(replica_of, await pair(nodes))), vectors()
+            for number in range(3):
+                for found in await both(replicas, own, number):
+                    assert found.counts
+                    assert torch.equal(found.used, (own[0] + own[1]) / 2)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("factor", "why"),
+    [(math.nan, "sent numbers that are not finite"), (1e4, "sent absurd numbers")],
+)
+def test_a_vector_that_must_not_be_used_is_skipped_on_both_sides(factor: float, why: str) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            replicas, own = list(map(replica_of, await pair(nodes))), vectors()
+            own[1] = own[1] * factor
+            first, second = await both(replicas, own, 0)
+            assert not first.counts
+            assert not second.counts
+            assert first.report.missed.startswith(f"replica 1 {why}")
+            assert torch.equal(first.used, own[0])
+            assert not (first.report.in_doubt)
+            assert not (second.report.in_doubt)
+            found = await take_part(replicas[0], own[0], 1)
+            assert why in found.report.missed, "it is avoided for some rounds"
+
+    run(main())
+
+
+def test_replicas_of_unlike_sizes_skip_the_round() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            made = await pair(nodes)
+            replicas = [replica_of(made[0]), replica_of(made[1], LENGTH + 1)]
+            found = await both(replicas, [torch.ones(LENGTH), torch.ones(LENGTH + 1)], 0)
+            assert not any(one.counts or one.report.in_doubt for one in found)
+            assert any("a vector of another length" in one.report.missed for one in found)
+
+    run(main())
+
+
+def test_a_partner_that_does_not_come_is_waited_for_until_the_deadline() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            made = await pair(nodes)
+            replica, at = replica_of(made[0]), asyncio.get_running_loop().time
+            began = at()
+            found = await take_part(replica, vectors()[0], 0, phase=30.0)
+            assert 30.0 + DEADLINE <= at() - began < 31.0 + DEADLINE
+            assert found.report.missed == "replica 1 missed the deadline"
+            assert not found.report.in_doubt
+            again = await take_part(replica, vectors()[0], 1)
+            assert again.report.missed == "replica 1 missed its last deadline"
+
+    run(main())
+
+
+def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            made = await pair(nodes)
+            waits = asyncio.create_task(take_part(replica_of(made[0]), vectors()[0], 3))
+            await asyncio.sleep(1.0)
+            began = asyncio.get_running_loop().time()
+            made[1].begin_round(3, None)
+            found = await waits
+            assert asyncio.get_running_loop().time() - began < 1.0
+            assert found.report.missed == "replica 1 has no part in this round"
+
+    run(main())
+
+
+def test_a_stream_that_is_cut_before_the_last_byte_leaves_no_doubt() -> None:
+    """One side is prepared and has heard of the other; the other asks over the link."""
+
+    async def main(cut: int, side: int) -> tuple[bool, bool]:
+        limits = [(None, None), (cut, None) if side else (None, cut)]
+        async with Nodes(lambda number: limits[min(number, 1)]) as nodes:
+            replicas, own = list(map(replica_of, await pair(nodes))), vectors()
+            first, second = await both(replicas, own, 0)
+            assert not (first.report.in_doubt)
+            assert not (second.report.in_doubt)
+            return first.counts, second.counts
+
+    for side in range(2):
+        found = [run(main(cut, side)) for cut in range(ROUND_BYTES)]
+        assert set(found) == {(False, False), (True, True)}
+
+
+class Drawn:
+    """A run of some rounds where anything may be lost at any time, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws, self.seed = random.Random(seed), seed
+        self.nodes = Nodes(lambda number: (self._limit(), self._limit()))
+        self.own = vectors(seed)
+        self.incarnations = [1, 1]
+        self.rounds = list[tuple[Outcome, Outcome]]()
+
+    def _limit(self) -> int | None:
+        kind = self.draws.random()
+        if kind < 0.5:
+            return None
+        return self.draws.randrange(ROUND_BYTES if kind < 0.75 else 5000)
+
+    async def run(self) -> None:
+        async with self.nodes:
+            made = [await self.nodes.add(0), await self.nodes.add(1, address_of(0))]
+            for number in range(3):
+                await asyncio.sleep(self.draws.uniform(0, 10))
+                replicas = [replica_of(node) for node in made]
+                tasks = [asyncio.create_task(self._side(replica, number)) for replica in replicas]
+                if self.draws.random() < 0.3:
+                    await asyncio.sleep(self.draws.uniform(0, 20))
+                    slot = self.draws.randrange(2)
+                    made[slot] = await self._restarted(made[slot], tasks[slot])
+                first, second = await asyncio.gather(*tasks, return_exceptions=True)
+                for one in (first, second):
+                    assert isinstance(one, Outcome | asyncio.CancelledError), one
+                if isinstance(first, Outcome) and isinstance(second, Outcome):
+                    self.rounds.append((first, second))
+
+    async def _side(self, replica: Replica, number: int) -> Outcome:
+        await asyncio.sleep(self.draws.choice((0.0, self.draws.uniform(0, 20))))
+        phase = self.draws.choice((0.0, self.draws.uniform(0, 10)))
+        return await take_part(replica, self.own[replica.place.replica], number, phase)
+
+    async def _restarted(self, node: Node, round_of: "asyncio.Task[Outcome]") -> Node:
+        """Kill a process, which says nothing, and start a later one."""
+        round_of.cancel()
+        self.nodes.nodes.remove(node)
+        for task in list(node._tasks):
+            task.cancel()
+        await node._carriers.network.close()
+        known = {slot: address for slot, address in node.directory.addresses.items() if slot != node.slot}
+        self.incarnations[node.slot] += 1
+        return await self.nodes.add(node.slot, known, self.incarnations[node.slot])
+
+
+def test_no_fault_has_one_side_use_a_mean_that_the_other_skips_unawares() -> None:
+    counted = in_doubt = skipped = 0
+    for seed in range(400):
+        drawn = Drawn(seed)
+        run(drawn.run())
+        for sides in drawn.rounds:
+            for own, found in zip(drawn.own, sides, strict=True):
+                mean = (drawn.own[0] + drawn.own[1]) / 2
+                assert torch.equal(found.used, mean if found.counts else own), seed
+                assert found.counts or found.report.missed or not found.report.in_doubt, seed
+            if sides[0].counts != sides[1].counts:
+                assert any(one.report.in_doubt for one in sides if not one.counts), f"split, seed {seed}"
+            counted += all(one.counts for one in sides)
+            in_doubt += any(one.report.in_doubt for one in sides)
+            skipped += not any(one.counts for one in sides)
+    assert counted > 50
+    assert skipped > 50
+    assert in_doubt < 50, "hardly ever"
+
+
+def test_who_is_asked_about_a_round_that_it_has_skipped_says_so() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            made = await pair(nodes)
+            mine, theirs = made[0].links[1], made[1].links[0]
+            for link in (mine, theirs):
+                link.ledger.begin(5)
+            mine.ledger.prepare(5)
+            theirs.ledger.close(5, False)
+            await mine.settle(5, mine.ledger, 20.0)
+            assert mine.ledger.verdict(5) is False
+            await theirs.say(Prepared(5))  # too late
+            await asyncio.sleep(1.0)
+            assert mine.ledger.verdict(5) is False
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("norm", "deviation", "poisoned", "why"),
+    [
+        (1.0, 0.0, 0, ""),
+        (1.0, 49.9, 0, ""),  # just below ten norms
+        (0.0, 1e9, 0, ""),  # zeros are compared with nothing
+        (1.0, 50.5, 0, "absurd"),
+        (1.0, 0.0, 1, "sent numbers that are not finite"),
+        (math.inf, 0.0, 1, "was sent numbers that are not finite"),
+        (math.nan, 0.0, 0, "was sent numbers that are not finite"),
+    ],
+)
+def test_a_mean_is_plausible_near_the_own_vector(
+    norm: float, deviation: float, poisoned: int, why: str
+) -> None:
+    report = ExchangeReport((0, 1), squared_deviation=deviation, poisoned_elements=poisoned)
+    check = partial(check_plausible, norm, report)
+    if not why:
+        check()
+        return
+    with pytest.raises(ImplausibleError, match=why) as refused:
+        check()
+    assert refused.value.is_ours == why.startswith("was sent")
