@@ -58,7 +58,7 @@ class InOneLoop:
         assert self.node.failure is None
 
     def call(self, work: Awaitable[Any]) -> "asyncio.Task[Any]":
-        return asyncio.ensure_future(work)  # type: ignore[return-value]
+        return asyncio.ensure_future(work)
 
     def do(self, change: Callable[..., object], *arguments: Any) -> None:
         change(*arguments)
@@ -213,12 +213,26 @@ class Drawn:
 
     def __init__(self, seed: int) -> None:
         self.draws, self.seed = random.Random(seed), seed
-        self.nodes = Nodes(lambda number: (self._limit(), self._limit()))
+        self.is_cut_off = self.draws.random() < 0.5
+        self.until = self.draws.uniform(0, 60)
+        self.streams = 0
+        self.nodes = Nodes(lambda number: self._limits())
         self.own = vectors(seed)
         self.incarnations = [1, 1]
         self.rounds = list[tuple[Outcome, Outcome]]()
 
-    def _limit(self) -> int | None:
+    def _limits(self) -> tuple[int | None, int | None]:
+        """Cut anywhere; or lose the link about when the first round ends, and allow no other for a while."""
+        draw, self.streams = self.draws.randrange, self.streams + 1
+        if not self.is_cut_off:
+            return self._anywhere(), self._anywhere()
+        if self.streams == 1:
+            return draw(500, 1500), draw(500, 1500)
+        if self.streams == 2:
+            return draw(270, 300), draw(200, 220)  # near the last byte of a round
+        return (0, 0) if asyncio.get_running_loop().time() < self.until else (None, None)
+
+    def _anywhere(self) -> int | None:
         kind = self.draws.random()
         if kind < 0.5:
             return None
@@ -228,10 +242,14 @@ class Drawn:
         async with self.nodes:
             made = [await self.nodes.add(0), await self.nodes.add(1, address_of(0))]
             for number in range(3):
-                await asyncio.sleep(self.draws.uniform(0, 10))
+                self.is_at_once = self.is_cut_off and number == 0
+                if self.is_at_once:
+                    await until(lambda: all(node.present() for node in made))
+                else:
+                    await asyncio.sleep(self.draws.uniform(0, 10))
                 replicas = [replica_of(node) for node in made]
                 tasks = [asyncio.create_task(self._side(replica, number)) for replica in replicas]
-                if self.draws.random() < 0.3:
+                if not self.is_at_once and self.draws.random() < 0.3:
                     await asyncio.sleep(self.draws.uniform(0, 20))
                     slot = self.draws.randrange(2)
                     made[slot] = await self._restarted(made[slot], tasks[slot])
@@ -242,7 +260,8 @@ class Drawn:
                     self.rounds.append((first, second))
 
     async def _side(self, replica: Replica, number: int) -> Outcome:
-        await asyncio.sleep(self.draws.choice((0.0, self.draws.uniform(0, 20))))
+        if not self.is_at_once:
+            await asyncio.sleep(self.draws.choice((0.0, self.draws.uniform(0, 20))))
         phase = self.draws.choice((0.0, self.draws.uniform(0, 10)))
         return await take_part(replica, self.own[replica.place.replica], number, phase)
 
@@ -275,7 +294,7 @@ def test_no_fault_has_one_side_use_a_mean_that_the_other_skips_unawares() -> Non
             skipped += not any(one.counts for one in sides)
     assert counted > 50
     assert skipped > 50
-    assert in_doubt < 50, "hardly ever"
+    assert 0 < in_doubt < 50
 
 
 def test_who_is_asked_about_a_round_that_it_has_skipped_says_so() -> None:
