@@ -2,8 +2,10 @@
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from megatron_noloco.federation.messages import Address, Member
 from megatron_noloco.federation.node import Carriers, Identity, Node
@@ -12,17 +14,21 @@ from tests.unit.memory_streams import Faults, MemoryCarrier
 
 MEMBER = Member(77)
 _LATEST = 10_000.0  # seconds
+Value = TypeVar("Value")
 
 
 class _JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.now = 0.0
+        self.busy = 0  # threads that compute; meanwhile the clock stands still
+        self.lock = threading.Lock()
         loop = self
 
         class Jumping(selectors.SelectSelector):
             def select(self, timeout: float | None = None) -> Any:
-                events = super().select(0)
-                if not events and timeout:
+                is_busy = loop.busy > 0
+                events = super().select(0.01 if is_busy and timeout != 0 else 0)
+                if not events and timeout and not is_busy:
                     loop.now += timeout
                     assert loop.now < _LATEST, _places(loop)
                 return events
@@ -31,6 +37,10 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now
+
+    def count(self, change: int) -> None:
+        with self.lock:
+            self.busy += change
 
 
 def _places(loop: asyncio.AbstractEventLoop) -> str:
@@ -50,6 +60,53 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine by a clock of its own."""
     with asyncio.Runner(loop_factory=_JumpingLoop) as runner:
         return runner.run(main)
+
+
+class Worker(ThreadPoolExecutor):
+    """Runs functions in a thread. The clock of the loop goes on only where they wait for a `NodeOfWorkers`."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._loop: Any = asyncio.get_running_loop()
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
+        self._loop.count(1)
+        future = super().submit(function, *arguments, **options)
+        future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.count, -1))
+        return future
+
+
+class NodeOfWorkers:
+    """Stands for the thread of a leader, for functions in a `Worker`: the loop is that of the test."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._loop: Any = asyncio.get_running_loop()
+
+    def check(self) -> None:
+        assert self.node.failure is None
+
+    def do(self, change: Callable[..., object], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(change, *arguments)
+
+    def call(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
+        """Run a coroutine, for whose result the caller waits at once."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.add_done_callback(lambda _: self._loop.count(1))
+        self._loop.count(-1)
+        return future
+
+    def wait(self, condition: Callable[[], object], seconds: float) -> bool:
+        """Wait as `NodeThread.wait` does."""
+
+        async def wait() -> bool:
+            try:
+                await until(condition, seconds)
+            except TimeoutError:
+                return False
+            return True
+
+        return self.call(wait()).result()
 
 
 class Nodes:
