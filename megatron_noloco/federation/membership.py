@@ -169,7 +169,8 @@ class Membership:
         """Announce that this replica trains on after `done` local steps.
 
         With `takes`, it takes the state of the replica that is furthest before, where that is more than
-        `rounds_behind` rounds ahead, and trains on from there.
+        `rounds_behind` rounds ahead, and trains on from there. Until it trains it has begun no round, so
+        replicas that are as far ahead do not wait for it, and those that begin with it do.
         """
         taken = self._take_over(done) if takes else None
         if taken is not None:
@@ -193,6 +194,9 @@ class Membership:
         gave = wanted and self.states.give(partial(self.keeper.copy, done))
         if step is not None:
             return Boundary(step, gave)
+        if self.leading is not None:  # no replica waits for this one until it goes on
+            thread = self.leading.thread
+            thread.do(thread.node.go_on, -1, "behind")
         taken = self._take_over(done)
         if taken is None:  # it is tried again; nobody exchanges with this replica until then
             return Boundary(done, gave)
@@ -247,9 +251,6 @@ class Membership:
             self.leading.thread.close()
 
     def _take_over(self, done: int) -> Taken | None:
-        if self.leading is not None:  # no replica waits for this one until it goes on
-            thread = self.leading.thread
-            thread.do(thread.node.go_on, -1, "behind")
         least = done + self.federation.rounds_behind * self.noloco.local_steps + 1
         with now.doing("taking over the state of another replica"):
             return self.states.take_over(self.keeper, least, self.noloco.deadline_seconds, self.say)
