@@ -112,8 +112,9 @@ class Membership:
     def wait_for_start(self, done: int) -> bool:
         """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to end.
 
-        A job that finds others past their first round waits for no more. A job that continues from a checkpoint
-        waits for half a minute at most, in which others that are started again with it may come.
+        A job that finds others past their first round waits for five seconds at most, in which those that start
+        with it get links to it. A job that continues from a checkpoint waits for half a minute at most, in which
+        others that are started again with it may come.
 
         Args:
             done: local steps of the checkpoint; 0: there is none.
@@ -134,7 +135,10 @@ class Membership:
         seconds, refusal = self.noloco.deadline_seconds, "" if thread.node.present() else thread.node.refusal
         if done:
             seconds, refusal = min(seconds, TOGETHER_SECONDS), ""
-        came = not refusal and self._wait_for(self.federation.start_with - 1, seconds, trained=True)
+        others = self.federation.start_with - 1
+        came = not refusal and self._wait_for(others, seconds, trained=True)
+        if came:
+            self._wait_for(others, FIRST_SECONDS)  # they may start with this one, and have no link to it yet
         return came or done > 0, refusal
 
     def _wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
