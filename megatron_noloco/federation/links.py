@@ -327,7 +327,7 @@ class Link:
             raise
         else:
             if talking.dialled:
-                self.node.spawn(stream.end())
+                self.node.end(stream)
         finally:
             talking.over.set()
 

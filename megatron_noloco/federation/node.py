@@ -44,6 +44,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # between two attempts to dial
 _UNANSWERED_SECONDS = 5.0  # after which an address is named
 _STOP_TICKS = 2  # a round that is almost over may end before
 _MOST_TOLD = 4  # replicas that are told addresses in one tick
+_FAREWELL_SECONDS = 2.0  # and four pulses, for others to read the end of a conversation
 _MOST_WARNINGS = 1000  # others may cause them
 _REFUSED = "refused: "
 _REPLACED = "a later process of this replica is there"
@@ -126,6 +127,7 @@ class Node:
         self._ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.ended`
         self._warnings = set[str]()
         self._tasks = set[asyncio.Task[Any]]()
+        self._ending = set[asyncio.Task[Any]]()  # of these
 
     async def start(self) -> None:
         """Accept streams, and begin to dial."""
@@ -135,10 +137,16 @@ class Node:
         self.spawn(self._run())
 
     async def close(self) -> None:
-        """Say that this replica has left, and end all streams."""
+        """Say that this replica has left, and end all streams.
+
+        Waits a while for others to read the end of conversations that are over here: some carriers take back what
+        was not read.
+        """
         self.phase = "left"
         self.tell()
         await asyncio.sleep(0)
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=_FAREWELL_SECONDS + 4 * self._pulse_seconds)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -159,6 +167,13 @@ class Node:
         task = asyncio.ensure_future(safely())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def end(self, stream: Stream) -> "asyncio.Task[Any]":
+        """Close the stream of a conversation that is over here, beside."""
+        task = self.spawn(stream.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
         return task
 
     def warn(self, line: str) -> None:
@@ -428,6 +443,7 @@ class Node:
                 await link.run(stream, first)
             case Talk():
                 await self._talk_to(first, stream)
+                await self.end(stream)
             case Visit():
                 self._check_fit("a visitor", first.member)
                 if first.kind not in self.visitors:

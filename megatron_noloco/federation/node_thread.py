@@ -22,7 +22,6 @@ _SELDOM = (
     10  # every so many looks are taken although others are there, so that two halves find each other again
 )
 _WAIT_SECONDS = 0.02
-_FAREWELL_SECONDS = 2.0
 
 
 class ThreadFailedError(RuntimeError):
@@ -110,7 +109,7 @@ class NodeThread:
         return found
 
     def close(self) -> None:
-        """Leave the federation. What was said before is still sent, for two seconds at most."""
+        """Leave the federation; see `Node.close`."""
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self.call(self.node.close()).result()
