@@ -14,9 +14,18 @@ import pytest
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.architecture import PipelineSplit
+from tests.harness import run_ranks
 from tests.integration.chaos import Run, assert_same_state
 from tests.integration.federation import Federation, assert_same, state_of
-from tests.integration.tiny import FAMILY_MODELS, MIXTURES, metrics, tiny, write_text
+from tests.integration.tiny import (
+    FAMILY_MODELS,
+    MIXTURES,
+    metrics,
+    run_as_slots,
+    tiny,
+    write_config,
+    write_text,
+)
 from tests.unit.datasets import write_dataset
 
 STEPS = 6
@@ -289,14 +298,16 @@ QUICK_FEDERATED = (11, 35)  # with overlap; of two stages
 def test_a_drawn_config_trains_as_separate_jobs(
     seed: int, data: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """To the last bit as one job does, but for what a federation does not have, or cuts elsewhere."""
+    """To the last bit as one job does, but for what a federation does not have, or cuts elsewhere.
+
+    The one job reads the samples that the jobs read.
+    """
     one_job, ranks = drawn_run(seed, tmp_path / "one", data)
     slots = sizes_of(one_job.raw)[0]
-    pairs = {"enabled": True, "method": "noloco", "group_size": 2, "sites": None}
+    pairs = {"enabled": True, "method": "noloco", "group_size": 2, "sites": None, "pairing": "random"}
     one_job.change({"noloco": {**pairs, "routing": "off", "payload": "fp32", "fragments": 1}})
-    if slots == 3:
-        one_job.change({"noloco": {"pairing": "random"}})
-    succeed(one_job, ranks, save_interval=STEPS)
+    one_job.change({"checkpoint": {"save_interval": STEPS}})
+    run_ranks(ranks, run_as_slots, write_config(one_job.folder, one_job.raw))
     ours = {
         "federation": {
             "start_with": slots,
