@@ -21,7 +21,7 @@ from tools.netlab.lab import Lab
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
 
-STEPS, SECONDS = 500, 600.0
+STEPS, SECONDS = 3000, 600.0
 
 
 class Host:
@@ -72,7 +72,7 @@ def config_of(folder: Path, address: str) -> dict[str, Any]:
         },
         "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder / "run")},
         "data": {"text": write_text(folder)},
-        "checkpoint": {"save_interval": 50},
+        "checkpoint": {"save_interval": 300},
         "evaluation": {"iters": 2, "interval": STEPS},
     }
     return tiny(changes)
