@@ -4,8 +4,8 @@
 
 The replicas are threads of one process, connected over the loopback interface, with rounds of `--elements`
 weights. Before a round each waits for a random time. Some rounds a replica leaves out, and says so before the
-others come; in some its conversations are cut, as where a connection breaks; now and then one is closed and started
-anew, as another process would be.
+others come. In some its conversations are cut, as where a connection breaks. Now and then one is closed and
+started anew, as another process would be.
 
 Prints one JSON object: rounds, and skipped rounds, injected and counted, with their reasons. Injected are one
 where an odd number of replicas comes, and two where a cut ends a round. Then
