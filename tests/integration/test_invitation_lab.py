@@ -21,7 +21,7 @@ from tools.netlab.lab import Lab
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
 
-STEPS, SECONDS = 3000, 600.0
+STEPS, SECONDS = 2000, 600.0
 
 
 class Host:
@@ -63,7 +63,7 @@ class Host:
 def config_of(folder: Path, address: str) -> dict[str, Any]:
     Keys.make(folder / "key")
     changes = {
-        "noloco": {"local_steps": 10, "routing": "off"},
+        "noloco": {"local_steps": 10, "routing": "off", "final_average": True},
         "parallel": None,
         "federation": {
             "rendezvous": f"tcp://{address}:29600",
