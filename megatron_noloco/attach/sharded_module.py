@@ -1,7 +1,7 @@
 """Weights that torch divides among ranks: DTensors, of `fully_shard` (FSDP2) or tensor parallelism.
 
 Inside one job each rank exchanges the pieces that it holds with the rank at the same place of the partner's
-replica, and between jobs through its speaker (`federation.movement`). No rank gathers the model for a round.
+replica, and between jobs through its leader (`federation.movement`). No rank gathers the model for a round.
 `fully_shard` keeps the parameters in the precision that they had before it, and its `MixedPrecisionPolicy` rounds
 what it gathers for the forward pass.
 """

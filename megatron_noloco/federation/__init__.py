@@ -1,31 +1,29 @@
-"""Replicas as separate jobs: who is there, messages between them, rounds that both or neither count.
+"""Replicas as separate jobs: who is there, conversations between them, rounds that both or neither count.
 
 The files from the bottom up; each imports only those of its own line and above:
 
 | files | what they are about |
 |---|---|
-| `wires`, `keys` | connections, which one thread moves; the key that encrypts them |
-| `store` | a shared folder, or a bucket |
-| `control`, `session` | small messages and the meaning of each; bulk data between two replicas |
-| `likeness`, `rendezvous` | which jobs fit together; where they are |
-| `streams`, `tcp` | a conversation of two jobs as one stream of bytes; nothing uses it yet |
-| `sealing`, `folder_stream`, `folder` | the same through a shared folder or a bucket, by files |
-| `exchanges`, `peers`, `service` | the other replicas: which messages are void; connections; the thread for both |
+| `streams` | a conversation of two jobs as one stream of bytes, both ways |
+| `keys`, `sealing` | the key of a federation: what encrypts connections, and files |
+| `store`, `folder_stream`, `folder` | streams as files of a shared folder or a bucket |
+| `messages`, `compatibility` | small messages; which jobs fit together |
+| `directory`, `tcp`, `rendezvous` | addresses; streams as connections; where the first addresses are found |
+| `ledger`, `links`, `node` | which rounds count; another replica; this replica among the others |
+| `node_thread`, `network` | the thread in which all of this runs, and how a job starts it |
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
-| `network` | all of this for other threads: a transport, and what is known of each other replica |
-| `movement`, `passes`, `speakers` | vectors between the ranks of a replica and its speaker, and between speakers |
-| `gather`, `swap` | the same on streams: slabs inside a replica, and of a pair; nothing uses it yet |
-| `moved_exchange`, `commit` | a round that counts for both partners or for neither |
-| `asks`, `handover` | a state that another job takes over |
-| `keeping_up`, `tree_mean` | the local step at which a replica goes on; the mean at its end |
+| `movement`, `gather`, `swap` | vectors slab by slab: inside a replica, and between a pair |
+| `rounds` | a round that counts for both partners or for neither |
+| `takeover`, `catch_up`, `final_mean` | the state of another job; where a replica goes on; the mean at the end |
 | `membership` | a job of a federation, as a training loop has it |
 | `ticket`, `invitation`, `joining` | a machine without the key joins: the line, the job's side, its own side |
-| `inquiry` | which jobs are there, for a program that is none |
 
-A replica has a *slot*, and each later process of it a larger *epoch*. Rank 0 of a replica is its *speaker*, which
-alone is connected to others. An exchange has a number, the same for both partners; when it is over on one side,
-its messages are void on both.
+A replica has a *slot*, and each later process of it a larger *incarnation*. Rank 0 of a replica is its *leader*,
+which alone is connected to others; the other ranks are *followers*. Two leaders keep a link for small messages. A
+round, a state, a final mean, the questions of a newcomer are one stream each. An `async def` on each side reads it
+from top to bottom. Its end ends the conversation on both sides, and nothing outlives it.
 
-A speaker has these threads: the training loop; "federation" (`service`), which moves all bytes; "rendezvous"
-(`network`), which looks for addresses; "noloco-moving" (`moved_exchange`), for a round; "handover", for a state.
+A leader has these threads: the training loop; "federation" (`node_thread`), the event loop of all streams;
+"noloco-arithmetic", for what takes long there. Each rank of a replica of several has two more during a transfer,
+"noloco-gather". File systems and name servers, which may block, are asked in threads of the event loop.
 """

@@ -12,11 +12,12 @@ slot, and awaited by the lower one. All other conversations are opened by the re
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
+from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.ledger import Ledger
 from megatron_noloco.federation.messages import (
     Hello,
@@ -33,9 +34,6 @@ from megatron_noloco.federation.messages import (
     say,
 )
 from megatron_noloco.federation.streams import Stream, StreamEndedError, reason_of
-
-if TYPE_CHECKING:
-    from megatron_noloco.federation.node import Node
 
 ROUND = "round"  # the kind of conversation that both replicas begin
 NO_PART = "has no part in this round"
@@ -60,6 +58,36 @@ class Seen(NamedTuple):
     status: Status = Status()
 
 
+class Owner(Protocol):
+    """What a link needs of the node that has it; see `node.Node`."""
+
+    slot: int
+    directory: Directory
+    serves: "dict[str, Serve]"
+
+    @property
+    def who(self) -> tuple[int, int]: ...
+
+    @property
+    def is_leaving(self) -> bool: ...
+
+    def open_from(self, slot: int) -> int: ...
+
+    def status(self, link: "Link") -> Status: ...
+
+    def heard(self, link: "Link") -> None: ...
+
+    def lost(self, link: "Link") -> None: ...
+
+    def is_dialled_by(self, slot: int) -> bool: ...
+
+    async def dial(self, slot: int) -> Stream: ...
+
+    def spawn(self, work: Awaitable[Any]) -> object: ...
+
+    def warn(self, line: str) -> None: ...
+
+
 class Link:
     """Another replica, as this one sees it. Used by one event loop, but for `seen` and `rows`.
 
@@ -71,7 +99,7 @@ class Link:
         silent_ticks: since the last message.
     """
 
-    def __init__(self, node: "Node", slot: int) -> None:
+    def __init__(self, node: Owner, slot: int) -> None:
         self.node, self.slot = node, slot
         self.seen = Seen()
         self.ledger = Ledger()
@@ -210,7 +238,7 @@ class Link:
 
     @asynccontextmanager
     async def open(self, kind: str) -> AsyncIterator[Stream]:
-        """Give the stream of a conversation that the other replica serves (`Node.serves`).
+        """Give the stream of a conversation that the other replica serves (`Owner.serves`).
 
         Raises ConnectionError where the other replica is lost.
         """
@@ -330,6 +358,10 @@ class Link:
                 self.node.end(stream)
         finally:
             talking.over.set()
+
+
+Serve = Callable[[Link, Stream], Awaitable[None]]
+"""Runs this side of a conversation that another replica has opened."""
 
 
 class _Talking:

@@ -260,7 +260,7 @@ class Membership:
             return self.states.take_over(self.keeper, least, self.noloco.deadline_seconds, self.say)
 
     def _look(self, done: int) -> tuple[bool, int | None, str] | None:
-        """Return what the speaker decides: whether to give, the next step, and why it cannot go on."""
+        """Return what the leader decides: whether to give, the next step, and why it cannot go on."""
         if self.catch_up is None:
             return None
         wanted = self.states.wanted(done)

@@ -1,4 +1,4 @@
-"""What each rank of a replica has of the canonical vector, and the slabs in which `passes` move it."""
+"""What each rank of a replica has of the canonical vector, and the slabs in which `gather` moves it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Movement:
     """The ranks of a replica, and what each has of the canonical vector.
 
     Attributes:
-        holdings: by rank. Rank 0 speaks.
+        holdings: by rank. Rank 0 leads.
         intervals: of the canonical vector, one for each fragment.
         transport: between the ranks of the replica; None: it has one rank.
         exact: ranges of the canonical vector that are never sent as codes.

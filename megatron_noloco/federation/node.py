@@ -19,7 +19,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, fit
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.folder import is_folder_endpoint
-from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen
+from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen, Serve
 from megatron_noloco.federation.messages import (
     Address,
     Hello,
@@ -48,9 +48,6 @@ _FAREWELL_SECONDS = 2.0  # and four pulses, for others to read the end of a conv
 _MOST_WARNINGS = 1000  # others may cause them
 _REFUSED = "refused: "
 _REPLACED = "a later process of this replica is there"
-
-Serve = Callable[[Link, Stream], Awaitable[None]]
-"""Runs this side of a conversation that another replica has opened."""
 
 
 class Identity(NamedTuple):

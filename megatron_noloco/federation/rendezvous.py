@@ -54,7 +54,7 @@ class Folder:
     """A folder, or a prefix of a bucket, with a file for each replica, named after slot and run.
 
     Attributes:
-        digests: of what the jobs of the run have alike; see `likeness`.
+        digests: of what the jobs of the run have alike; see `compatibility`.
         listen: where replicas listen by default; see `Network`.
         hosts: that all can reach; see `job.join.reachable_address`.
     """

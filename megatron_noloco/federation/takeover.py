@@ -58,9 +58,9 @@ class State(NamedTuple):
     """The state of a replica after `step` local steps, as one of its ranks has it.
 
     Attributes:
-        facts: for JSON; the speaker's are given.
+        facts: for JSON; the leader's are given.
         parts: by name; all ranks have the same names in the same order.
-        rest: what is no such vector; the speaker's is given.
+        rest: what is no such vector; the leader's is given.
     """
 
     step: int

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from megatron_noloco.federation.directory import split
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import split
 from megatron_noloco.federation.streams import (
     Buffer,
     Carrier,

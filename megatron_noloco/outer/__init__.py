@@ -4,10 +4,10 @@ Needs torch, numpy and pydantic only. A loop makes an `OuterOptimizer` and calls
 of its own optimizer; see `examples/plain_torch.py`.
 """
 
+from megatron_noloco.outer.channels import Channel, PartnerLostError, PartnerTimeoutError
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError
 from megatron_noloco.outer.optimizer import (
     ROUNDS,
     VECTORS,

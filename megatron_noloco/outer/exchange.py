@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.job.activity import now
+from megatron_noloco.outer.channels import CHANNELS, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.messages import CHANNELS, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.stretch import Session, Stretch, in_fp32
 from megatron_noloco.outer.vectors import NOTHING, Buffers, Ranges, Spans
 from megatron_noloco.plans.grouping import Group

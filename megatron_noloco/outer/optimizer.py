@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_noloco.outer.channels import Channel, Contacts
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport
-from megatron_noloco.outer.messages import Channel, Contacts
 from megatron_noloco.outer.round import Fragment, Round, RoundReport, cut
 from megatron_noloco.outer.vectors import HOST, OuterVectors
 from megatron_noloco.outer.weights import Weights
@@ -60,7 +60,7 @@ class OuterOptimizer:
     Args:
         weights: the fast weights, read and overwritten in each round. Their present values become the first slow
             weights.
-        transport: carries the exchanges; None on a rank of a replica `apart` that does not speak.
+        transport: carries the exchanges; None on a rank of a replica `apart` that does not lead.
         place: of this rank.
         settings: the same on all ranks.
         seed: of the groups; the same on all ranks.

@@ -86,7 +86,7 @@ class Scheme:
 
     Attributes:
         name: what it is.
-        bytes_per_exchange: bytes sent by the rank with most weights; in a federation, by the speaker of a replica.
+        bytes_per_exchange: bytes sent by the rank with most weights; in a federation, by the leader of a replica.
         seconds_per_exchange: time on the network, of all fragments together; in a federation at least that of
             gathering inside the replica.
         local_steps: number of local steps from one exchange to the next.
@@ -133,7 +133,7 @@ class Plan:
         routed_seconds: seconds of these messages if no computation hides them; None without routing or network.
         round_core_seconds: seconds that a round takes of one core of the host.
         bus_bytes: that a round moves between a GPU and the host: to the host, and to the GPU.
-        gathered_bytes: bytes that the other ranks of a replica send to its speaker in a round of a federation, and
+        gathered_bytes: bytes that the other ranks of a replica send to its leader in a round of a federation, and
             that come back.
     """
 
@@ -285,7 +285,7 @@ def schemes(
     def scheme(name: str, block: TrainerSettings) -> Scheme:
         found = scheme_of(name, block, largest, topology, network, step_seconds)
         if block.most_waiting is not None and step_seconds is not None:
-            # As `training.rounds.LocalStepsChoice` chooses by the seconds of the first rounds.
+            # As `training.averaging.LocalStepsChoice` chooses by the seconds of the first rounds.
             steps = fewest_steps(found.seconds_per_exchange, step_seconds, block.most_waiting)
             steps = max(steps, block.fragments, block.first_overlap_steps)
             chosen = replace(block, local_steps=min(steps, config.training.train_iters))

@@ -25,12 +25,12 @@ from megatron_noloco.outer import (
 from megatron_noloco.outer.health import Health
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
+from megatron_noloco.training.averaging import build_final_average, build_outer, choices
 from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.joined import Joined, checkpoint_settings
 from megatron_noloco.training.outputs import build_monitor
 from megatron_noloco.training.prepare import Prepared
 from megatron_noloco.training.replica_state import ReplicaState
-from megatron_noloco.training.rounds import build_final_average, build_outer, choices
 from megatron_noloco.training.run import Run, Schedule
 
 # Of a call between microbatches: a GPU has more queued than that, or is asked again behind the backward pass.

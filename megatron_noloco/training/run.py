@@ -17,8 +17,8 @@ from megatron_noloco.monitor.metrics import LAST
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Rounds
 from megatron_noloco.outer.health import Health
+from megatron_noloco.training.averaging import Choice, FinalAverage
 from megatron_noloco.training.evaluator import Evaluator
-from megatron_noloco.training.rounds import Choice, FinalAverage
 
 _COMMIT_SECONDS = 10.0
 _LOOK_SECONDS = 0.02

@@ -62,7 +62,7 @@ def swaps_any_length(transport: Transport) -> None:
 
 
 def an_empty_message_goes_one_way(transport: Transport) -> None:
-    """It opens a connection; see `outer.messages.Contacts`."""
+    """It opens a connection; see `outer.channels.Contacts`."""
     empty = torch.empty(0)
     if transport.rank == 0:
         assert complete(transport.post([Message(1, empty)], [], tag=91)) == []

@@ -21,7 +21,7 @@ from megatron_noloco.outer import (
     TorchWeights,
     group_mean,
 )
-from megatron_noloco.outer.messages import CHANNELS, Contacts
+from megatron_noloco.outer.channels import CHANNELS, Contacts
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import NolocoSettings

@@ -24,7 +24,7 @@ from megatron_noloco.data.sources import Needs
 from megatron_noloco.federation.gather import Gather, Leader, bytes_of
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
-from megatron_noloco.outer.messages import CHANNELS, PHASES, tag_of
+from megatron_noloco.outer.channels import CHANNELS, PHASES, tag_of
 from megatron_noloco.outer.payload import BLOCK, message_bytes, pieces
 from megatron_noloco.outer.round import cut as fragments_of
 from megatron_noloco.outer.stretch import divided

@@ -25,7 +25,7 @@ from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import NoRounds, RoundReport, Rounds, TorchWeights
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.training.rounds import build_final_average, build_outer
+from megatron_noloco.training.averaging import build_final_average, build_outer
 from tools.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
