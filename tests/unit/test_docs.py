@@ -50,7 +50,7 @@ def test_the_configurations_of_several_machines_are_valid() -> None:
     blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     federation, parallel, folder = (json.loads("{" + block + "}") for block in blocks)
     small: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
-    assert RunConfig.from_dict(small | federation).topology(1, slot=3).federated
+    assert RunConfig.from_dict(small | federation).topology(1, slot=3).slot == 3
 
     assert RunConfig.from_dict(small | folder).federation.listen == "off"
 
