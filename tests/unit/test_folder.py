@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_noloco.federation.control import Address
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation import folder, folder_stream
