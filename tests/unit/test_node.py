@@ -184,3 +184,40 @@ def test_a_replica_that_falls_silent_is_lost_with_its_conversations() -> None:
             assert not pair[0].present()
 
     run(main())
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_a_replica_that_leaves_waits_until_the_end_of_a_conversation_is_read(leaves: int) -> None:
+    """Whoever has opened it; what was not read when a stream is aborted may be lost."""
+    ended = list[float]()
+
+    async def main() -> None:
+        async with Nodes() as nodes:
+            pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
+            await until(lambda: linked(*pair))
+
+            async def act(stream: Stream, slot: int) -> None:
+                if slot == leaves:
+                    await stream.send(b"end")
+                else:
+                    await asyncio.sleep(1.0)
+                    assert await stream.receive(3) == b"end"
+
+            async def serve(link: Link, stream: Stream) -> None:
+                await act(stream, 1)
+
+            async def use() -> None:
+                async with pair[0].links[1].open("end") as stream:
+                    await act(stream, 0)
+
+            pair[1].serves["end"] = serve
+            using = asyncio.ensure_future(use())
+            await asyncio.sleep(0.5)
+            nodes.nodes.remove(pair[leaves])
+            began = asyncio.get_running_loop().time()
+            await pair[leaves].close()
+            ended.append(asyncio.get_running_loop().time() - began)
+            await using
+
+    run(main())
+    assert 0.4 < ended[0] < 0.6, "by the clock of the loop"
