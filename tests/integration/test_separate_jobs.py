@@ -9,6 +9,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation import membership
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.messages import Member
+from megatron_noloco.federation.node import Node
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -245,6 +247,10 @@ def test_a_rank_that_fails_during_a_round_does_not_wait_for_it(tmp_path: Path) -
     assert [groups[1:] for groups in second] == [[(1,)]] * 2, "the first may have come to its end"
 
 
+def others_are_in(node: Node, round_index: int) -> bool:
+    return [one.begun for one in node.present().values()] == [round_index]
+
+
 def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     """Return steps and missed partners; replica 1 takes no step before replica 0 is at the next exchange."""
     loop = of_job(slot, rank)
@@ -254,7 +260,7 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     steps, missed = 0, []
     for index in range(3):
         if slot == 1:
-            until(lambda index=index: [one.begun for one in node_of(noloco).present().values()] == [index])
+            until(partial(others_are_in, node_of(noloco), index))
         while noloco.done < 8 * (index + 1):
             loop.step(noloco.done)
             missed += [report.exchange.missed for report in noloco.step()]
