@@ -265,9 +265,12 @@ class Membership:
             return None
         wanted = self.states.wanted(done)
         try:
-            return wanted, self.catch_up.next_step(done), ""
+            step = self.catch_up.next_step(done)
         except UntrainedError as error:
             return wanted, done, str(error)
+        if step is not None and self._thread.node.phase == "behind":  # the others are no longer ahead
+            self.announce(step)
+        return wanted, step, ""
 
     def _wait_at_end(self, done: int) -> AtEnd | None:
         """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
