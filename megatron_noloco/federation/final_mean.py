@@ -4,6 +4,7 @@
     opens a stream, of the kind "mean"
     sends its sum, and who is in it         adds the sums of its children to its own vector
     receives the mean, and who is in it     is a child itself, or divides the sum as the root
+    says that it has everything             sends it again to a child that does not say so and comes again
 
 So all get the same bits. A stream that is lost is opened again: the parent keeps the first sum of each child.
 Where a child does not come its sum is left out. A replica that has lost its parent becomes the root of a tree of
@@ -33,7 +34,7 @@ from megatron_noloco.federation.messages import Slot, receive_json, send_json
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
 from megatron_noloco.federation.streams import Stream
-from megatron_noloco.federation.takeover import Taker, pass_on, receive_vector
+from megatron_noloco.federation.takeover import EVERYTHING, Taker, part_with, pass_on, receive_vector
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
@@ -325,6 +326,8 @@ class _Tree:
         """Hand out the parent's mean."""
         async with self._lost_where_failed():
             await receive_vector(self._stream, transfer)
+        with suppress(ConnectionError):  # the mean has come
+            await self._stream.send(EVERYTHING)
         await self._opened.aclose()
 
     async def wait_for_children(self) -> bool:
@@ -344,10 +347,8 @@ class _Tree:
             with suppress(ConnectionError):
                 await send_json(taker.stream, _LISTED, included)
         await pass_on([*takers.values()], transfer)
-        for slot, taker in takers.items():
-            if not taker.over.is_set():
-                self._served.add(slot)
-                taker.over.set()
+        have = await part_with([*takers.values()])
+        self._served |= {slot for slot, taker in takers.items() if taker in have}
 
     @asynccontextmanager
     async def _lost_where_failed(self) -> AsyncIterator[None]:

@@ -43,7 +43,7 @@ _GIVING, _TAKING = (
     1 << 20,
     (1 << 20) + 2**10,
 )  # tags inside the replica, beyond those of rounds; one for each part
-_EVERYTHING = b"!"
+EVERYTHING = b"!"
 _LONGEST_OFFER = 2**21  # bytes
 
 
@@ -234,7 +234,7 @@ class TakeOver:
                     thread.call(pass_on(takers, cast(Leader, transfer))).result()
                 transfer.wait()
             if thread is not None:
-                thread.call(_part_with(takers)).result()
+                thread.call(part_with(takers)).result()
 
     async def _offer(self, state: State | None) -> list[Taker]:
         takers, self._waiting = self._waiting, []
@@ -365,7 +365,7 @@ class TakeOver:
                 if failure is not None:
                     self._stream.abort(line_of(failure))
                 else:
-                    await self._stream.send(_EVERYTHING)
+                    await self._stream.send(EVERYTHING)
         except ConnectionError as error:
             return failure or error
         return failure
@@ -388,19 +388,23 @@ async def pass_on(takers: list[Taker], transfer: Leader) -> None:
         await asyncio.gather(*(taker.send(content) for taker in takers))
 
 
-async def _part_with(takers: list[Taker]) -> None:
-    """Wait until all takers have everything."""
+async def part_with(takers: list[Taker]) -> list[Taker]:
+    """Wait until all takers have everything, or are given up; return who has everything."""
 
-    async def wait(taker: Taker) -> None:
-        if not taker.over.is_set():
-            try:
-                async with asyncio.timeout(_SLAB_SECONDS):
-                    await taker.stream.receive(len(_EVERYTHING))
-                taker.over.set()
-            except (ConnectionError, TimeoutError) as error:
-                taker.refuse(line_of(error) or "does not say that it has everything")
+    async def has_everything(taker: Taker) -> bool:
+        if taker.over.is_set():
+            return False
+        try:
+            async with asyncio.timeout(_SLAB_SECONDS):
+                await taker.stream.receive(len(EVERYTHING))
+        except (ConnectionError, TimeoutError) as error:
+            taker.refuse(line_of(error) or "does not say that it has everything")
+            return False
+        taker.over.set()
+        return True
 
-    await asyncio.gather(*map(wait, takers))
+    found = await asyncio.gather(*map(has_everything, takers))
+    return [taker for taker, has in zip(takers, found, strict=True) if has]
 
 
 async def receive_vector(stream: Stream, transfer: Leader) -> None:
