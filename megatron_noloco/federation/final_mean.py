@@ -47,6 +47,7 @@ MEAN = "mean"  # the kind of conversation
 FINAL = 2**52  # the number of the exchange at the end
 _PASSES = 1 << 21  # the first tag inside the replica, beyond those of rounds and states
 _AGAIN_SECONDS = 0.5  # before a stream that was lost is opened again
+_OPEN_SECONDS = 10.0
 _SLAB_SECONDS = 60.0
 _LONGEST = 2**16  # bytes of a list
 _PIECE = 2**20  # bytes
@@ -299,7 +300,8 @@ class _Tree:
         ):
             try:
                 link = self._node.links[self.parent]
-                self._stream = await self._opened.enter_async_context(link.open(MEAN))
+                async with asyncio.timeout(_OPEN_SECONDS):  # the answer to `Open` may be lost
+                    self._stream = await self._opened.enter_async_context(link.open(MEAN))
                 await send_json(self._stream, _LISTED, included)
                 return True
             except (ConnectionError, TimeoutError):
