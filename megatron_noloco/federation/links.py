@@ -39,6 +39,7 @@ ROUND = "round"  # the kind of conversation that both replicas begin
 NO_PART = "has no part in this round"
 TICK_SECONDS = 0.5
 _OPEN_SECONDS = 10.0
+_ASK_AGAIN_SECONDS = 5.0
 _MOST_EARLY = 64  # streams that nobody here waits for yet
 _MOST_ROWS = 64  # of metrics; earlier ones are thrown away
 _LINKED_AGAIN_TICKS = 6  # in which a lost link may come back
@@ -324,8 +325,11 @@ class Link:
         waiting: asyncio.Future[_Talking] = asyncio.get_running_loop().create_future()
         self._asked[asked.ask] = asked, waiting
         try:
-            await self.say(asked)
-            return await waiting
+            while True:
+                await self.say(asked)
+                with suppress(TimeoutError):  # the question or its answer may be lost
+                    async with asyncio.timeout(_ASK_AGAIN_SECONDS):
+                        return await asyncio.shield(waiting)
         finally:
             self._asked.pop(asked.ask, None)
 
