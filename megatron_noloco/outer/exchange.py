@@ -27,7 +27,7 @@ STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
 
 
 class AnyExchange(Protocol):
-    """Defines what a round needs of an exchange; a federation has others than `Exchange` (`federation.commit`)."""
+    """Defines what a round needs of an exchange; a federation has others than `Exchange` (`federation.rounds`)."""
 
     @property
     def report(self) -> ExchangeReport: ...
