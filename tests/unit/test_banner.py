@@ -92,8 +92,7 @@ BANNER: list[tuple[dict[str, Any], str]] = [
         {"noloco.local_steps": "auto", "noloco.routing": "microbatch"},
         "method: noloco in fp32, k = 1 at first, then as many as keep waiting below 10 %, alpha = 0.5",
     ),
-    (FEDERATION, "federation: this job is replica 3 of at most 4; exchanges in the open"),
-    (FEDERATION, "batch in total: 4 replicas x 8 = 32 samples"),
+    (FEDERATION, "federation: this job is replica 3; exchanges in the open"),
 ]
 
 
