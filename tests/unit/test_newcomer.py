@@ -28,7 +28,7 @@ from megatron_noloco.config.run_config import File
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.federation.invitation import INVITE, Invitations, JoinBundle, JoinRequirements
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.messages import Address, Member
+from megatron_noloco.federation.messages import Address
 from megatron_noloco.federation.node import Carriers, Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket, line_of
@@ -97,8 +97,7 @@ def running(config: RunConfig, told: Callable[[str], object]) -> Iterator[str]:
     endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
     async def run() -> None:
-        member = Member(network.run, dict(network.digests), network.kind)
-        identity = Identity(0, Address(endpoint, 1), member)
+        identity = Identity(0, Address(endpoint, 1), network.member)
         node = Node(identity, Carriers(TcpCarrier(network.keys, listener)))
         offer = offered(config, build_tokenizer(config.data.tokenizer))
         path = Path(config.training.output_dir) / "invitations.json"
@@ -111,11 +110,13 @@ def running(config: RunConfig, told: Callable[[str], object]) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
-    started.wait()
     try:
+        while not started.wait(timeout=0.1):
+            assert thread.is_alive(), "it has failed"
         yield endpoint
     finally:
-        loop.call_soon_threadsafe(ends.set)
+        if thread.is_alive():
+            loop.call_soon_threadsafe(ends.set)
         thread.join()
         loop.close()
 

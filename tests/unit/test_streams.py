@@ -310,6 +310,35 @@ def test_a_stream_says_who_has_shown_the_key(keys: Keys, tmp_path: Path) -> None
     run("TLS", keys, serve, dial)
 
 
+def greeting(encrypted: bool) -> bytes:
+    """Return the first bytes of a connection."""
+    return tcp._MAGIC + bytes([tcp.VERSION, encrypted])
+
+
+def test_the_first_bytes_say_why_two_processes_cannot_have_streams(keys: Keys) -> None:
+    """The process that listens tells it as well."""
+    told = list[str]()
+    refused = {
+        b"GET / ": "no job of megatron_noloco",
+        tcp._MAGIC + bytes([tcp.VERSION - 1, 0]): f"speaks version {tcp.VERSION - 1} of the protocol",
+        greeting(encrypted=True): "only one of the two sides encrypts",
+    }
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            carrier = TcpCarrier(None, listener, told.append)
+            await carrier.listen(echo)
+            for first in refused:
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.write(first)
+                assert (await reader.read())[: len(greeting(False))] == greeting(False)
+                writer.close()
+            await carrier.close()
+
+    asyncio.run(main())
+    assert [why in line for why, line in zip(refused.values(), told, strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -327,7 +356,7 @@ def test_a_frame_that_no_member_sends_ends_its_connection_only(content: bytes, k
     async def dial(carrier: Carrier, endpoint: str) -> None:
         await ask(carrier, endpoint)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
-        writer.write(content)
+        writer.write(greeting(encrypted=False) + content)
         with suppress(ConnectionResetError):
             await reader.read()  # to the end of the connection
         writer.close()
@@ -347,7 +376,7 @@ def test_strangers_cost_nothing_and_keep_nobody_out(kind: str, keys: Keys) -> No
             stranger = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
             stranger.setblocking(False)
             if number % 2:
-                stranger.sendall(bytes(4))
+                stranger.sendall(greeting(kind == "TLS") + bytes(4))
             strangers.append(stranger)
             await asyncio.sleep(0)
         await ask(carrier, endpoint)
