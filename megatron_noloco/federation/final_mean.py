@@ -28,13 +28,20 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from megatron_noloco.federation.catch_up import AtEnd
-from megatron_noloco.federation.gather import Gather, Leader, bytes_of
+from megatron_noloco.federation.gather import Gather, Leader
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Slot, receive_json, send_json
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
 from megatron_noloco.federation.streams import Stream
-from megatron_noloco.federation.takeover import EVERYTHING, Taker, part_with, pass_on, receive_vector
+from megatron_noloco.federation.takeover import (
+    EVERYTHING,
+    Taker,
+    part_with,
+    pass_on,
+    receive_vector,
+    send_vector,
+)
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
@@ -48,9 +55,7 @@ FINAL = 2**52  # the number of the exchange at the end
 _PASSES = 1 << 21  # the first tag inside the replica, beyond those of rounds and states
 _AGAIN_SECONDS = 0.5  # before a stream that was lost is opened again
 _OPEN_SECONDS = 10.0
-_SLAB_SECONDS = 60.0
 _LONGEST = 2**16  # bytes of a list
-_PIECE = 2**20  # bytes
 _LISTED = TypeAdapter(Annotated[list[Slot], Field(max_length=MOST_SLOTS)])
 
 
@@ -311,10 +316,7 @@ class _Tree:
     async def send_sum(self, transfer: Leader) -> None:
         """Send this side's sum to the parent."""
         async with self._lost_where_failed():
-            for number in range(len(transfer.slabs)):
-                content = bytes_of(await transfer.content(number))
-                async with asyncio.timeout(_SLAB_SECONDS):
-                    await self._stream.send(content)
+            await send_vector(self._stream, transfer)
 
     async def answer(self) -> list[int] | None:
         """Return who is in the parent's mean; None where the stream is lost."""
@@ -365,8 +367,7 @@ class _Tree:
         """Run the stream of a child, to its end."""
         child = _Child(stream, await receive_json(stream, _LISTED, _LONGEST))
         if link.slot in self._summed:  # the first sum counts
-            for start in range(0, 4 * self._length, _PIECE):
-                await stream.receive(min(_PIECE, 4 * self._length - start))
+            await stream.skip(4 * self._length)
             self._waiting[link.slot] = child
         else:
             self._came[link.slot] = child

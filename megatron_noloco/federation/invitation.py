@@ -228,7 +228,7 @@ class Invitations:
                 raise self._failure(error) from None
             await send_json(stream, REQUIREMENTS, offer.requirements)
             while isinstance(asked := await receive_json(stream, REQUEST, LONGEST_FIRST_BYTES), Probe):
-                await receive_bytes(stream, asked.up)
+                await stream.skip(asked.up)
                 await send_bytes(stream, asked.down + 1)
             await send_json(stream, BUNDLE, await self._use(digest, offer))
 
@@ -289,13 +289,6 @@ async def send_bytes(stream: Stream, count: int) -> None:
     block = memoryview(os.urandom(min(count, _BLOCK_BYTES)))
     for start in range(0, count, _BLOCK_BYTES):
         await stream.send(block[: count - start])
-
-
-async def receive_bytes(stream: Stream, count: int) -> None:
-    """Receive bytes, and throw them away."""
-    block = memoryview(bytearray(min(count, _BLOCK_BYTES)))
-    for start in range(0, count, _BLOCK_BYTES):
-        await stream.fill(block[: count - start])
 
 
 def _digest(secret: str) -> str:

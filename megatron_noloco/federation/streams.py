@@ -20,6 +20,7 @@ from typing import Self, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+_SKIPPED_BYTES = 2**18  # at a time
 _REASONS = {
     TimeoutError: "the time is over",
     asyncio.CancelledError: "the other side has ended the conversation",
@@ -79,6 +80,12 @@ class Stream(ABC):
         buffer = bytearray(length)
         await self.fill(buffer)
         return bytes(buffer)
+
+    async def skip(self, length: int) -> None:
+        """Receive bytes, and throw them away. Raises StreamEndedError."""
+        block = memoryview(bytearray(min(length, _SKIPPED_BYTES)))
+        for start in range(0, length, _SKIPPED_BYTES):
+            await self.fill(block[: length - start])
 
     async def __aenter__(self) -> Self:
         return self
