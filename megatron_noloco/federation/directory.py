@@ -53,6 +53,11 @@ def host_of(endpoint: str) -> str:
     return split(endpoint)[0] if endpoint else ""
 
 
+def is_sound(slot: int, address: Address) -> bool:
+    """Return whether a replica may have this number and this address."""
+    return 0 <= slot < MOST_SLOTS and can_be_dialled(address.endpoint)
+
+
 class Directory:
     """The addresses of all replicas, by slot. Changed by one thread.
 
@@ -87,10 +92,9 @@ class Directory:
         for slot, address in addresses.items():
             known = self.addresses.get(slot)
             is_later = known is None or known.incarnation < address.incarnation
-            is_sound = 0 <= slot < MOST_SLOTS and can_be_dialled(address.endpoint)
             if slot == self._slot and is_later and address.incarnation < LARGEST:
                 self._set(slot, replace(self.own, incarnation=address.incarnation + 1))
-            elif is_later and is_sound and slot != self._slot:
+            elif is_later and is_sound(slot, address) and slot != self._slot:
                 self._set(slot, address)
 
     def since(self, version: int) -> dict[int, Address]:

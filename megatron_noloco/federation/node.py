@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, fit
-from megatron_noloco.federation.directory import Directory
+from megatron_noloco.federation.directory import Directory, is_sound
 from megatron_noloco.federation.folder import is_folder_endpoint
 from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen, Serve
 from megatron_noloco.federation.messages import (
@@ -79,7 +79,6 @@ class _Dialling:
     apart_since: float
     again: float = 0.0
     pause: float = _FIRST_PAUSE
-    attempts: int = 0
     task: "asyncio.Task[None] | None" = None
 
 
@@ -222,9 +221,9 @@ class Node:
 
     def status(self, link: Link) -> Status:
         """Return what another replica is to know of this one."""
-        sees, hidden = list[int](), self.hidden()
-        if link.slot in hidden:
-            sees = [slot for slot in self.present() if slot in hidden and slot != link.slot]
+        sees = list[int]()
+        if not self.directory.addresses[link.slot].endpoint:
+            sees = sorted(self.hidden() & self.present().keys() - {link.slot})
         return Status(
             self.phase,
             self.begun,
@@ -375,7 +374,6 @@ class Node:
         if is_due and not (is_theirs and now - dialling.apart_since < _BACK_SECONDS):
             dialling.again = now + dialling.pause * random.uniform(0.8, 1.2)
             dialling.pause = min(2 * dialling.pause, _LONGEST_PAUSE)
-            dialling.attempts += 1
             dialling.task = self.spawn(self._link_to(slot, dialling))
 
     async def _link_to(self, slot: int, dialling: _Dialling) -> None:
@@ -467,6 +465,8 @@ class Node:
                 self._end_as_earlier(f" at {hello.address.endpoint}" if hello.address.endpoint else "")
             raise StreamEndedError("this is the process itself" if theirs == own else _REPLACED)
         self._check_fit(f"replica {hello.slot}", hello.member)
+        if not is_sound(hello.slot, hello.address):
+            raise MalformedError(f"{hello.address.endpoint} of slot {hello.slot} is no address of a replica")
         if hello.slot not in self.links:
             self.links[hello.slot] = Link(self, hello.slot)
         link = self.links[hello.slot]

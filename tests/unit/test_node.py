@@ -7,10 +7,12 @@ import pytest
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.links import NO_PART, Link
-from megatron_noloco.federation.messages import Address, Member
+from megatron_noloco.federation.messages import Address, Hello, Member, say
 from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.streams import Stream, StreamEndedError
-from tests.unit.nodes import Nodes, address_of, run, until
+from megatron_noloco.settings import MOST_SLOTS
+from tests.unit.memory_streams import MemoryCarrier
+from tests.unit.nodes import MEMBER, Nodes, address_of, run, until
 
 
 def linked(*nodes: Node) -> bool:
@@ -157,6 +159,22 @@ def test_jobs_that_differ_name_the_difference_on_both_sides(capsys: pytest.Captu
     lines = capsys.readouterr().err.splitlines()
     assert sorted(line[:9] for line in lines) == ["replica 0", "replica 1"]
     assert all("differs" in line and line.endswith("in model.num_layers") for line in lines)
+
+
+@pytest.mark.parametrize(("slot", "endpoint"), [(1, "tcp://no port"), (MOST_SLOTS, "tcp://memory:9")])
+def test_a_replica_with_an_address_that_can_be_none_gets_no_link(slot: int, endpoint: str) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            node, other = await nodes.add(0), await nodes.add(2, address_of(0))
+            liar = MemoryCarrier(nodes.places, "tcp://memory:9999")
+            async with await liar.dial(address_of(0)[0].endpoint) as stream:
+                await say(stream, Hello(slot, Address(endpoint, 1), MEMBER))
+                with pytest.raises(StreamEndedError, match="is no address of a replica"):
+                    await stream.receive(1)
+            await until(lambda: linked(node, other))
+            assert node.links.keys() == {2}
+
+    run(main())
 
 
 def test_an_address_that_nobody_answers_at_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
