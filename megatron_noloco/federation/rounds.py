@@ -198,10 +198,13 @@ class PairExchange:
         at = divmod(number, len(replica.movement.intervals))
         others, why_not = leading.partners.others(number)
         partner = replica.pairing.choose(replica.place.replica, at, others)
-        planned = replica.pairing.planned(at, others).get(replica.place.replica)
-        if partner is not None or planned is None:
+        if partner is not None:
             return partner, ""
-        return None, f"replica {planned} {why_not[planned] or 'has another partner'}"
+        planned = replica.pairing.planned(at, others).get(replica.place.replica)
+        return (
+            None,
+            "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}",
+        )
 
     def _wait(self) -> _Ended:
         """Wait for the end of the round; from now on the partner has until the deadline."""
