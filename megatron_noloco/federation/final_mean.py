@@ -54,7 +54,6 @@ MEAN = "mean"  # the kind of conversation
 FINAL = 2**52  # the number of the exchange at the end
 _PASSES = 1 << 21  # the first tag inside the replica, beyond those of rounds and states
 _AGAIN_SECONDS = 0.5  # before a stream that was lost is opened again
-_OPEN_SECONDS = 10.0
 _LONGEST = 2**16  # bytes of a list
 _LISTED = TypeAdapter(Annotated[list[Slot], Field(max_length=MOST_SLOTS)])
 
@@ -260,9 +259,7 @@ class _Tree:
         self.children = [slot for slot in end.group if tree[slot] == self._node.slot]
         self._levels = 1 + max(_depth(slot, tree) for slot in end.group)
         self._length = length
-        self._deadlines: dict[
-            int | None, float
-        ] = {}  # on the loop's clock, by slot; None: for the mean to be taken
+        self._deadlines: dict[int | None, float] = {}  # on the loop's clock, by slot; None: of the mean
         self._came: dict[int, _Child] = {}  # their sum is still to be received
         self._waiting: dict[int, _Child] = {}  # their sum has come
         self._summed, self._served = set[int](), set[int]()
@@ -305,7 +302,7 @@ class _Tree:
         ):
             try:
                 link = self._node.links[self.parent]
-                async with asyncio.timeout(_OPEN_SECONDS):  # the answer to `Open` may be lost
+                async with asyncio.timeout_at(until):
                     self._stream = await self._opened.enter_async_context(link.open(MEAN))
                 await send_json(self._stream, _LISTED, included)
                 return True

@@ -23,13 +23,11 @@ class Keys:
 
     Attributes:
         dials: for connections that this process opens.
-        listens: for connections of members; all others are refused.
         admits: for connections of members, and of processes that show no certificate.
         fingerprint: of the certificate that the other side must show.
     """
 
     dials: ssl.SSLContext
-    listens: ssl.SSLContext
     admits: ssl.SSLContext
     fingerprint: str
 
@@ -39,8 +37,7 @@ class Keys:
 
         Nobody can connect to it.
         """
-        listens = _context(ssl.PROTOCOL_TLS_SERVER)
-        return cls(_context(ssl.PROTOCOL_TLS_CLIENT), listens, listens, fingerprint)
+        return cls(_context(ssl.PROTOCOL_TLS_CLIENT), _context(ssl.PROTOCOL_TLS_SERVER), fingerprint)
 
     def matches(self, certificate: bytes | None) -> bool:
         """Whether a certificate (DER) is that of the federation."""
@@ -65,10 +62,11 @@ class Keys:
         try:
             if path.read_text(errors="replace").startswith(_OLD):
                 why = "is a key of an earlier version"
-            roles = ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_SERVER
-            dials, listens, admits = (_context(role, path) for role in roles)
+            dials, admits = (
+                _context(role, path) for role in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+            )
             admits.verify_mode = ssl.CERT_OPTIONAL
-            return cls(dials, listens, admits, fingerprint_of(path))
+            return cls(dials, admits, fingerprint_of(path))
         except ssl.SSLError:
             pass
         except OSError as error:

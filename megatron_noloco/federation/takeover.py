@@ -39,10 +39,7 @@ STATE = "state"  # the kind of conversation
 FAST_WEIGHTS = "fast_weights"  # the part that every state has beside those of the outer optimizer
 _SLAB_SECONDS = 60.0  # for the other side to send a slab, or to take it
 _BACK_SECONDS = 10.0  # for a replica that was lost to come back
-_GIVING, _TAKING = (
-    1 << 20,
-    (1 << 20) + 2**10,
-)  # tags inside the replica, beyond those of rounds; one for each part
+_GIVING, _TAKING = 2**20, 2**20 + 2**10  # first tags inside the replica, beyond those of rounds
 EVERYTHING = b"!"
 _LONGEST_OFFER = 2**21  # bytes
 
