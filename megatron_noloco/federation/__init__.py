@@ -9,7 +9,8 @@ The files from the bottom up; each imports only those of its own line and above:
 | `store`, `folder_stream`, `folder` | streams as files of a shared folder or a bucket |
 | `messages`, `compatibility` | small messages; which jobs fit together |
 | `directory`, `tcp`, `rendezvous` | addresses; streams as connections; where the first addresses are found |
-| `ledger`, `links`, `node` | which rounds count; another replica; this replica among the others |
+| `ledger`, `links` | which rounds count; another replica, as this one sees it |
+| `dialling`, `node` | who dials whom; this replica among the others |
 | `node_thread`, `network` | the thread in which all of this runs, and how a job starts it |
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
 | `movement`, `gather`, `swap` | vectors slab by slab: inside a replica, and between a pair |

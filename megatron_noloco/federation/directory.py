@@ -84,18 +84,17 @@ class Directory:
         return self.addresses[self._slot]
 
     def merge(self, addresses: Mapping[int, Address]) -> None:
-        """Keep the latest address of each slot; leave out malformed addresses.
-
-        Where another process has had this replica's slot, with a later number, this process takes a later one: the
-        other one's clock was ahead, or both are there, which `links` finds out.
-        """
+        """Keep the latest address of each other slot; leave out malformed addresses."""
         for slot, address in addresses.items():
             known = self.addresses.get(slot)
             is_later = known is None or known.incarnation < address.incarnation
-            if slot == self._slot and is_later and address.incarnation < LARGEST:
-                self._set(slot, replace(self.own, incarnation=address.incarnation + 1))
-            elif is_later and is_sound(slot, address) and slot != self._slot:
+            if is_later and is_sound(slot, address) and slot != self._slot:
                 self._set(slot, address)
+
+    def follow(self, incarnation: int) -> None:
+        """Take a later number than an earlier process of this slot, whose clock was ahead."""
+        if self.own.incarnation <= incarnation < LARGEST:
+            self._set(self._slot, replace(self.own, incarnation=incarnation + 1))
 
     def since(self, version: int) -> dict[int, Address]:
         """Return what has changed after a version."""

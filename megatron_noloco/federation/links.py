@@ -22,6 +22,7 @@ from megatron_noloco.federation.ledger import Ledger
 from megatron_noloco.federation.messages import (
     Hello,
     Known,
+    Later,
     MalformedError,
     Message,
     Open,
@@ -59,12 +60,23 @@ class Seen(NamedTuple):
     status: Status = Status()
 
 
+class Dials(Protocol):
+    """What a link needs to reach its replica; see `dialling.Dialling`."""
+
+    def is_dialled_by(self, slot: int) -> bool: ...
+
+    async def dial(self, slot: int) -> Stream: ...
+
+
 class Owner(Protocol):
     """What a link needs of the node that has it; see `node.Node`."""
 
     slot: int
     directory: Directory
     serves: "dict[str, Serve]"
+
+    @property
+    def dialling(self) -> Dials: ...
 
     @property
     def who(self) -> tuple[int, int]: ...
@@ -80,11 +92,9 @@ class Owner(Protocol):
 
     def lost(self, link: "Link") -> None: ...
 
-    def is_dialled_by(self, slot: int) -> bool: ...
+    def take_later(self, later: Later) -> None: ...
 
-    async def dial(self, slot: int) -> Stream: ...
-
-    def spawn(self, work: Awaitable[Any]) -> object: ...
+    def spawn(self, work: Awaitable[Any]) -> "asyncio.Task[Any]": ...
 
     def end(self, stream: Stream) -> object: ...
 
@@ -133,7 +143,7 @@ class Link:
             for asked, _ in list(self._asked.values()):
                 await self.say(asked)
             while True:
-                message = await hear(stream, Status, Known, Open, Prepared, Verdict, Row)
+                message = await hear(stream, Status, Known, Open, Prepared, Verdict, Row, Later)
                 self.silent_ticks = 0
                 await self._take(message)
         except MalformedError as error:
@@ -221,6 +231,8 @@ class Link:
                     await self.say(Verdict(number, counts))
             case Verdict(number, counts) if self.ledger.is_prepared(number):
                 self.ledger.close(number, counts)
+            case Later():
+                self.node.take_later(message)
             case Row():
                 self.rows.append(message.text)
         self._change()
@@ -319,7 +331,7 @@ class Link:
                 return _Talking(await self._dial(Talk(*self.node.who, kind, number)), dialled=True)
             except (ConnectionError, TimeoutError):
                 self.is_dialled = False
-        if not self.seen.present or not self.node.is_dialled_by(self.slot):
+        if not self.seen.present or not self.node.dialling.is_dialled_by(self.slot):
             raise StreamEndedError("is not there" if not self.seen.present else "cannot be dialled from here")
         asked = Open(kind, number, next(self._asks))
         waiting: asyncio.Future[_Talking] = asyncio.get_running_loop().create_future()
@@ -340,7 +352,7 @@ class Link:
 
     async def _dial(self, talk: Talk) -> Stream:
         async with asyncio.timeout(_OPEN_SECONDS):
-            stream = await self.node.dial(self.slot)
+            stream = await self.node.dialling.dial(self.slot)
             try:
                 await say(stream, talk)
             except BaseException:

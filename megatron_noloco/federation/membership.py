@@ -132,7 +132,8 @@ class Membership:
         """Wait for others at the start; return whether enough came, and why no other can."""
         thread = self._thread
         self._wait_for(1, FIRST_SECONDS)
-        seconds, refusal = self.noloco.deadline_seconds, "" if thread.node.present() else thread.node.refusal
+        seconds = self.noloco.deadline_seconds
+        refusal = "" if thread.node.present() else thread.node.dialling.refusal
         if done:
             seconds, refusal = min(seconds, TOGETHER_SECONDS), ""
         others = self.federation.start_with - 1

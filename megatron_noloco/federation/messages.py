@@ -3,6 +3,7 @@
 | message | where | meaning |
 |---|---|---|
 | Hello | first on a link, from both sides | who the sender is |
+| Later | in place of a Hello, or after it | the receiver is not the latest process of its slot |
 | Talk | first on any other stream of a replica | which conversation begins |
 | Visit | first on a stream of a program that is no replica | which conversation begins |
 | Status | on a link, now and then and at each change | where the sender is in its rounds |
@@ -74,6 +75,19 @@ class Hello:
     address: Address
     member: Member
     type: Literal["hello"] = "hello"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Later:
+    """Says that a later process of the receiver's slot is there, or was there: its clock was ahead.
+
+    Attributes:
+        incarnation: of that process.
+    """
+
+    incarnation: Number
+    is_there: bool
+    type: Literal["later"] = "later"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -176,7 +190,7 @@ class Row:
     type: Literal["row"] = "row"
 
 
-Message = Hello | Talk | Visit | Status | Known | Open | Prepared | Verdict | Row
+Message = Hello | Later | Talk | Visit | Status | Known | Open | Prepared | Verdict | Row
 Kind = TypeVar("Kind", bound=Message)
 Content = TypeVar("Content")
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])

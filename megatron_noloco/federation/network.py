@@ -11,10 +11,11 @@ from pathlib import Path
 from weakref import WeakSet
 
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.directory import can_listen, endpoint_of, host_of, is_endpoint, split
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.node import Identity, Node
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rendezvous import ADVERTISE, PLACES, Folder, Rendezvous, Seeds, reachable
 from megatron_noloco.federation.tcp import TcpCarrier

@@ -1,9 +1,8 @@
-"""This replica among the others: who is there, who dials whom, and what they are told.
+"""This replica among the others: who is there, and what they are told.
 
-Of two replicas that can dial each other, the higher slot opens the link; if no link comes in three seconds, the
-lower slot dials as well. A replica that does not answer is dialled again after pauses that double up to a minute.
-
-Of two processes of one slot the later one wins, and the earlier one ends.
+Of two processes of one slot the later one wins, and the earlier one ends. Whoever knows the later one tells the
+earlier one. Where the later one is there no more, the process that was told takes a later number: its clock, from
+which processes have their numbers, is behind.
 """
 
 import asyncio
@@ -11,19 +10,18 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, fit
+from megatron_noloco.federation.dialling import Carriers, Dialling
 from megatron_noloco.federation.directory import Directory, is_sound
-from megatron_noloco.federation.folder import is_folder_endpoint
 from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen, Serve
 from megatron_noloco.federation.messages import (
     Address,
     Hello,
     Known,
+    Later,
     MalformedError,
     Member,
     Message,
@@ -34,20 +32,14 @@ from megatron_noloco.federation.messages import (
     hear,
     say,
 )
-from megatron_noloco.federation.streams import Carrier, RefusedError, Stream, StreamEndedError
+from megatron_noloco.federation.streams import Stream, StreamEndedError
 from megatron_noloco.files import outside
 
 _SILENCE_SECONDS = 10.0
-_OPEN_SECONDS = 10.0
-_BACK_SECONDS = 3.0  # for the side that dials, before the other side tries
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # between two attempts to dial
-_UNANSWERED_SECONDS = 5.0  # after which an address is named
 _STOP_TICKS = 2  # a round that is almost over may end before
 _MOST_TOLD = 4  # replicas that are told addresses in one tick
 _FAREWELL_SECONDS = 2.0  # and four pulses, for others to read the end of a conversation
 _MOST_WARNINGS = 1000  # others may cause them
-_REFUSED = "refused: "
-_REPLACED = "a later process of this replica is there"
 
 
 class Identity(NamedTuple):
@@ -56,30 +48,6 @@ class Identity(NamedTuple):
     slot: int
     address: Address
     member: Member
-
-
-class Carriers(NamedTuple):
-    """What carries streams: between hosts, and where this process has no port, through a folder."""
-
-    network: Carrier
-    folder: Carrier | None = None
-
-
-@dataclass
-class _Dialling:
-    """The attempts to dial an address. Times are those of the loop.
-
-    Attributes:
-        apart_since: when the address became known, or the link was lost.
-        again: when the next attempt may begin.
-        task: the attempt under way.
-    """
-
-    address: Address
-    apart_since: float
-    again: float = 0.0
-    pause: float = _FIRST_PAUSE
-    task: "asyncio.Task[None] | None" = None
 
 
 class Node:
@@ -95,8 +63,7 @@ class Node:
         strangers: this side of the conversation with who has not shown the key; None: there is no such.
         phase: of this replica, as `begun` and `step`; see `Status`. `tell` tells them to the others.
         under_way: the partner in each round that is under way, by its number.
-        refusal: why a process that was dialled by its endpoint cannot exchange with this one; "": all can.
-        has_answers: whether any process has answered that was dialled by its endpoint, maybe this one.
+        dialling: reaches the others.
         failure: why this process can go on no more.
     """
 
@@ -113,13 +80,11 @@ class Node:
         self.begun, self.step = -1, 0
         self.under_way: dict[int, int] = {}
         self._leaves_at = float("-inf")  # on the monotonic clock
-        self.refusal, self.has_answers = "", False
         self.failure: BaseException | None = None
+        self.dialling = Dialling(self, carriers)
         self._carriers, self._stopped = carriers, stopped
-        self._pulse_ticks = max(1, round(self._pulse_seconds / TICK_SECONDS))
+        self._pulse_ticks = max(1, round(self._carriers.pulse_seconds / TICK_SECONDS))
         self._ticks = self._stopped_ticks = 0
-        self._dialling: dict[int, _Dialling] = {}
-        self._answered = set[str]()  # endpoints
         self._ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.ended`
         self._warnings = set[str]()
         self._tasks = set[asyncio.Task[Any]]()
@@ -127,9 +92,7 @@ class Node:
 
     async def start(self) -> None:
         """Accept streams, and begin to dial."""
-        await self._carriers.network.listen(self._visited)
-        if self._carriers.folder is not None:
-            await self._carriers.folder.listen(self._visited)
+        await self._carriers.listen(self._visited)
         self.spawn(self._run())
 
     async def close(self) -> None:
@@ -142,12 +105,11 @@ class Node:
         self.tell()
         await asyncio.sleep(0)
         if self._ending:
-            await asyncio.wait(self._ending, timeout=_FAREWELL_SECONDS + 4 * self._pulse_seconds)
+            await asyncio.wait(self._ending, timeout=_FAREWELL_SECONDS + 4 * self._carriers.pulse_seconds)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for carrier in filter(None, self._carriers):
-            await carrier.close()
+        await self._carriers.close()
 
     def spawn(self, work: Awaitable[Any]) -> "asyncio.Task[Any]":
         """Run a coroutine beside. The end of a conversation is no error."""
@@ -283,8 +245,7 @@ class Node:
 
     def heard(self, link: Link) -> None:
         """Act on a status of another replica."""
-        if link.slot in self._dialling:
-            self._dialling[link.slot].pause = _FIRST_PAUSE
+        self.dialling.heard(link.slot)
         for slot, known in link.seen.status.ended.items():
             if slot != self.slot and known[0] > self._ended.get(slot, (0, []))[0]:
                 self._ended[slot] = known
@@ -293,8 +254,7 @@ class Node:
 
     def lost(self, link: Link) -> None:
         """Note that there is no link to a replica any more."""
-        if (dialling := self._dialling.get(link.slot)) is not None:
-            dialling.apart_since = dialling.again = asyncio.get_running_loop().time()
+        self.dialling.lost(link.slot)
 
     # The ticks
 
@@ -310,7 +270,7 @@ class Node:
         """
         self._ticks += 1
         self._stopped_ticks = self._stopped_ticks + 1 if self.is_leaving else 0
-        silent = round(max(_SILENCE_SECONDS, 4 * self._pulse_seconds) / TICK_SECONDS)
+        silent = round(max(_SILENCE_SECONDS, 4 * self._carriers.pulse_seconds) / TICK_SECONDS)
         for link in self.links.values():
             link.tick(silent)
             if self._stopped_ticks == _STOP_TICKS:
@@ -320,13 +280,7 @@ class Node:
         differ = [link for link in self.links.values() if self._knows_less(link)]
         for link in random.sample(differ, min(_MOST_TOLD, len(differ))):
             self._tell_addresses(link)
-        for slot in self.directory.addresses:
-            if slot != self.slot:
-                self._dial_if_due(slot)
-
-    @property
-    def _pulse_seconds(self) -> float:
-        return max(carrier.pulse_seconds for carrier in filter(None, self._carriers))
+        self.dialling.dial_all()
 
     def _knows_less(self, link: Link) -> bool:
         directory = self.directory
@@ -341,85 +295,6 @@ class Node:
         news.pop(link.slot, None)
         self.spawn(link.say(Known(news)))
 
-    # Dialling
-
-    async def dial(self, slot: int) -> Stream:
-        """Open a stream to a replica. Raises ConnectionError."""
-        endpoint = self.directory.addresses[slot].endpoint
-        if (carrier := self._carrier_to(endpoint)) is None:
-            raise StreamEndedError("cannot be dialled from here")
-        return await carrier.dial(endpoint)
-
-    def is_dialled_by(self, slot: int) -> bool:
-        """Return whether another replica can dial this one, as far as the addresses say."""
-        own, theirs = self.directory.own.endpoint, self.directory.addresses[slot].endpoint
-        return is_folder_endpoint(theirs) if is_folder_endpoint(own) else bool(own)
-
-    def _carrier_to(self, endpoint: str) -> Carrier | None:
-        if is_folder_endpoint(endpoint):
-            return self._carriers.folder
-        return self._carriers.network if endpoint else None
-
-    def _dial_if_due(self, slot: int) -> None:
-        now, address = asyncio.get_running_loop().time(), self.directory.addresses[slot]
-        dialling = self._dialling.get(slot)
-        if dialling is None or dialling.address != address:
-            dialling = self._dialling[slot] = _Dialling(address, now)
-        link = self.links.get(slot)
-        has_left = link is not None and link.seen.status.phase == "left"
-        if (link is not None and link.is_linked) or self._carrier_to(address.endpoint) is None or has_left:
-            return
-        is_theirs = self.is_dialled_by(slot) and slot > self.slot
-        is_due = now >= dialling.again and (dialling.task is None or dialling.task.done())
-        if is_due and not (is_theirs and now - dialling.apart_since < _BACK_SECONDS):
-            dialling.again = now + dialling.pause * random.uniform(0.8, 1.2)
-            dialling.pause = min(2 * dialling.pause, _LONGEST_PAUSE)
-            dialling.task = self.spawn(self._link_to(slot, dialling))
-
-    async def _link_to(self, slot: int, dialling: _Dialling) -> None:
-        try:
-            await self._link_on(partial(self.dial, slot), slot)
-        except (ConnectionError, TimeoutError) as error:
-            late = asyncio.get_running_loop().time() - dialling.apart_since > _UNANSWERED_SECONDS
-            if late and dialling.address.endpoint not in self._answered:
-                self.warn(
-                    f"no link to replica {slot} at {dialling.address.endpoint}: {error}; is its job there, and "
-                    "that port open to this host?"
-                )
-            raise
-
-    async def visit(self, endpoint: str) -> None:
-        """Open a link to the process at an endpoint, whatever its slot. Raises ConnectionError, TimeoutError."""
-        await self._link_on(partial(self._carriers.network.dial, endpoint), None)
-
-    async def _link_on(self, dial: Callable[[], Awaitable[Stream]], slot: int | None) -> None:
-        """Open a stream, and run a link on it to its end."""
-        try:
-            async with asyncio.timeout(_OPEN_SECONDS):
-                stream = await dial()
-            async with stream:
-                async with asyncio.timeout(_OPEN_SECONDS):
-                    await say(stream, self._hello())
-                    hello = await hear(stream, Hello)
-                self.has_answers |= slot is None
-                link = self._linked(hello)
-                if slot is not None or not link.is_linked:
-                    await link.run(stream, hello, dialled=True)
-        except RefusedError as error:
-            self._note_refusal(str(error), asked=slot is None)
-            raise
-        except StreamEndedError as error:
-            if str(error) == _REPLACED:
-                self._end_as_earlier("")
-            elif str(error).startswith(_REFUSED):
-                self._note_refusal(str(error), asked=slot is None)
-            raise
-
-    def _note_refusal(self, line: str, asked: bool) -> None:
-        self.warn(line)
-        if asked:
-            self.refusal, self.has_answers = line, True
-
     # Streams of others
 
     async def _visited(self, stream: Stream) -> None:
@@ -433,14 +308,17 @@ class Node:
         stream.admit()
         match first:
             case Hello():
-                link = self._linked(first)
-                await say(stream, self._hello())
-                await link.run(stream, first)
+                if (later := self._later_than(first)) is not None:
+                    await say(stream, later)
+                else:
+                    await say(stream, self.hello())
+                    await self.run_link(stream, first)
             case Talk():
                 await self._talk_to(first, stream)
                 await self.end(stream)
             case Visit():
-                self._check_fit("a visitor", first.member)
+                if line := self._unfit("a visitor", first.member):
+                    raise StreamEndedError(line)
                 if first.kind not in self.visitors:
                     raise MalformedError(f"there are no visits of the kind {first.kind}")
                 await self.visitors[first.kind](stream)
@@ -454,35 +332,60 @@ class Node:
             raise StreamEndedError("there is no link to this process")
         await link.begin(talk, stream)
 
-    def _hello(self) -> Hello:
+    # Links
+
+    def hello(self) -> Hello:
+        """Return who this process is."""
         return Hello(self.slot, self.directory.own, self.member)
 
-    def _linked(self, hello: Hello) -> Link:
-        """Return the link of a process that may exchange with this one. Raises StreamEndedError."""
-        own, theirs = self.directory.own.incarnation, hello.address.incarnation
+    async def run_link(self, stream: Stream, hello: Hello, dialled: bool = False) -> str:
+        """Run a link on a stream on which both sides have said who they are, to its end.
+
+        Returns why the two cannot exchange: the other side finds the same. Raises ConnectionError.
+        """
         if hello.slot == self.slot:
-            if theirs > own:
+            if hello.address.incarnation > self.directory.own.incarnation:
                 self._end_as_earlier(f" at {hello.address.endpoint}" if hello.address.endpoint else "")
-            raise StreamEndedError("this is the process itself" if theirs == own else _REPLACED)
-        self._check_fit(f"replica {hello.slot}", hello.member)
+            return ""
+        if line := self._unfit(f"replica {hello.slot}", hello.member):
+            return line
         if not is_sound(hello.slot, hello.address):
             raise MalformedError(f"{hello.address.endpoint} of slot {hello.slot} is no address of a replica")
+        if (later := self._later_than(hello)) is not None:
+            await say(stream, later)
+            return ""
         if hello.slot not in self.links:
             self.links[hello.slot] = Link(self, hello.slot)
-        link = self.links[hello.slot]
-        if link.seen.present and theirs < link.seen.incarnation:
-            raise StreamEndedError(_REPLACED)
-        self._answered.add(hello.address.endpoint)
         self.directory.merge({hello.slot: hello.address})
-        return link
+        await self.links[hello.slot].run(stream, hello, dialled)
+        return ""
 
-    def _check_fit(self, who: str, member: Member) -> None:
-        """Raise StreamEndedError where a process cannot exchange with this one, and say why; so does its side."""
-        if not fit(self.member, member):
-            names = differences(self.member.digests, member.digests)
-            line = f"{_REFUSED}{who} differs from replica {self.slot} in {names or 'its run'}"
-            self.warn(line)
-            raise StreamEndedError(outside(line))
+    def _unfit(self, who: str, member: Member) -> str:
+        """Warn, and return why a process cannot exchange with this one; "": it can."""
+        if fit(self.member, member):
+            return ""
+        names = differences(self.member.digests, member.digests)
+        line = f"{who} differs from replica {self.slot} in {names or 'its run'}"
+        self.warn(f"refused: {line}")
+        return line
+
+    def _later_than(self, hello: Hello) -> Later | None:
+        """Return what the process is to know that says this; None: no later process of its slot was linked."""
+        link = self.links.get(hello.slot)
+        if link is None or link.seen.incarnation <= hello.address.incarnation:
+            return None
+        return Later(link.seen.incarnation, link.seen.present)
+
+    def take_later(self, later: Later) -> None:
+        """End where a later process of this slot is there, or take a later number than it had."""
+        if later.incarnation < self.directory.own.incarnation:
+            return
+        if later.is_there:
+            self._end_as_earlier("")
+            return
+        self.directory.follow(later.incarnation)
+        for link in self.links.values():
+            link.end("has another number now")  # it is dialled again
 
     def _end_as_earlier(self, where: str) -> None:
         self.failure = self.failure or UserError(

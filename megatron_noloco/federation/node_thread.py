@@ -144,7 +144,7 @@ class NodeThread:
                     found = await asyncio.to_thread(self._rendezvous.look)
                     node.directory.merge(found.addresses)
                     for endpoint in found.endpoints:
-                        node.spawn(node.visit(endpoint))
+                        node.spawn(node.dialling.visit(endpoint))
                     if found.missing:
                         raise OSError(found.missing)
                     if alone and looks % _SELDOM == 0:
@@ -158,7 +158,7 @@ class NodeThread:
         node = self.node
         if line := await asyncio.to_thread(self._rendezvous.other_runs):
             node.warn(f"federation.rendezvous: {line}")
-        if endpoints and not node.has_answers:
+        if endpoints and not node.dialling.has_answers:
             node.warn(
                 f"nobody answers at {', '.join(endpoints)} (federation.rendezvous): does a job listen there, and "
                 "is the port open?"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.node import Identity, Node
 from megatron_noloco.federation.streams import Serve
 from tests.unit.memory_streams import Faults, MemoryCarrier
 

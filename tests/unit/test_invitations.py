@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from megatron_noloco import __version__
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation import joining
+from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.invitation import (
     BUNDLE,
     INVITE,
@@ -29,7 +30,7 @@ from megatron_noloco.federation.invitation import (
 from megatron_noloco.federation.joining import Admission, join
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.node import Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket
 

@@ -26,10 +26,11 @@ from megatron_noloco.config.agreed import AGREED, divided
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.run_config import File
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.invitation import INVITE, Invitations, JoinBundle, JoinRequirements
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address
-from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.node import Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket, line_of
 from megatron_noloco.fields import fields_of

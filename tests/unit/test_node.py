@@ -147,6 +147,39 @@ def test_a_later_process_takes_the_place_of_an_earlier_one_which_ends() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_process_whose_clock_is_behind_takes_a_later_number_than_the_process_before_it(
+    hidden: bool,
+) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            others = [await nodes.add(0), await nodes.add(2, address_of(0))]
+            dead = await nodes.add(1, address_of(0), incarnation=7)
+            await until(lambda: linked(*others, dead))
+            await dead.close()
+            process = await nodes.add(1, address_of(0), incarnation=3, hidden=hidden)
+            await until(lambda: linked(*others, process))
+            assert {other.links[1].seen.incarnation for other in others} == {8}
+            process.serves["echo"] = _echo
+            async with others[0].links[1].open("echo") as stream:
+                await stream.send(b"hello")
+                assert await stream.receive(5) == b"hello"
+
+    run(main())
+
+
+def test_a_process_that_dials_itself_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            node = await nodes.add(0)
+            await node.dialling.visit(node.directory.own.endpoint)
+            assert node.dialling.has_answers
+            assert not node.links
+
+    run(main())
+    assert capsys.readouterr().err == ""
+
+
 def test_jobs_that_differ_name_the_difference_on_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with Nodes() as nodes:
