@@ -18,7 +18,7 @@ from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.federation.takeover import FAST_WEIGHTS, Part, State
+from megatron_noloco.federation.takeover import FAST_WEIGHTS, NotTakenError, State
 from megatron_noloco.files import outside
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
 from megatron_noloco.outer.vectors import HOST, number_tensor
@@ -45,7 +45,7 @@ class JobState:
         self, outer: OuterOptimizer, movement: Movement, inner: InnerState | None, adapter: EngineAdapter
     ) -> None:
         self.inner_from = -1
-        self._outer, self._movement = outer, movement
+        self._outer, self.movement = outer, movement
         self._inner, self._adapter = inner, adapter
 
     def copy(self, done: int) -> State:
@@ -56,8 +56,8 @@ class JobState:
         rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._adapter.modules)}
         file = io.BytesIO()
         torch.save(rest, file)
-        parts = {name: Part(vector, self._movement) for name, vector in sorted((vectors | inner).items())}
-        return State(done, _facts_for_trainer(done, outer, inner, rest_of_inner), parts, file.getvalue())
+        facts = _facts_for_trainer(done, outer, inner, rest_of_inner)
+        return State(done, facts, dict(sorted((vectors | inner).items())), file.getvalue())
 
     def _copy_inner(self) -> tuple[dict[str, Tensor], dict[str, Any] | None, str]:
         """Return vectors and rest of the inner optimizer; or no rest, and why there is none."""
@@ -68,16 +68,13 @@ class JobState:
         except UserError as error:
             return {}, None, str(error)
 
-    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
+    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         if not {*names} >= _NEEDED or any(
             name not in _VECTORS and not name.startswith(PREFIX) for name in names
         ):
-            raise ValueError(f"its vectors {', '.join(names)} are not those of a state")
+            raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
         length = self._outer.weights.length
-        return {
-            name: Part(torch.zeros(length, dtype=torch.float32, device=HOST), self._movement)
-            for name in names
-        }
+        return {name: torch.zeros(length, dtype=torch.float32, device=HOST) for name in names}
 
     def use(self, state: State) -> None:
         try:
@@ -86,8 +83,8 @@ class JobState:
             if rest["buffers"] is not None:
                 check_buffers(self._adapter.modules, rest["buffers"])
         except Exception as error:  # torch.load says neither which errors, nor always the same
-            raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
-        vectors = {name: part.vector for name, part in state.parts.items()}
+            raise NotTakenError(f"it is not a state: {type(error).__name__}: {error}") from None
+        vectors = dict(state.vectors)
         inner = {name: vectors.pop(name) for name in list(vectors) if name.startswith(PREFIX)}
         if self._inner is not None and self._use_inner(self._inner, inner, rest):
             self.inner_from = state.step

@@ -28,13 +28,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from megatron_noloco.federation.catch_up import AtEnd
-from megatron_noloco.federation.gather import Gather, Leader
-from megatron_noloco.federation.links import Link
-from megatron_noloco.federation.messages import Slot, receive_json, send_json
-from megatron_noloco.federation.node_thread import NodeThread
-from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
-from megatron_noloco.federation.streams import Stream
-from megatron_noloco.federation.takeover import (
+from megatron_noloco.federation.delivery import (
     EVERYTHING,
     Taker,
     part_with,
@@ -42,6 +36,12 @@ from megatron_noloco.federation.takeover import (
     receive_vector,
     send_vector,
 )
+from megatron_noloco.federation.gather import Gather, Leader
+from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.messages import Slot, receive_json, send_json
+from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
+from megatron_noloco.federation.streams import Stream
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece

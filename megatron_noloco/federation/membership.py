@@ -196,7 +196,7 @@ class Membership:
         wanted, step, problem = told
         if problem:
             raise UntrainedError(problem)
-        gave = wanted and self.states.give(partial(self.keeper.copy, done))
+        gave = wanted and self.states.give(self.keeper, done)
         if step is not None:
             return Boundary(step, gave)
         if self.leading is not None:  # no replica waits for this one until it goes on
@@ -218,7 +218,7 @@ class Membership:
             done: local steps of this replica.
         """
         end = self._wait_at_end(done)
-        self.states.ended()
+        self.states.trains_from(0)
         if end is None:
             return []
         mean = FinalMean(self._replica, end, self.noloco.deadline_seconds)
@@ -280,7 +280,7 @@ class Membership:
         while True:
             wanted, end = found_by_rank_0(partial(self._look_at_end, waiting, done))
             if wanted:
-                self.states.give(partial(self.keeper.copy, done))
+                self.states.give(self.keeper, done)
             if end is not None or not wanted:
                 return end
 

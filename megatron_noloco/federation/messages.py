@@ -222,10 +222,15 @@ async def hear(stream: Stream, *kinds: type[Kind], first: bool = False) -> Kind:
     return message
 
 
-async def send_json(stream: Stream, kind: TypeAdapter[Content], content: Content) -> None:
-    """Send an object, with its length before it. Raises StreamEndedError."""
+def packed(kind: TypeAdapter[Content], content: Content) -> bytes:
+    """Return an object as `receive_json` takes it: its length, and its JSON."""
     text = kind.dump_json(content)
-    await stream.send(len(text).to_bytes(_LENGTH_BYTES) + text)
+    return len(text).to_bytes(_LENGTH_BYTES) + text
+
+
+async def send_json(stream: Stream, kind: TypeAdapter[Content], content: Content) -> None:
+    """Send an object. Raises StreamEndedError."""
+    await stream.send(packed(kind, content))
 
 
 async def receive_json(stream: Stream, kind: TypeAdapter[Content], longest: int) -> Content:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.federation.takeover import FAST_WEIGHTS, Part, State
+from megatron_noloco.federation.takeover import FAST_WEIGHTS, NotTakenError, State
 from megatron_noloco.files import outside
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import table_of
@@ -65,7 +65,7 @@ class ReplicaState:
         seed: int,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self._engine, self._outer, self._movement = engine, outer, movement
+        self._engine, self._outer, self.movement = engine, outer, movement
         self._optimizer, self._seed, self._say = optimizer.lower(), seed, say
         layout = engine.parameter_layout()
         ends = pairwise(accumulate((part.length for part in layout), initial=0))
@@ -92,21 +92,21 @@ class ReplicaState:
             engine=self._engine.numbers(),
             rounds=rounds_to_lists(outer),
         )
-        return State(done, asdict(facts), {name: self._part(vectors[name]) for name in sorted(vectors)})
+        return State(done, asdict(facts), {name: vectors[name] for name in sorted(vectors)})
 
-    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Part]:
+    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         try:
             found = _facts(facts)
         except ValidationError:
-            raise ValueError("its numbers are not those of a state") from None
+            raise NotTakenError("its numbers are not those of a state") from None
         vectors = {
             name for numbers in found.inner.values() for name, value in numbers.items() if value is None
         }
         rounds = ROUNDS.keys() if "correction" in names else set()
         fit = {FAST_WEIGHTS, VECTORS[0]} <= {*names} <= {FAST_WEIGHTS, *VECTORS, *vectors}
         if not fit or found.rounds.keys() != rounds:
-            raise ValueError(f"its vectors {', '.join(names)} are not those of a state")
-        return {name: self._part(torch.zeros(self._engine.weights.length)) for name in names}
+            raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
+        return {name: torch.zeros(self._engine.weights.length) for name in names}
 
     def use(self, state: State) -> None:
         found = _facts(state.facts)
@@ -115,8 +115,10 @@ class ReplicaState:
                 f" the inner optimizer starts anew: it is {self._optimizer} here, and "
                 f"{outside(found.optimizer)} in the state taken over |"
             )
-        vectors = {name: part.vector for name, part in state.parts.items()}
-        own = self._engine.numbers()  # a loss scale belongs to a precision, which may be another
+        vectors, own = (
+            state.vectors,
+            self._engine.numbers(),
+        )  # a loss scale belongs to a precision, which may be another
         scale = {**own["loss_scale"], **_known(found.engine.get("loss_scale"), own["loss_scale"])}
         numbers = {**own, **_known(found.engine, own), "loss_scale": scale}
         self._engine.restore(self._tensors(found, vectors), numbers)
@@ -134,9 +136,6 @@ class ReplicaState:
                     f"{name}.{group}",
                     vectors[name][place].clone() if value is None else torch.tensor(value),
                 )
-
-    def _part(self, vector: Tensor) -> Part:
-        return Part(vector, self._movement)
 
 
 def _facts(facts: Mapping[str, Any]) -> Facts:

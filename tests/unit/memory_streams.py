@@ -92,6 +92,7 @@ class MemoryStream(Stream):
 
     def abort(self, reason: str) -> None:
         if not self._closed:
+            self._closed = True
             self.out.end(reason)
             self.into.end(reason)
 

@@ -23,7 +23,7 @@ from megatron_noloco.attach.other_state import fingerprints_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.takeover import State
+from megatron_noloco.federation.takeover import NotTakenError, State
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.outer.weights import TorchWeights
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -62,10 +62,10 @@ def keeper(outer: Any, inner: Inner | None = None, modules: Sequence[nn.Module] 
 
 
 def take(own: JobState, given: State) -> None:
-    parts = own.room(given.facts, given.parts)
-    for name, part in given.parts.items():
-        parts[name].vector.copy_(part.vector)
-    own.use(given._replace(parts=parts))
+    vectors = own.room(given.facts, given.vectors)
+    for name, vector in given.vectors.items():
+        vectors[name].copy_(vector)
+    own.use(given._replace(vectors=vectors))
 
 
 def test_a_state_is_weights_and_those_of_both_optimizers() -> None:
@@ -129,7 +129,7 @@ def test_parts_of_a_model_that_have_the_same_names_are_all_compared() -> None:
 
 def test_a_state_with_other_buffers_is_not_taken() -> None:
     (giver, _), (outer, _) = job(2.0), job(0.0)
-    with pytest.raises(ValueError, match="its buffers are not those of this model"):
+    with pytest.raises(NotTakenError, match="its buffers are not those of this model"):
         take(keeper(outer, modules=[normalised(0.0)]), keeper(giver, modules=[nn.BatchNorm1d(3)]).copy(20))
     assert not outer.weights.read().any()
 
@@ -137,9 +137,9 @@ def test_a_state_with_other_buffers_is_not_taken() -> None:
 def test_what_is_no_state_is_refused() -> None:
     (outer, _), (giver, _) = job(0.0), job(2.0)
     own, given = keeper(outer), keeper(giver).copy(20)
-    with pytest.raises(ValueError, match="its vectors weights are not those of a state"):
+    with pytest.raises(NotTakenError, match="its vectors weights are not those of a state"):
         own.room({}, ["weights"])
-    with pytest.raises(ValueError, match="it is not a state: "):
+    with pytest.raises(NotTakenError, match="it is not a state: "):
         own.use(given._replace(rest=b"no state"))
     assert not outer.weights.read().any()
 
