@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -21,6 +22,22 @@ PREFIX = "inner."  # of the names of vectors
 
 Entry = dict[str, Any]
 """The state of a tensor: numbers by name, and None for what is a vector."""
+
+
+class _Given(BaseModel):
+    """The rest of an optimizer; see `_rest_of`."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+    common: Entry
+    named: dict[str, Entry]
+
+
+class _Rest(BaseModel):
+    """See `InnerState.rest`."""
+
+    optimizers: list[_Given]
+    others: list[Any] | None
 
 
 def inner_state(inner: Stateful | Sequence[Stateful]) -> "InnerState":
@@ -132,8 +149,12 @@ class InnerState:
         Args:
             rest: "others" may be None: they stay as they are.
 
-        Raises UserError where they are of other optimizers; nothing is changed then.
+        Raises UserError where they are of other optimizers, or cannot be read; no optimizer is changed then.
         """
+        try:
+            _Rest.model_validate(rest, strict=True)
+        except ValidationError:
+            raise UserError("its state cannot be read") from None
         own = _in_words([type(one).__name__ for one in self.optimizers], self._others)
         others = self._others if rest["others"] is None else rest["others"]
         theirs = _in_words([one["kind"] for one in rest["optimizers"]], others)
@@ -141,13 +162,21 @@ class InnerState:
             raise UserError(
                 f"inner is {own} here, and {theirs} where the state comes from; give all jobs the same"
             )
+        for entry in (
+            entry for one in rest["optimizers"] for entry in (one["common"], *one["named"].values())
+        ):
+            for name, value in entry.items():
+                if not (PREFIX + name in vectors if value is None else _is_number(value)):
+                    raise UserError(f"its {name} cannot be read")
+        for part, state in zip(self._others, rest["others"] or (), strict=False):
+            try:
+                part.load_state_dict(state)
+            except Exception as error:  # of a class that this package does not know
+                raise UserError(f"{type(part).__name__} cannot load its state: {error}") from None
         with self._entered():
             filled = {name.removeprefix(PREFIX): _filled(adapter, one) for name, one in vectors.items()}
             for optimizer, given in zip(self.optimizers, rest["optimizers"], strict=True):
                 _load(optimizer, given, _states(given, adapter, filled))
-        if rest["others"] is not None:
-            for part, state in zip(self._others, rest["others"], strict=True):
-                part.load_state_dict(state)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -198,6 +227,10 @@ def _rest_of(optimizer: torch.optim.Optimizer, stepped: Stepped, names: Mapping[
             for parameter in parameters
         },
     }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (torch.is_tensor(value) and not value.dim())
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, ro
 from megatron_noloco.outer.vectors import HOST, number_tensor
 
 _NEEDED = {FAST_WEIGHTS, VECTORS[0]}
-_VECTORS = {FAST_WEIGHTS, *VECTORS}
 _KIND = "others"  # the trainer's name for groups that Muon does not train
 
 
@@ -51,7 +50,7 @@ class JobState:
     def copy(self, done: int) -> State:
         outer = self._outer.state(wait=False)
         vectors = {FAST_WEIGHTS: self._outer.weights.read()}
-        vectors |= {name: vector.to(HOST, copy=True) for name, vector in outer.items() if name in _VECTORS}
+        vectors |= {name: vector.to(HOST, copy=True) for name, vector in outer.items() if name in VECTORS}
         inner, rest_of_inner, problem = self._copy_inner()
         rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._adapter.modules)}
         file = io.BytesIO()
@@ -69,9 +68,7 @@ class JobState:
             return {}, None, str(error)
 
     def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-        if not {*names} >= _NEEDED or any(
-            name not in _VECTORS and not name.startswith(PREFIX) for name in names
-        ):
+        if not {*names} >= _NEEDED:
             raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
         length = self._outer.weights.length
         return {name: torch.zeros(length, dtype=torch.float32, device=HOST) for name in names}
@@ -84,15 +81,15 @@ class JobState:
                 check_buffers(self._adapter.modules, rest["buffers"])
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise NotTakenError(f"it is not a state: {type(error).__name__}: {error}") from None
-        vectors = dict(state.vectors)
-        inner = {name: vectors.pop(name) for name in list(vectors) if name.startswith(PREFIX)}
+        vectors = state.vectors
+        inner = {name: vector for name, vector in vectors.items() if name.startswith(PREFIX)}
         if self._inner is not None and self._use_inner(self._inner, inner, rest):
             self.inner_from = state.step
         with self._outer.weights.writing() as write:
-            write(0, vectors.pop(FAST_WEIGHTS))
+            write(0, vectors[FAST_WEIGHTS])
         if rest["buffers"] is not None:
             write_buffers(self._adapter.modules, rest["buffers"])
-        self._outer.restore(vectors | rounds)
+        self._outer.restore({name: vectors[name] for name in VECTORS if name in vectors} | rounds)
 
     def _use_inner(self, own: InnerState, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
         """Continue from the state of another inner optimizer; return whether all of it was there."""

@@ -27,7 +27,7 @@ class Facts:
 
     Attributes:
         optimizer: name of the inner optimizer.
-        inner: for each kind of its groups, its numbers by name; None for a vector.
+        inner: for each kind of its groups, its numbers by name; None for a vector. May have other values as well.
         engine: see `engine.state.numbers_of`.
         rounds: see `OuterOptimizer.state`.
     """
@@ -35,7 +35,7 @@ class Facts:
     __pydantic_config__ = ConfigDict(strict=True)
 
     optimizer: str
-    inner: dict[str, Numbers]
+    inner: dict[str, dict[str, Any]]
     engine: dict[str, int | float | Numbers | None]
     rounds: dict[str, list[Any]]
 
@@ -77,7 +77,7 @@ class ReplicaState:
     def copy(self, done: int) -> State:
         outer = self._outer.state(wait=False)
         vectors = {name: outer[name].to("cpu", copy=True) for name in VECTORS if name in outer}
-        inner: dict[str, Numbers] = {kind: {} for kind in self._kinds}
+        inner: dict[str, dict[str, Any]] = {kind: {} for kind in self._kinds}
         for full_name, tensor in self._engine.tensors().items():
             name, _, group = full_name.rpartition(".")
             if name != FAST_WEIGHTS:
@@ -99,43 +99,81 @@ class ReplicaState:
             found = _facts(facts)
         except ValidationError:
             raise NotTakenError("its numbers are not those of a state") from None
-        vectors = {
-            name for numbers in found.inner.values() for name, value in numbers.items() if value is None
-        }
         rounds = ROUNDS.keys() if "correction" in names else set()
-        fit = {FAST_WEIGHTS, VECTORS[0]} <= {*names} <= {FAST_WEIGHTS, *VECTORS, *vectors}
-        if not fit or found.rounds.keys() != rounds:
+        if not {FAST_WEIGHTS, VECTORS[0]} <= {*names} or found.rounds.keys() != rounds:
             raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
         return {name: torch.zeros(self._engine.weights.length) for name in names}
 
     def use(self, state: State) -> None:
         found = _facts(state.facts)
-        if found.optimizer != self._optimizer:
-            self._say(
-                f" the inner optimizer starts anew: it is {self._optimizer} here, and "
-                f"{outside(found.optimizer)} in the state taken over |"
-            )
-        vectors, own = (
-            state.vectors,
-            self._engine.numbers(),
-        )  # a loss scale belongs to a precision, which may be another
+        vectors = state.vectors
+        inner, line = self._known_inner(found, vectors)
+        if line:
+            self._say(f" the inner optimizer {outside(line)} |")
+        own = self._engine.numbers()  # a loss scale belongs to a precision, which may be another
         scale = {**own["loss_scale"], **_known(found.engine.get("loss_scale"), own["loss_scale"])}
         numbers = {**own, **_known(found.engine, own), "loss_scale": scale}
-        self._engine.restore(self._tensors(found, vectors), numbers)
+        self._engine.restore(self._tensors(inner, vectors), numbers)
         outer = {name: vectors[name] for name in VECTORS if name in vectors}
         self._outer.restore(outer | rounds_from_lists(found.rounds))
         seed_dropout(self._seed, self._engine.groups, state.step)
 
-    def _tensors(self, facts: Facts, vectors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _known_inner(self, facts: Facts, vectors: Collection[str]) -> tuple[dict[str, Numbers], str]:
+        """Return what the inner optimizer takes over, and a line about the rest, as `known_fields` does."""
+        if facts.optimizer != self._optimizer:
+            return (
+                {},
+                f"starts anew: it is {self._optimizer} here, and {facts.optimizer} in the state taken over",
+            )
+        fields: dict[str, dict[str, bool]] = {kind: {} for kind in self._kinds}
+        for full_name, tensor in self._engine.tensors().items():
+            name, _, group = full_name.rpartition(".")
+            if name != FAST_WEIGHTS:
+                fields[self._kinds[int(group)]][name] = tensor.dim() > 0
+        return known_fields(fields, facts.inner, vectors)
+
+    def _tensors(
+        self, inner: Mapping[str, Numbers], vectors: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of each group, as `ReplicaEngine.restore` takes them."""
         for group, (place, kind) in enumerate(zip(self._groups, self._kinds, strict=True)):
             yield f"{FAST_WEIGHTS}.{group}", vectors[FAST_WEIGHTS][place]
-            same = facts.optimizer == self._optimizer
-            for name, value in facts.inner.get(kind, {}).items() if same else ():
+            for name, value in inner.get(kind, {}).items():
                 yield (
                     f"{name}.{group}",
                     vectors[name][place].clone() if value is None else torch.tensor(value),
                 )
+
+
+def known_fields(
+    own: Mapping[str, Mapping[str, bool]], theirs: Mapping[str, Mapping[str, Any]], vectors: Collection[str]
+) -> tuple[dict[str, Numbers], str]:
+    """Return the fields of another job's optimizer that this job's takes over, and a line about the rest.
+
+    Where a field that is kept here is missing or cannot be read, the optimizer starts anew with all of its fields:
+    a second moment that is zero after many steps makes the next steps too long.
+
+    Args:
+        own: for each kind of groups, the fields that are kept here, and whether a field is a vector. No fields:
+            the optimizer keeps nothing yet, and takes all fields.
+        theirs: see `Facts.inner`.
+        vectors: names of those that have come.
+    """
+    known, others = dict[str, Numbers](), set[str]()
+    for kind, fields in own.items():
+        given = theirs.get(kind, {})
+        for name in fields or given:
+            value = given.get(name, "")
+            if value is None:
+                can_be_read = name in vectors and fields.get(name, True)
+            else:
+                can_be_read = type(value) in (int, float) and not fields.get(name, False)
+            if not can_be_read:
+                return {}, f"starts anew: {name} cannot be read in the state taken over"
+        known[kind] = {name: given[name] for name in fields or given}
+        others |= given.keys() - known[kind].keys()
+    line = f"leaves out {', '.join(sorted(others))} of the state taken over, which it does not keep here"
+    return known, line if others else ""
 
 
 def _facts(facts: Mapping[str, Any]) -> Facts:

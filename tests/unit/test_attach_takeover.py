@@ -1,8 +1,10 @@
 """How an attached job joins others, what it accepts as the state of another, and what it does with it."""
 
+import io
 import json
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -206,6 +208,50 @@ def test_numbers_of_numpy_and_functions_of_the_program_void_no_state() -> None:
     assert schedule.get_last_lr() == [0.0625]
     with pytest.warns(UserWarning, match="begins anew: Odd keeps more than numbers, text and tensors"):
         take(own, made(Odd, 0.1)[2].copy(9))
+
+
+class Refuses(torch.optim.lr_scheduler.ConstantLR):
+    """A schedule that cannot load what it is given."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("horizon")
+
+
+@pytest.mark.parametrize(
+    ("change", "schedule", "why"),
+    [
+        (lambda rest: rest.update(inner=[]), None, "its state cannot be read"),
+        (lambda rest: rest["inner"].update(optimizers={}), None, "its state cannot be read"),
+        (lambda rest: rest["inner"]["optimizers"][0].update(common={"step": "7"}), None, "its step cannot"),
+        (lambda rest: rest["inner"]["optimizers"][0].update(named={"x": {"m": None}}), None, "its m cannot"),
+        (lambda rest: None, Refuses, "Refuses cannot load its state: 'horizon'"),
+    ],
+)
+def test_what_cannot_be_read_of_an_optimizer_costs_its_state_alone(
+    change: Callable[[Any], object], schedule: Any, why: str
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    adapter, outer = torch_adapter(model), job(0.0)[0]
+    outer.weights, outer.state = adapter.weights, lambda wait: {"slow_weights": adapter.weights.read()}
+    parts = [optimizer, (schedule or torch.optim.lr_scheduler.ConstantLR)(optimizer)]
+    own = JobState(outer, alone(6), inner_state(parts), adapter)
+    given = own.copy(3)
+    rest = torch.load(io.BytesIO(given.rest), weights_only=True)
+    change(rest)
+    file = io.BytesIO()
+    torch.save(rest, file)
+    given = given._replace(rest=file.getvalue(), vectors=given.vectors | {"unknown": torch.ones(6)})
+    before = [moment.clone() for moment in optimizer.state[model.weight].values()]
+    given.vectors["inner.exp_avg"].fill_(9.0)
+    with pytest.warns(UserWarning, match=f"the inner optimizer begins anew: {re.escape(why)}"):
+        take(own, given)
+    assert own.inner_from == -1
+    outer.restore.assert_called_once()
+    assert "unknown" not in outer.restore.call_args.args[0]
+    assert all(map(torch.equal, before, optimizer.state[model.weight].values()))
 
 
 def test_a_state_of_other_parts_begins_anew_in_one_line() -> None:
