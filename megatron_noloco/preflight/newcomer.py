@@ -18,23 +18,32 @@ from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.directory import can_listen
 from megatron_noloco.federation.invitation import DATA, JoinBundle, JoinRequirements, Offer
-from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.keys import Keys, fingerprint_of
 from megatron_noloco.files import outside, write_text
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
 
 
-def offered(config: RunConfig, tokenizer: Tokenizer) -> Offer:
-    """Return what a job of a federation with a key has for newcomers. Raises OSError.
+def offered(config: RunConfig, tokenizer: Tokenizer, fingerprint: str) -> Offer:
+    """Return what a job of a federation with a key has for newcomers.
 
     The batch is given whole, however the layout divides it here.
+
+    Args:
+        fingerprint: of the key with which the job runs.
+
+    Raises OSError, and UserError where the file of the key has another one by now.
     """
+    key_file = Path(str(config.federation.key_file))
+    if fingerprint_of(key_file) != fingerprint:
+        raise UserError(
+            "the key file was replaced, and this job still has the key before: start all jobs again"
+        )
     shared, _ = divided(config.to_dict())
     shared.pop(STEPS, None)
     shared |= {TRAIN: config.replica_batch, MICRO: config.micro_batch_size}
     fields = [name for name in DATA if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
     requirements = JoinRequirements(fields, config.training.pretrained is not None)
-    key = Path(str(config.federation.key_file)).read_text()
-    return Offer(requirements, shared, key, _files_of(tokenizer))
+    return Offer(requirements, shared, key_file.read_text(), _files_of(tokenizer))
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, str]:

@@ -23,6 +23,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.directory import is_endpoint
 from megatron_noloco.federation.invitation import INVITE, Invitations
+from megatron_noloco.federation.keys import fingerprint_of
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
@@ -125,8 +126,9 @@ def join_job(prepared: Prepared) -> Joined:
 
 def _invite(membership: Membership, config: RunConfig, tokenizer: Tokenizer) -> None:
     """Have the leader make invitations for processes with the key, and let newcomers in."""
-    if membership.leading is None:
+    if membership.leading is None or config.federation.encryption == "none":
         return
+    fingerprint = fingerprint_of(Path(str(config.federation.key_file)))
     thread, slot = membership.leading.thread, membership.place.replica
     node = thread.node
 
@@ -136,7 +138,9 @@ def _invite(membership: Membership, config: RunConfig, tokenizer: Tokenizer) -> 
 
     def begin() -> None:
         path = config.training.folder_of(slot) / "invitations.json"
-        invitations = Invitations(partial(offered, config, tokenizer), endpoints, slot, path, node.warn)
+        invitations = Invitations(
+            partial(offered, config, tokenizer, fingerprint), endpoints, slot, path, node.warn
+        )
         node.visitors[INVITE], node.strangers = invitations.invite, invitations.welcome
 
     thread.do(begin)

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -32,7 +34,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address
 from megatron_noloco.federation.node import Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
-from megatron_noloco.federation.ticket import Ticket, line_of
+from megatron_noloco.federation.ticket import Ticket, line_of, ticket_in
 from megatron_noloco.fields import fields_of
 from megatron_noloco.preflight import machine
 from megatron_noloco.preflight.machine import Finding
@@ -60,10 +62,10 @@ def joined(
     folder: Path, content: dict[str, Any], **local: Any
 ) -> tuple[RunConfig, RunConfig, JoinRequirements]:
     """Return the config of a job with this file, that of a machine that joins it, and what this one must have."""
-    Keys.make(folder / "key")
+    keys = Keys.make(folder / "key")
     content["federation"]["key_file"] = str(folder / "key")
     config = RunConfig.from_dict(content)
-    offer = offered(config, build_tokenizer(config.data.tokenizer))
+    offer = offered(config, build_tokenizer(config.data.tokenizer), keys.fingerprint)
     bundle = JoinBundle(1, offer.config, "tcp://10.0.0.1:5000", offer.key, offer.tokenizer)
     here = Local(folder / "joined", **{"data": {}} | local)
     told = list[str]()
@@ -100,9 +102,10 @@ def running(config: RunConfig, told: Callable[[str], object]) -> Iterator[str]:
     async def run() -> None:
         identity = Identity(0, Address(endpoint, 1), network.member)
         node = Node(identity, Carriers(TcpCarrier(network.keys, listener)))
-        offer = offered(config, build_tokenizer(config.data.tokenizer))
+        assert network.keys is not None
+        offer = partial(offered, config, build_tokenizer(config.data.tokenizer), network.keys.fingerprint)
         path = Path(config.training.output_dir) / "invitations.json"
-        invitations = Invitations(lambda: offer, lambda: {0: endpoint}, 0, path, told)
+        invitations = Invitations(offer, lambda: {0: endpoint}, 0, path, told)
         node.strangers, node.visitors[INVITE] = invitations.welcome, invitations.invite
         await node.start()
         started.set()
@@ -153,6 +156,33 @@ def test_two_commands_lead_to_a_config(
         check_local(NOTHING, Local(folder, {}))
     assert main(["invite", str(path), "--at", endpoint.removeprefix("tcp://")]) == 2, "the job has ended"
     assert f"invite: no job makes an invitation (nobody answers at {endpoint}: " in capsys.readouterr().err
+
+
+def test_a_key_that_was_replaced_is_named_wherever_it_is_met(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job runs on with the key that it has read."""
+    (tmp_path / "old").mkdir()
+    Keys.make(tmp_path / "key")
+    content = raw(training={"output_dir": str(tmp_path / "run")})
+    content["federation"]["key_file"] = str(tmp_path / "key")
+    path, told = write_config(tmp_path, content), list[str]()
+    with running(load_config(path), told.append) as endpoint:
+        at = ["invite", str(path), "--at", endpoint.removeprefix("tcp://")]
+        assert main(at) == 0
+        line = capsys.readouterr().out
+        (tmp_path / "key").rename(tmp_path / "old" / "key")
+        Keys.make(tmp_path / "key")
+        assert main(at) == 2
+        assert f"the process at {endpoint} has another key" in capsys.readouterr().err
+        assert main(["join", line, "--folder", str(tmp_path / "joined")]) == 2
+        replaced = "the key file was replaced, and this job still has the key before: start all jobs again"
+        assert f"join: the job that invites cannot let anybody in: {replaced}" in capsys.readouterr().err
+        assert told == [f"a machine with an invitation gets nothing: {replaced}"]
+    with running(load_config(path), told.append) as endpoint:
+        ticket = replace(ticket_in(line), endpoint=endpoint)
+        assert main(["join", line_of(ticket), "--folder", str(tmp_path / "joined")]) == 2
+        assert f"join: the process at {endpoint} has another key; an invitation is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--serve", "--port 29700", "--address first"])
