@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
+from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import RunLog
-from megatron_noloco.monitor.writers import Row
 from tools.options import command_line
 
 

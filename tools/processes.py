@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
-from megatron_noloco.monitor.writers import Row
 from tools.netlab.lab import Lab
 from tools.netlab.relay import address_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.data.samples import SampleDataset, in_samples
 from megatron_noloco.errors import UserError
-from megatron_noloco.monitor.metrics import SLOWEST, Record, timed, unrecorded
+from megatron_noloco.monitor.metrics import Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
@@ -202,5 +202,5 @@ class StepLoader:
         return read if self._gpu is None else read.pinned()
 
     def _read(self, step: int, replica: int, microbatch: int) -> Microbatch:
-        with timed(self._record, "data/wait_seconds", SLOWEST):
+        with timed(self._record, "data/wait_seconds"):
             return self._steps[step][replica, microbatch].result()

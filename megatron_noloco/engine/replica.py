@@ -15,15 +15,7 @@ from megatron_noloco.engine.layout import FlatPart, held_of
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now
 from megatron_noloco.model.stage import Stage
-from megatron_noloco.monitor.metrics import (
-    LAST,
-    PER_STEP,
-    Record,
-    Reduction,
-    largest,
-    total,
-    unrecorded,
-)
+from megatron_noloco.monitor.metrics import Record, unrecorded
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.pipeline.stream_clock import StreamClock
@@ -87,8 +79,8 @@ class ReplicaEngine:
         lowest = getattr(scaler, "min_scale", math.inf) >= getattr(scaler, "cur_scale", 1.0)
         with self._computing.running():
             losses = self.pipeline.run(read, routes, self.microbatches, after_backward=self._reduce_one)
-        self.record("time/forward_backward_seconds", self._computing.take(), PER_STEP)
-        self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
+        self.record("time/forward_backward_seconds", self._computing.take())
+        self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]))
         # Hops are queued on a GPU, and the host waits for them in the norm.
         now.part(lambda: self.pipeline.communicator.waits.inside() or _REDUCING)
         with self._stepping.running():
@@ -96,12 +88,12 @@ class ReplicaEngine:
             self._deepspeed.allreduce_gradients()
             self._progress_while_computing()
             self._deepspeed.step()
-        self.record("time/optimizer_seconds", self._stepping.take(), PER_STEP)
-        self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
-        self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
+        self.record("time/optimizer_seconds", self._stepping.take())
+        self.record("train/grad_norm", self._deepspeed.get_global_grad_norm())
+        self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)))
         # `overflow`: the gradient's norm was not finite, and neither weights nor moments changed.
         skipped = self._optimizer.overflow
-        self.record("train/skipped_steps", int(skipped), Reduction(total, largest))
+        self.record("train/skipped_steps", int(skipped))
         self.lost_step = bool(skipped) and lowest
         return losses
 

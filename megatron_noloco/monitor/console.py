@@ -14,7 +14,8 @@ from rich.text import Text
 
 from megatron_noloco.job.launcher import on_a_terminal
 from megatron_noloco.monitor import figures
-from megatron_noloco.monitor.writers import Row
+from megatron_noloco.monitor.evaluation import Evaluation
+from megatron_noloco.monitor.numbers import Row, line_parts
 
 # The period from which rich estimates the time left; its default of 30 s can be shorter than one row takes.
 _SPEED_SECONDS = 86400.0
@@ -44,7 +45,6 @@ class Console:
         bar = mode == "bar" or (mode == "auto" and on_a_terminal(os.environ))
         self.terminal = Terminal(force_terminal=bar, highlight=False, emoji=False, soft_wrap=not bar)
         self.facts = facts
-        self.last_evaluation: Row | None = None
         self.last_steps: Row | None = None
         self.start_step = start_step
         self.total_steps = total_steps
@@ -70,36 +70,37 @@ class Console:
 
     def write(self, row: Row) -> None:
         """Show a row of rank 0's replica."""
-        if row["kind"] == "evaluation":
-            self.last_evaluation = row
-            self.say(*figures.validation_lines(row, self.facts.unigram_entropy))
-            return
-        if row["kind"] == "checkpoint":
-            self.say(figures.checkpoint_line(row))
-            return
-        previous = self.last_steps["step"] if self.last_steps else self.start_step
-        steps = row["step"] - previous
-        self.steps_seconds += row["speed/seconds_per_step"] * steps
-        self.pause_seconds += row["time/exchange_seconds"] * steps
-        self.last_steps = row
-        if self._live is None:
-            self.say(figures.log_line(row, self.total_steps))
+        if row["kind"] == "step":
+            previous = self.last_steps["step"] if self.last_steps else self.start_step
+            steps = row["step"] - previous
+            self.steps_seconds += row["speed/seconds_per_step"] * steps
+            self.pause_seconds += row["time/exchange_seconds"] * steps
+            self.last_steps = row
+        if row["kind"] != "step" or self._live is None:
+            self.say(*log_lines(row, self.total_steps, self.facts.unigram_entropy))
             return
         self._live.start()
         self._progress.update(self._task, completed=row["step"])
-        self._step_text.plain = " | ".join(figures.step_parts(row))
-        if "round/index" in row:
-            self._round_text.plain = " | ".join(figures.round_parts(row))
+        self._step_text.plain = " | ".join(line_parts(row, of_round=False))
+        if parts := line_parts(row, of_round=True):
+            self._round_text.plain = " | ".join(parts)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def summary(self, done: int, stopped_by: str | None, unsaved: str | None = None) -> None:
+    def summary(
+        self,
+        done: int,
+        stopped_by: str | None,
+        unsaved: str | None = None,
+        evaluation: Evaluation | None = None,
+    ) -> None:
         """Show the closing table and the next commands, or why the run has none; last, where the end is not saved.
 
         Args:
             stopped_by: why the run ends early; None where it does not.
+            evaluation: the last one.
             unsaved: the ranks whose last checkpoint failed, in words; None where there is none.
         """
         facts = self.facts
@@ -117,7 +118,7 @@ class Console:
             )
         else:
             table = Table(title="What this run did", title_justify="left", show_header=False)
-            for row in [*self._losses(), *self._costs(self.last_steps)]:
+            for row in [*self._losses(evaluation), *self._costs(self.last_steps)]:
                 table.add_row(*row)
             self.terminal.print(table)
             self.say(f"Files: {facts.output_dir} (one folder per replica)")
@@ -129,15 +130,13 @@ class Console:
                 f"that is put right, {facts.how_to_continue} goes on from the last complete one"
             )
 
-    def _losses(self) -> Iterator[tuple[str, str]]:
-        if self.last_evaluation is not None:
-            losses = self.last_evaluation["validation/replica_losses"]
-            mean = self.last_evaluation["validation/mean_model_loss"]
-            first = self.last_evaluation["replica"] if len(losses) == 1 else 0
-            for replica, loss in enumerate(losses, first):
+    def _losses(self, evaluation: Evaluation | None) -> Iterator[tuple[str, str]]:
+        if evaluation is not None:
+            for replica, loss in evaluation.replica_losses.items():
                 yield f"validation loss, replica {replica}", f"{figures.loss(loss)} nats per token"
-            if len(losses) > 1 and not math.isnan(mean):
-                yield "validation loss, mean model", f"{figures.loss(mean)} nats per token"
+            if len(evaluation.replica_losses) > 1 and not math.isnan(evaluation.mean_model_loss):
+                mean = figures.loss(evaluation.mean_model_loss)
+                yield "validation loss, mean model", f"{mean} nats per token"
         unigram = self.facts.unigram_entropy
         if not math.isnan(unigram):
             yield "unigram entropy of the corpus", f"{figures.loss(unigram)} nats per token"
@@ -158,3 +157,26 @@ class Console:
             )
         share = self.pause_seconds / self.steps_seconds if self.steps_seconds else 0.0
         yield "share of training time in exchanges", figures.percent(share)
+
+
+def log_lines(row: Row, total_steps: int, unigram_entropy: float) -> list[str]:
+    """Return the log lines of a row: Megatron's, with more numbers, for local steps; one line for other rows.
+
+    An evaluation on a blend has a line for each dataset as well.
+    """
+    parts, step = line_parts(row), row["step"]
+    if row["kind"] == "checkpoint":
+        head = f" checkpoint at iteration {step}"
+    elif row["kind"] == "evaluation":
+        head = f" validation at iteration {step}"
+        parts.append(f"unigram: {figures.loss(unigram_entropy)}")
+    else:
+        head = f" iteration {step:{len(str(total_steps))}d}/{total_steps}"
+    of_datasets = (name.partition("/replica_losses of ")[2] for name in row)
+    return [
+        " | ".join([head, *parts]) + " |",
+        *(
+            f"   {dataset} | replicas: {figures.losses(row[f'validation/replica_losses of {dataset}'])} |"
+            for dataset in filter(None, of_datasets)
+        ),
+    ]

@@ -5,29 +5,16 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron_noloco.monitor.console import Console
-from megatron_noloco.monitor.metrics import (
-    LAST,
-    LAST_MAX,
-    LAST_SUM,
-    MEAN,
-    PER_STEP,
-    RMS,
-    TOTAL,
-    TOTAL_MAX,
-    Metrics,
-    Record,
-)
+from megatron_noloco.monitor.evaluation import Evaluation
+from megatron_noloco.monitor.metrics import Metrics, Record
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.sample_order import BatchPlan
-
-_LARGEST_EXPONENT = 700.0  # exp overflows beyond
 
 
 @dataclass(frozen=True)
@@ -50,13 +37,13 @@ class Throughput:
         """Record the speed of an interval. Assumes that all replicas of a job run at this one's speed."""
         tokens_per_second = self.tokens / seconds_per_step
         tflops = self.flops_per_rank / seconds_per_step / 1e12
-        record("speed/seconds_per_step", seconds_per_step, MEAN)
-        record("speed/tokens_per_second", tokens_per_second, MEAN)
+        record("speed/seconds_per_step", seconds_per_step)
+        record("speed/tokens_per_second", tokens_per_second)
         if self.replicas is not None:
-            record("speed/tokens_per_second_of_all", self.replicas * tokens_per_second, MEAN)
-        record("speed/tflops_per_gpu", tflops, MEAN)
+            record("speed/tokens_per_second_of_all", self.replicas * tokens_per_second)
+        record("speed/tflops_per_gpu", tflops)
         if self.peak_tflops is not None:
-            record("speed/mfu", tflops / self.peak_tflops, MEAN)
+            record("speed/mfu", tflops / self.peak_tflops)
 
 
 def _peak_memory_bytes() -> int:
@@ -64,41 +51,6 @@ def _peak_memory_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-@dataclass(frozen=True)
-class DatasetLosses:
-    """Holds validation losses on one dataset of a blend, nats per token."""
-
-    name: str
-    replica_losses: list[float]
-    mean_model_loss: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Holds validation losses, nats per token; for a blend of datasets, weighted by their proportions."""
-
-    replica_losses: list[float]  # of the replicas of this job
-    mean_model_loss: float  # nan where it is not evaluated
-    spread: float  # of this rank's slow weights over these replicas; nan where not compared
-    datasets: list[DatasetLosses] = field(default_factory=list)  # of a blend; empty for a single dataset
-
-    def numbers(self, replica: int) -> dict[str, Any]:
-        """Return the numbers of the row of the `replica`-th replica of this job."""
-        own = self.replica_losses[replica]
-        row = {
-            "validation/loss": own,
-            "validation/perplexity": math.exp(min(own, _LARGEST_EXPONENT)),
-            "validation/replica_losses": self.replica_losses,
-            "validation/mean_model_loss": self.mean_model_loss,
-            "validation/spread": self.spread,
-        }
-        for dataset in self.datasets:
-            row[f"validation/loss of {dataset.name}"] = dataset.replica_losses[replica]
-            row[f"validation/replica_losses of {dataset.name}"] = dataset.replica_losses
-            row[f"validation/mean_model_loss of {dataset.name}"] = dataset.mean_model_loss
-        return row
 
 
 class Monitor:
@@ -111,7 +63,7 @@ class Monitor:
         fragments: number of fragments; with several, the spread of each is recorded.
 
     Attributes:
-        diverged: the replicas whose last validation loss is not finite.
+        evaluated: the last evaluation.
     """
 
     def __init__(
@@ -129,7 +81,7 @@ class Monitor:
         self.console = console
         self._rounds = self._rounds_met = 0
         self._uncommitted = dict[int, float]()  # by step, the pause for the save
-        self.diverged: list[int] = []
+        self.evaluated: Evaluation | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -167,32 +119,32 @@ class Monitor:
         self._interval_started += seconds - in_exchanges
 
     def _exchanged(self, sent_bytes: int, pause_seconds: float) -> None:
-        self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
-        self.metrics.record("total/pause_seconds", pause_seconds, TOTAL_MAX)
-        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
+        self.metrics.record("total/sent_bytes", sent_bytes)
+        self.metrics.record("total/pause_seconds", pause_seconds)
+        self.metrics.record("time/exchange_seconds", pause_seconds)
 
     def _round(self, report: RoundReport) -> None:
         record, exchange = self.metrics.record, report.exchange
-        record("round/index", report.round_index, LAST)
+        record("round/index", report.round_index)
         if self.fragments > 1:
-            record("round/fragment", report.fragment, LAST)
-            record(f"fragment/spread of {report.fragment}", report.spread, RMS, exchange.compared_elements)
-        record("round/partners", [other for other in exchange.group if other != self.metrics.replica], LAST)
-        record("round/exchange_seconds", exchange.seconds, LAST_MAX)
-        record("round/wait_seconds", exchange.wait_seconds, LAST_MAX)
-        record("round/pause_seconds", report.pause_seconds, LAST_MAX)
-        record("round/sent_bytes", exchange.bytes_sent, LAST_SUM)
-        record("round/spread", report.spread, RMS, exchange.compared_elements)
-        record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
-        record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
-        record("round/resent_elements", exchange.resent_elements, LAST_SUM)
+            record("round/fragment", report.fragment)
+            record(f"fragment/spread of {report.fragment}", report.spread, exchange.compared_elements)
+        record("round/partners", [other for other in exchange.group if other != self.metrics.replica])
+        record("round/exchange_seconds", exchange.seconds)
+        record("round/wait_seconds", exchange.wait_seconds)
+        record("round/pause_seconds", report.pause_seconds)
+        record("round/sent_bytes", exchange.bytes_sent)
+        record("round/spread", report.spread, exchange.compared_elements)
+        record("round/poisoned_elements", exchange.poisoned_elements)
+        record("round/payload_error", exchange.payload_error, exchange.squared_deviation)
+        record("round/resent_elements", exchange.resent_elements)
         self._rounds += 1
         self._rounds_met += len(exchange.group) > 1
         if exchange.missed:
-            record("round/missed", exchange.missed, LAST)
-            record("total/missed_rounds", 1, TOTAL_MAX)
+            record("round/missed", exchange.missed)
+            record("total/missed_rounds", 1)
             if exchange.in_doubt:
-                record("total/rounds_in_doubt", 1, TOTAL_MAX)
+                record("total/rounds_in_doubt", 1)
             self.say(f" round {report.round_index} skipped | {exchange.missed} |")
 
     def skipped(self, done: int, step: int, notable: bool) -> None:
@@ -201,7 +153,7 @@ class Monitor:
         Args:
             notable: whether the console shows this at once.
         """
-        self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
+        self.metrics.record("total/skipped_ahead", step - done)
         if notable:
             self.say(
                 f" continuing at iteration {step + 1} with the other replicas | left out: {done + 1} to {step} |"
@@ -209,15 +161,15 @@ class Monitor:
 
     def left(self, done: int, step: int, report: ExchangeReport) -> None:
         """Record a last exchange after `done` local steps, in place of the one that was due after `step`."""
-        self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
+        self.metrics.record("total/skipped_ahead", step - done)
         replicas = " and ".join(map(str, report.group))
         self.say(f" replicas {replicas} exchanged once more | left out: {done + 1} to {step} |")
 
     def took(self, done: int, step: int, giver: int, line: str) -> None:
         """Record that the state of replica `giver` after `step` local steps was taken over; `line` says it."""
         own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
-        self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
-        self.metrics.record("handover/giver", giver, LAST)
+        self.metrics.record("total/skipped_ahead", step - done)
+        self.metrics.record("handover/giver", giver)
         self.say(f" {line}{own} |")
 
     def gave(self, done: int, pause_seconds: float) -> None:
@@ -240,28 +192,22 @@ class Monitor:
             return
         seconds = (time.perf_counter() - self._interval_started) / self._steps
         self.throughput.record(seconds, self.metrics.record)
-        self.metrics.record("memory/peak_bytes", _peak_memory_bytes(), LAST_MAX)
-        self.metrics.record("train/consumed_samples", self.plan.consumed(done), LAST)  # by all replicas
+        self.metrics.record("memory/peak_bytes", _peak_memory_bytes())
+        self.metrics.record("train/consumed_samples", self.plan.consumed(done))  # by all replicas
         self.metrics.write_steps(done, self._steps)
         self.begin()
 
     def evaluation(self, done: int, evaluation: Evaluation, seconds: float) -> None:
         """Write the row of an evaluation that took `seconds`, and keep its losses for checkpoints."""
-        losses = evaluation.replica_losses
-        index, replicas = self.metrics.replica, range(len(losses))
-        if len(losses) == 1:
-            index, replicas = 0, range(self.metrics.replica, self.metrics.replica + 1)
-        self.diverged = [
-            replica for replica, loss in zip(replicas, losses, strict=True) if not math.isfinite(loss)
-        ]
+        self.evaluated = evaluation
+        numbers = evaluation.numbers(self.metrics.replica)
         for name, value in (
             ("evaluated_step", float(done)),
-            ("validation_loss", losses[index]),
+            ("validation_loss", numbers["validation/loss"]),
             ("mean_model_loss", evaluation.mean_model_loss),
         ):
             self.metrics.count(name, None if math.isnan(value) else value)
-        numbers = evaluation.numbers(index) | {"time/evaluation_seconds": seconds}
-        self.metrics.write("evaluation", done, numbers)
+        self.metrics.write("evaluation", done, numbers | {"time/evaluation_seconds": seconds})
         self._interval_started += seconds
 
     def saved(self, step: int, pause_seconds: float, error: str | None) -> None:
@@ -290,7 +236,7 @@ class Monitor:
         """
         if self.console is not None:
             failed = f"{unsaved} of {dist.get_world_size()} ranks" if unsaved else None
-            self.console.summary(done, stopped_by, failed)
+            self.console.summary(done, stopped_by, failed, self.evaluated)
             if federated and self._rounds:
                 alone = "" if self._rounds_met else ": it trained alone"
                 self.say(f"{self._rounds_met} of this job's {self._rounds} rounds had a partner{alone}")

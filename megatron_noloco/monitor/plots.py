@@ -10,20 +10,10 @@ import numpy as np
 from plotly import graph_objects
 from plotly.colors import qualitative
 
+from megatron_noloco.monitor.numbers import BYTES, LOSS, SPREAD, TABLE, TIME, Number, Row
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
-from megatron_noloco.monitor.writers import Row
 
-_FORWARD_BACKWARD = "forward and backward"
-_WAITS = {  # parts of forward and backward
-    "data/wait_seconds": "waiting for data",
-    "routing/wait_seconds": "waiting for other stages",
-}
-_PHASES = {  # of a local step, in order
-    "time/forward_backward_seconds": _FORWARD_BACKWARD,
-    "time/optimizer_seconds": "inner optimizer",
-    "time/exchange_seconds": "exchanges",
-}
 _COLORS = qualitative.Plotly
 _MOST_NAMES = 16  # with more replicas, the plot has no legend
 
@@ -41,35 +31,30 @@ class Plot(NamedTuple):
 
 def plots_of_one(run: RunLog) -> Iterator[Plot]:
     """Yield the plots of a run; those for which it has no numbers have no traces."""
+    few = len(run.replicas) <= _MOST_NAMES
+    numbered = {"showlegend": False, "yaxis_dtick": 1 if few else None}
     yield Plot(
-        "Loss",
+        LOSS,
         "The loss of every replica: training (lines) and validation (points).",
         "loss, nats per token",
-        list(_losses(run)),
-        {"showlegend": len(run.replicas) <= _MOST_NAMES},
+        list(_curves(run, LOSS)),
+        {"showlegend": few},
     )
-    rates = _line(_curve(run.replicas[0].rows_of("step"), "train/learning_rate"), "learning rate", dash="dot")
-    rates.update(yaxis="y2")
-    spreads = [
-        _line(curve, f"replica {log.replica}", number)
-        for number, log in enumerate(run.replicas)
-        if (curve := _curve(log.rows_of("step"), "round/spread"))[0]
-    ]
     yield Plot(
-        "Spread",
+        SPREAD,
         "How far replicas are apart: the standard deviation of a weight over the group before its round, root "
         "mean square over all weights. The spread follows the learning rate (dotted, on the right).",
         "spread",
-        [*spreads, rates] if spreads else [],
+        list(_beside_rates(run, list(_curves(run, SPREAD)))),
         {
-            "showlegend": len(run.replicas) <= _MOST_NAMES,
+            "showlegend": few,
             "yaxis_rangemode": "tozero",
             "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "title": "learning rate"},
         },
     )
     steps, phases = phases_of(run)
     yield Plot(
-        "Where the time goes",
+        TIME,
         "Seconds in a local step, means of all replicas.",
         "seconds",
         [
@@ -78,7 +63,7 @@ def plots_of_one(run: RunLog) -> Iterator[Plot]:
         ],
     )
     yield Plot(
-        "Bytes",
+        BYTES,
         "MB sent by a replica so far (mean of the replicas), and MB that a ring all-reduce of the gradients in "
         "every step would have sent.",
         "MB sent",
@@ -90,14 +75,14 @@ def plots_of_one(run: RunLog) -> Iterator[Plot]:
         "skipped round.",
         "replica",
         pairings_of(run),
-        {"showlegend": False, "yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
+        numbered,
     )
     yield Plot(
         "Timeline",
         "The jobs of the federation: where the line of a job breaks off, the job was away.",
         "replica",
         timeline_of(run),
-        {"yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
+        {**numbered, "showlegend": True},
         "seconds",
     )
 
@@ -144,43 +129,62 @@ def _line(
     )
 
 
-def _losses(run: RunLog) -> Iterator[Any]:
-    for number, log in enumerate(run.replicas):
+def _curves(run: RunLog, chart: str) -> Iterator[Any]:
+    """Yield the numbers of a chart: lines of steps, points of evaluations, a dashed line for all replicas."""
+    for place, log in enumerate(run.replicas):
         name = f"replica {log.replica}"
-        yield _line(_curve(log.rows_of("step"), "train/loss"), name, number)
-        validation = _curve(log.rows_of("evaluation"), "validation/loss")
-        if validation[0]:
-            yield _line(validation, f"{name}, validation", number, mode="markers").update(showlegend=False)
-    mean_model = _curve(run.replicas[0].rows_of("evaluation"), "validation/mean_model_loss")
-    if mean_model[0]:
-        yield _line(mean_model, "mean model, validation", mode="lines+markers", dash="dash")
+        for number in _numbers_in(chart):
+            rows = log.rows_of("evaluation" if number.reduction is None else "step")
+            if number.of_all or not (curve := _curve(rows, number.name))[0]:
+                continue
+            if number.label:
+                points = _line(curve, f"{name}, {number.label}", place, mode="markers")
+                yield points.update(showlegend=False)
+            else:
+                yield _line(curve, name, place)
+    for number in _numbers_in(chart):
+        rows = run.replicas[0].rows_of("evaluation")
+        if number.of_all and (curve := _curve(rows, number.name))[0]:
+            yield _line(curve, number.label, mode="lines+markers", dash="dash")
+
+
+def _beside_rates(run: RunLog, curves: list[Any]) -> Iterator[Any]:
+    """Yield curves, if there are any, and the learning rate on the axis at the right."""
+    if curves:
+        yield from curves
+        rates = _curve(run.replicas[0].rows_of("step"), "train/learning_rate")
+        yield _line(rates, "learning rate", dash="dot").update(yaxis="y2")
 
 
 def _bytes(run: RunLog) -> Iterator[Any]:
-    names = {"total/sent_bytes": "exchanges", "total/routed_bytes": "routed activations"}
-    for number, (name, label) in enumerate(names.items()):
-        steps, sent = _means(run, name)
+    for place, number in enumerate(_numbers_in(BYTES)):
+        steps, sent = _means(run, number.name)
         if any(sent):
-            yield _line((steps, [size / 1e6 for size in sent]), label, number)
+            yield _line((steps, [size / 1e6 for size in sent]), number.label, place)
             per_step = run.facts.get("synchronous_bytes_per_step")
-            if number == 0 and per_step:
+            if place == 0 and per_step:
                 ends = [0, steps[-1]], [0, per_step * steps[-1] / 1e6]
                 yield _line(ends, "all-reduce in every step", dash="dash")
 
 
 def phases_of(run: RunLog) -> tuple[list[int], dict[str, list[float]]]:
     """Return the steps that have rows, and the seconds of each phase of a local step; together they are all."""
-    steps, whole = _means(run, "speed/seconds_per_step")
-    phases = {label: _means(run, name)[1] for name, label in _PHASES.items()}
-    waits = {label: _means(run, name)[1] for name, label in _WAITS.items()}
-    phases["everything else"] = _remainder(whole, phases)
-    phases[_FORWARD_BACKWARD] = _remainder(phases[_FORWARD_BACKWARD], waits)
-    return steps, {label: seconds for label, seconds in (waits | phases).items() if any(seconds)}
+
+    def layers(whole: Number) -> Iterator[tuple[str, list[float]]]:
+        """Yield the parts of a number, and last what they leave of it."""
+        parts = [number for number in _numbers_in(TIME) if number.part_of == whole.name]
+        for part in parts:
+            yield from layers(part)
+        totals = (_means(run, number.name)[1] for number in (whole, *parts))
+        yield whole.label, [max(0.0, total - sum(taken)) for total, *taken in zip(*totals, strict=True)]
+
+    (whole,) = (number for number in _numbers_in(TIME) if not number.part_of)
+    steps, _ = _means(run, whole.name)
+    return steps, {label: seconds for label, seconds in layers(whole) if any(seconds)}
 
 
-def _remainder(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return each number of `whole` less the same one of all `parts`."""
-    return [max(0.0, total - sum(taken)) for total, *taken in zip(whole, *parts.values(), strict=True)]
+def _numbers_in(chart: str) -> list[Number]:
+    return [number for number in TABLE.values() if number.chart == chart]
 
 
 def pairings_of(run: RunLog) -> list[Any]:

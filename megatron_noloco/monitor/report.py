@@ -9,10 +9,10 @@ from plotly import graph_objects, offline
 
 from megatron_noloco import __version__
 from megatron_noloco.monitor import figures
+from megatron_noloco.monitor.numbers import Row, shown
 from megatron_noloco.monitor.plots import Plot, plots_of_one, plots_of_several
 from megatron_noloco.monitor.run_log import SAID, RunLog
 from megatron_noloco.monitor.watch import notes
-from megatron_noloco.monitor.writers import Row
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -59,7 +59,7 @@ def _facts(run: RunLog) -> dict[str, str]:
     if written := max(log.written for log in run.replicas):
         found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     found |= {label: facts[label] for label in SAID if label in facts}
-    if run.federated:  # whose jobs may differ
+    if run.separate_jobs:  # whose jobs may differ
         found["parallel"] = f"{len(run.replicas)} replicas as separate jobs"
     if parameters := facts.get("parameters"):
         found["weights"] = f"{parameters:,}"
@@ -72,7 +72,7 @@ def _facts(run: RunLog) -> dict[str, str]:
         found["last checkpoint"] = f"local step {_range_of_steps(checkpoints)}"
     first = run.replicas[0]
     if row := first.newest("evaluation"):
-        own = figures.cell(row, "validation/loss", figures.loss)
+        own = shown(row, "validation/loss")
         found[f"validation loss, replica {int(first.replica)}"] = f"{own} nats per token"
         if (mean := row.get("validation/mean_model_loss")) is not None:
             found["validation loss, mean model"] = f"{figures.loss(mean)} nats per token"

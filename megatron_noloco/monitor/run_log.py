@@ -2,14 +2,16 @@
 
 import math
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.monitor.writers import METRICS, OTHERS, Row, is_row, parsed
+from megatron_noloco.monitor.numbers import TABLE, Row
+from megatron_noloco.monitor.writers import METRICS, OTHERS, is_row, parsed
 
-SAID = ("parallel", "batch in total", "method", "optimizer", "schedule")  # lines of the banner in `run.json`
+SAID = ("parallel", "batch in total", "method", "optimizer", "schedule")  # facts in words
 _FACTS = {  # of `run.json` that readers rely on, if they are there
     **dict.fromkeys(("steps", "replicas", "parameters", "synchronous_bytes_per_step"), (int, float)),
     **dict.fromkeys(SAID, (str,)),
@@ -19,38 +21,39 @@ _FACTS = {  # of `run.json` that readers rely on, if they are there
 
 @dataclass
 class Counts:
-    """What the rows of steps add up to."""
+    """What the rows of steps add up to, those included that a restarted job has written again.
+
+    Attributes:
+        alone: of the rounds, those without a partner.
+        missed: of these, those that were skipped though the plan had a partner.
+        sums: of the numbers with a note, by name.
+        latest: the newest value of each number.
+    """
 
     rounds: int = 0
-    alone: int = 0  # of the rounds
+    alone: int = 0
     missed: int = 0
-    last_missed: str = ""  # why
-    skipped_steps: int = 0
-    poisoned_elements: int = 0
-    deadline_seconds: float | None = None  # the newest
+    sums: Counter[str] = field(default_factory=Counter)
+    latest: dict[str, Any] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
-        if "round/partners" in row:
-            self.rounds += 1
-            self.alone += not row["round/partners"]
-        if "round/missed" in row:
-            self.missed += 1
-            self.last_missed = row["round/missed"]
-        self.skipped_steps += row.get("train/skipped_steps") or 0
-        self.poisoned_elements += row.get("round/poisoned_elements") or 0
-        self.deadline_seconds = row.get("round/deadline_seconds", self.deadline_seconds)
+        self.rounds += "round/partners" in row
+        self.alone += row.get("round/partners") == []
+        self.missed += "round/missed" in row
+        self.sums.update({number.name: row.get(number.name) or 0 for number in TABLE.values() if number.note})
+        self.latest.update(row)
 
 
 class ReplicaLog:
-    """Reads the folder of one replica.
+    """Reads the folder of one replica: its newest rows and counts; all rows, where they are wanted.
 
     Args:
-        keeps_rows: whether all rows are kept, not the newest of each kind.
+        keeps_rows: whether all rows are kept, beside the newest of each kind.
 
     Attributes:
         replica: "00" for the folder `replica_00`.
         rows: the complete rows of `metrics.jsonl`, without damaged lines.
-        counts: of all rows, also of those that a restarted job has written again.
+        counts: of all rows that were read.
         written: when that file was last written, in seconds since the epoch; 0 where there is none yet.
     """
 
@@ -58,22 +61,25 @@ class ReplicaLog:
         self.folder = folder
         self.keeps_rows = keeps_rows
         self.replica = folder.name.removeprefix("replica_")
-        self.rows: list[Row] = []
-        self.counts = Counts()
         self.written = 0.0
-        self._file = self._read = 0
+        self._file = 0
+        self._begin(0)
+
+    def _begin(self, file: int) -> None:
+        """Begin to read a file, by its inode."""
+        self._file, self._read = file, 0
+        self.rows, self.counts = list[Row](), Counts()
+        self._newest = dict[str, Row]()
+        self._last_step = 0
 
     def update(self) -> None:
-        """Read the rows that are new since the last call."""
-        if (path := self.folder / METRICS).exists():
-            self._update_rows(path)
-
-    def _update_rows(self, path: Path) -> None:
-        """Read the new rows, or all rows where a resumed run has replaced the file."""
+        """Read the rows that are new since the last call, or all where a resumed run has replaced the file."""
+        if not (path := self.folder / METRICS).exists():
+            return
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._file or status.st_size < self._read:
-                self._file, self._read, self.rows, self.counts = status.st_ino, 0, [], Counts()
+                self._begin(status.st_ino)
             self.written = status.st_mtime
             file.seek(self._read)
             for line in file:
@@ -84,12 +90,14 @@ class ReplicaLog:
                     self._add(row)
 
     def _add(self, row: Row) -> None:
-        late = row["kind"] == "checkpoint"  # of a save that took some steps
-        if self.rows and not late and row["step"] < self.rows[-1]["step"]:  # of a job that was started again
-            self.rows = [earlier for earlier in self.rows if earlier["step"] < row["step"]]
-        if not self.keeps_rows:
-            self.rows = [earlier for earlier in self.rows if earlier["kind"] != row["kind"]]
-        self.rows.append(row)
+        step, late = row["step"], row["kind"] == "checkpoint"  # of a save that took some steps
+        if step < self._last_step and not late:  # of a job that was started again
+            self.rows = [earlier for earlier in self.rows if earlier["step"] < step]
+            self._newest = {kind: old for kind, old in self._newest.items() if old["step"] < step}
+        self._last_step = step
+        self._newest[row["kind"]] = row
+        if self.keeps_rows:
+            self.rows.append(row)
         if row["kind"] == "step":
             self.counts.add(row)
 
@@ -99,7 +107,7 @@ class ReplicaLog:
 
     def newest(self, kind: str) -> Row:
         """Return the newest row of a kind; an empty one where there is none."""
-        return next((row for row in reversed(self.rows) if row["kind"] == kind), {})
+        return self._newest.get(kind, {})
 
     def seconds_so_far(self) -> dict[int, float]:
         """Return the seconds of training until each step that has a row, without evaluations and saves.
@@ -166,8 +174,8 @@ class RunLog:
             log.update()
 
     @property
-    def federated(self) -> bool:
-        """Whether the replicas are separate jobs."""
+    def separate_jobs(self) -> bool:
+        """Whether each replica is a job of its own."""
         federation = self.facts.get("config", {}).get("federation", {})
         return federation.get("rendezvous") is not None
 

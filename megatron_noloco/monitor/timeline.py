@@ -24,7 +24,7 @@ _GAP = (None, None)  # where a line breaks off
 
 def timeline_of(run: RunLog) -> list[Any]:
     """Return the traces, over seconds since the first local step; none for a run that is no federation."""
-    if not run.federated:
+    if not run.separate_jobs:
         return []
     present, exchanges = _Points(), _Points()
     marks = {name: _Points() for name in _MARKERS}

@@ -1,8 +1,7 @@
 """Shows the state of a run on the terminal: a table with a row per replica, and notes below it."""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from rich.console import Group
 from rich.table import Table
@@ -10,32 +9,21 @@ from rich.text import Text
 
 from megatron_noloco.job.run_folder import is_under_way
 from megatron_noloco.monitor import figures
+from megatron_noloco.monitor.numbers import TABLE, shown
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
 _LATELY_SECONDS = 300.0
 
-# Heading, name of the number in the newest row of steps, and its format. The table fits into 80 characters.
-_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("step", "step", str),
-    ("loss", "train/loss", figures.loss),
-    ("tokens/s", "speed/tokens_per_second", figures.whole),
-    ("MFU", "speed/mfu", figures.percent),
-    ("round", "round/index", str),
-    ("with", "round/partners", figures.partners),
-    ("pause ms", "round/pause_seconds", figures.milliseconds),
-    ("spread", "round/spread", figures.scientific),
-)
-
 
 def run_table(run: RunLog, now: float | None = None) -> Group:
-    """Return the state of a run. The column "age" is the time since a replica's newest row.
+    """Return the state of a run, 80 characters wide. The column "age" is the time since a replica's newest row.
 
     Args:
         now: seconds since the epoch; None: the time of the clock.
     """
     now = time.time() if now is None else now
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    headings = ["replica", *(heading for heading, *_ in _COLUMNS), "valid.", "age"]
+    headings = ["replica", "step", *(number.column for number in TABLE.values() if number.column), "age"]
     columns = zip(headings, *(_cells(log, now) for log in run.replicas), strict=True)
     shown = [column for column in columns if any(column[1:])]
     for heading, *_ in shown:
@@ -46,18 +34,20 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
-    newest = dict(log.newest("step"))
-    if newest.get("round/partners") == []:
-        newest.pop("round/spread", None)  # of a replica alone there is none
-    numbers = [figures.cell(newest, name, formatted) for _, name, formatted in _COLUMNS]
-    validation = figures.cell(log.newest("evaluation"), "validation/loss", figures.loss)
+    newest = {**log.newest("evaluation"), **log.newest("step")}
+    step = str(log.newest("step").get("step", ""))
     age = figures.duration(max(0.0, now - log.written)) if log.written else ""
-    return [log.replica, *numbers, validation, age]
+    return [
+        log.replica,
+        step,
+        *(shown(newest, number.name) for number in TABLE.values() if number.column),
+        age,
+    ]
 
 
 def _there(run: RunLog) -> list[ReplicaLog]:
     """Return the replicas that count: in a federation not those that have left, and wrote nothing lately."""
-    if not run.federated:
+    if not run.separate_jobs:
         return run.replicas
     newest = max(log.written for log in run.replicas)
     return [log for log in run.replicas if log.written >= newest - _LATELY_SECONDS]
@@ -82,11 +72,8 @@ def _totals(run: RunLog) -> Iterator[str]:
     evaluation = run.replicas[0].newest("evaluation")
     if (mean := evaluation.get("validation/mean_model_loss")) is not None:
         yield f"validation at step {evaluation['step']}: mean model {figures.loss(mean)}"
-    deadlines = [
-        f"replica {log.replica} {figures.whole(log.counts.deadline_seconds)} s"
-        for log in _there(run)
-        if log.counts.deadline_seconds is not None
-    ]
+    waits = ((log.replica, shown(log.counts.latest, "round/deadline_seconds")) for log in _there(run))
+    deadlines = [f"replica {replica} {seconds} s" for replica, seconds in waits if seconds]
     if deadlines:
         yield f"waits for a partner at most: {', '.join(deadlines)}"
     checkpoints = [log.newest("checkpoint") for log in _there(run)]
@@ -95,15 +82,14 @@ def _totals(run: RunLog) -> Iterator[str]:
 
 
 def notes(run: RunLog) -> Iterator[str]:
-    """Yield a line for each replica that had rounds without a partner, skipped steps or poisoned elements."""
+    """Yield a line for each replica that had rounds without a partner, or numbers with a note."""
     for log in run.replicas:
         counts, notes = log.counts, list[str]()
         if counts.alone:
-            why = f" ({counts.missed} missed, the last: {counts.last_missed})" if counts.missed else ""
+            last = counts.latest.get("round/missed")
+            why = f" ({counts.missed} missed, the last: {last})" if counts.missed else ""
             notes.append(f"no partner in {counts.alone} of {counts.rounds} rounds in the log{why}")
-        if counts.skipped_steps:
-            notes.append(f"{counts.skipped_steps} skipped steps")
-        if counts.poisoned_elements:
-            notes.append(f"{counts.poisoned_elements} poisoned elements")
+        sums = counts.sums
+        notes += [f"{sums[number.name]} {number.note}" for number in TABLE.values() if sums[number.name]]
         if notes:
             yield f"replica {log.replica}: {', '.join(notes)}"

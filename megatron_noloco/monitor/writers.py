@@ -12,8 +12,7 @@ from typing import Any, Protocol, TextIO, TypeGuard
 
 from megatron_noloco.files import write_text, write_whole
 from megatron_noloco.job.activity import line_of
-
-Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
+from megatron_noloco.monitor.numbers import Row
 
 METRICS = "metrics.jsonl"
 OTHERS = "others"  # below a replica's folder: rows of other jobs

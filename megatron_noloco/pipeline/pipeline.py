@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_noloco.job.activity import now
-from megatron_noloco.monitor.metrics import MEAN, SUM, TOTAL, Record, Reduction, mean, total, unrecorded
+from megatron_noloco.monitor.metrics import Record, unrecorded
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.core_versions import balancing_losses
 from megatron_noloco.pipeline.groups import Groups
@@ -127,23 +127,23 @@ class Pipeline:
         )
         waited = self.communicator.waits.take()
         if not forward_only:
-            self.record("routing/wait_seconds", waited, MEAN)
+            self.record("routing/wait_seconds", waited)
             self._record(losses, microbatches)
         return losses
 
     def _record(self, losses: list[MicrobatchLoss], microbatches: int) -> None:
         """Record bytes and losses of the pass; tensor-parallel ranks have equal losses, so one records."""
-        self.record("total/routed_bytes", self.communicator.bytes_to_others, TOTAL)
+        self.record("total/routed_bytes", self.communicator.bytes_to_others)
         balance = take_load_balancing_loss()
         if balance is not None:
             shares = self.stage.config.num_layers * microbatches * self.groups.topology.dp
-            self.record("train/load_balancing_loss", balance / shares, Reduction(mean, total))
+            self.record("train/load_balancing_loss", balance / shares)
         at = self.groups.position
         for origin, loss, _ in losses if at.tp == 0 else []:
-            self.record("train/loss", loss, MEAN)
-            self.record(f"origin/loss of {origin}", loss, MEAN)
-            self.record(f"origin/microbatches of {origin}", 1, SUM)
-            self.record("routing/share", int(origin != at.replica), MEAN)
+            self.record("train/loss", loss)
+            self.record(f"origin/loss of {origin}", loss)
+            self.record(f"origin/microbatches of {origin}", 1)
+            self.record("routing/share", int(origin != at.replica))
 
 
 def take_load_balancing_loss() -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.activity import now
-from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
+from megatron_noloco.monitor.evaluation import Evaluation, Losses
 from megatron_noloco.outer import Exchange, ExchangeReport, group_mean
 from megatron_noloco.plans.routing import Routing
 
@@ -103,15 +103,18 @@ class Evaluator:
         def blended(losses: list[float]) -> float:
             return sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
 
-        datasets = [
-            DatasetLosses(source.dataset.name, [losses[index] for losses in by_replica], mean_losses[index])
+        replicas = dict(zip(self.engine.groups.topology.numbers, by_replica, strict=True))
+        datasets = {
+            source.dataset.name: Losses(
+                {replica: losses[index] for replica, losses in replicas.items()}, mean_losses[index]
+            )
             for index, source in enumerate(self.sources)
-        ]
+        }
         return Evaluation(
-            [blended(losses) for losses in by_replica],
+            {replica: blended(losses) for replica, losses in replicas.items()},
             blended(mean_losses),
             spread,
-            datasets if len(datasets) > 1 else [],
+            datasets if len(datasets) > 1 else {},
         )
 
     def _exchanged(self, exchange: Exchange, own_numbers: list[float], number: int) -> Tensor:

@@ -23,8 +23,9 @@ from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
 from megatron_noloco.monitor.monitor import Monitor, Throughput
+from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import SAID
-from megatron_noloco.monitor.writers import METRICS, OTHERS, ReplicaFiles, Row, WandbRun, Writer, without_nan
+from megatron_noloco.monitor.writers import METRICS, OTHERS, ReplicaFiles, WandbRun, Writer, without_nan
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here

@@ -13,7 +13,6 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.monitor.metrics import LAST
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Rounds
 from megatron_noloco.outer.health import Health
@@ -97,13 +96,14 @@ class Run:
         unsaved = self.stopping.close(done, saved)
         reason, federated = self.stopping.reason if stopped else None, self.membership is not None
         self.monitor.summary(done, reason, unsaved, federated)
-        if self.monitor.diverged and dist.get_rank() == 0:
-            replicas = ", ".join(map(str, self.monitor.diverged))
+        diverged = self.monitor.evaluated.diverged if self.monitor.evaluated is not None else []
+        if diverged and dist.get_rank() == 0:
+            replicas = ", ".join(map(str, diverged))
             sys.stderr.write(
                 f"the validation loss of replica {replicas} is not finite, so the model is of no use: lower the "
                 "learning rate, and start anew or from an earlier checkpoint\n"
             )
-        return saved and not self.monitor.diverged
+        return saved and not diverged
 
     def _loop(self) -> tuple[int, bool]:
         """Run local steps; return how many are done since the beginning, and whether the run was asked to stop."""
@@ -212,7 +212,7 @@ class Run:
         reports = self.outer.after_local_step(done)
         if reports and self.membership is not None and self.membership.leading is not None:
             deadline = self.membership.leading.partners.deadline_seconds
-            self.monitor.metrics.record("round/deadline_seconds", deadline, LAST)
+            self.monitor.metrics.record("round/deadline_seconds", deadline)
         self.monitor.local_step(reports)
         if choice is not None:
             for report in reports:

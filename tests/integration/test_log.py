@@ -148,7 +148,8 @@ def diverges(rank: int, world_size: int, config: str) -> tuple[bool, list[int], 
     run.evaluator._losses = lambda: [(math.nan, 1.0)]  # type: ignore[method-assign]
     with redirect_stderr(StringIO()) as written:
         of_use = run.train()
-    return of_use, run.monitor.diverged, written.getvalue()
+    assert run.monitor.evaluated is not None
+    return of_use, run.monitor.evaluated.diverged, written.getvalue()
 
 
 def test_a_run_whose_validation_loss_is_not_finite_says_so_and_is_of_no_use(tmp_path: Path) -> None:

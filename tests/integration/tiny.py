@@ -26,7 +26,6 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.families import families_with
 from megatron_noloco.model.stage import Stage, build_stage
-from megatron_noloco.monitor.metrics import Reduction
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
@@ -171,7 +170,7 @@ class Recorded(defaultdict[str, list[float]]):
     def __init__(self) -> None:
         super().__init__(list)
 
-    def __call__(self, name: str, value: Any, reduction: Reduction, weight: float = 1.0) -> None:
+    def __call__(self, name: str, value: Any, weight: float = 1.0) -> None:
         self[name].append(float(value))
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_noloco.monitor.monitor import Evaluation
+from megatron_noloco.monitor.evaluation import Evaluation, Losses
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -121,10 +121,10 @@ def test_the_mean_model_is_the_mean_of_the_slow_weights_and_leaves_no_trace(
         replica.outer.slow_weights.copy_(vector)
     mean = slow.mean(dim=0)
     for rank, (replica, evaluation) in enumerate(zip(fleet, evaluate(fleet), strict=True)):
-        assert evaluation.replica_losses == [place * float(factors.sum()) for place in range(replicas)]
+        assert evaluation.replica_losses == {place: place * float(factors.sum()) for place in range(replicas)}
         assert evaluation.mean_model_loss == pytest.approx(float(mean @ factors), rel=1e-5, abs=1e-3)
         assert evaluation.spread == pytest.approx(float(apart.std()))
-        assert evaluation.datasets == []
+        assert evaluation.datasets == {}
         assert all(bool((part == rank).all()) for part in replica.masters)
         assert torch.equal(replica.outer.slow_weights, slow[rank])
         # The model computes with the mean, then again with its own weights.
@@ -143,7 +143,7 @@ def test_without_the_mean_model_no_weights_travel() -> None:
     evaluations = evaluate(fleet)
     assert [replica.sent for replica in fleet] == [[4], [4]], "each loss, and whether it is a number"
     for evaluation in evaluations:
-        assert evaluation.replica_losses == [0.0, 1.0]
+        assert evaluation.replica_losses == {0: 0.0, 1: 1.0}
         assert math.isnan(evaluation.mean_model_loss)
         assert math.isnan(evaluation.spread)
 
@@ -154,18 +154,18 @@ def test_a_diverged_replica_is_reported_as_such_and_spoils_no_other(replicas: in
     fleet = build(replicas, loss=lambda weights: figure if first(weights) == 1 else first(weights))
     for evaluation in evaluate(fleet):
         losses = evaluation.replica_losses
-        assert math.isnan(losses[1])
-        assert [*losses[:1], *losses[2:]] == [0.0, 2.0, 3.0][: replicas - 1]
+        assert math.isnan(losses.pop(1))
+        assert [*losses.values()] == [0.0, 2.0, 3.0][: replicas - 1]
 
 
 def test_a_blend_is_reported_by_dataset_and_in_proportion() -> None:
     for evaluation in evaluate(build(2, weights=(0.25, 0.75))):
-        assert evaluation.replica_losses == [0.75, 1.75]
+        assert evaluation.replica_losses == {0: 0.75, 1: 1.75}
         assert evaluation.mean_model_loss == 11.25
-        assert [(part.name, part.replica_losses, part.mean_model_loss) for part in evaluation.datasets] == [
-            ("dataset 0", [0.0, 1.0], 10.5),
-            ("dataset 1", [1.0, 2.0], 11.5),
-        ]
+        assert evaluation.datasets == {
+            "dataset 0": Losses({0: 0.0, 1: 1.0}, 10.5),
+            "dataset 1": Losses({0: 1.0, 1: 2.0}, 11.5),
+        }
 
 
 class Allocations(TorchDispatchMode):

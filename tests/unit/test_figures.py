@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.monitor.console import Console, RunFacts
-from megatron_noloco.monitor.figures import checkpoint_line, duration, log_line, megabytes, validation_lines
-from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
+from megatron_noloco.monitor.console import Console, RunFacts, log_lines
+from megatron_noloco.monitor.evaluation import Evaluation, Losses
+from megatron_noloco.monitor.figures import duration, megabytes
 from tests.unit.rows import ROUND, STEP
 
 PLAIN = (
@@ -49,17 +49,17 @@ SPREAD = " spread: 1.230E-03 |"
     ],
 )
 def test_the_log_line(more: dict[str, Any], text: str) -> None:
-    assert log_line(STEP | more, 200) == PLAIN + text
+    assert log_lines(STEP | more, 200, math.nan) == [PLAIN + text]
 
 
 def test_the_throughput_in_the_log_line() -> None:
     faster = {"speed/tflops_per_gpu": 412.345, "speed/mfu": 0.4169, "speed/tokens_per_second_of_all": 20745.6}
     assert (
         "| throughput per GPU (TFLOP/s/GPU): 412.3 | MFU: 41.7 % | tokens per second: 5186 (all replicas: 20746) |"
-        in log_line(STEP | faster, 200)
+        in log_lines(STEP | faster, 200, math.nan)[0]
     )
     of_a_federation = {name: value for name, value in STEP.items() if not name.endswith("_of_all")}
-    assert "| tokens per second: 5186 |" in log_line(of_a_federation, 200)
+    assert "| tokens per second: 5186 |" in log_lines(of_a_federation, 200, math.nan)[0]
 
 
 def test_sizes_and_durations() -> None:
@@ -74,7 +74,7 @@ def test_sizes_and_durations() -> None:
 
 def test_the_line_of_a_checkpoint() -> None:
     row = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
-    assert checkpoint_line(row) == " checkpoint at iteration 8 | pause (ms): 165.4 |"
+    assert log_lines(row, 200, 3.5) == [" checkpoint at iteration 8 | pause (ms): 165.4 |"]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_the_line_of_a_checkpoint() -> None:
     ],
 )
 def test_the_lines_of_an_evaluation(mean_model: float, spread: float, middle: str) -> None:
-    datasets = [DatasetLosses("a", [2.0, 4.0], math.nan), DatasetLosses("b", [1.0, 2.0], math.nan)]
-    evaluation = Evaluation([1.5, 3.0], mean_model, spread, datasets)
-    assert validation_lines({"step": 8, **evaluation.numbers(0)}, 3.5) == [
+    datasets = {"a": Losses({0: 2.0, 1: 4.0}, math.nan), "b": Losses({0: 1.0, 1: 2.0}, math.nan)}
+    evaluation = Evaluation({0: 1.5, 1: 3.0}, mean_model, spread, datasets)
+    assert log_lines({"kind": "evaluation", "step": 8, **evaluation.numbers(0)}, 200, 3.5) == [
         f" validation at iteration 8 | replicas: 1.5000 3.0000 | {middle}unigram: 3.5000 |",
         "   a | replicas: 2.0000 4.0000 |",
         "   b | replicas: 1.0000 2.0000 |",

@@ -4,8 +4,8 @@ from functools import partial
 from typing import Any
 
 from megatron_noloco.monitor import monitor
-from megatron_noloco.monitor.metrics import Reduction
-from megatron_noloco.monitor.monitor import Evaluation, Monitor, Throughput
+from megatron_noloco.monitor.evaluation import Evaluation
+from megatron_noloco.monitor.monitor import Monitor, Throughput
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.sample_order import BatchPlan
 from tests.harness import run_ranks
@@ -38,7 +38,7 @@ def train(rank: int, world_size: int) -> Rows:
         watched.local_step([RoundReport(done, exchange, 0.0, 0.5)] if partner else [])
         if done == 1:
             clock.now += 30
-            watched.evaluation(done, Evaluation([1.0, 1.0], 1.0, 0.0), 30.0)
+            watched.evaluation(done, Evaluation({0: 1.0, 1: 1.0}, 1.0, 0.0), 30.0)
         if done == 3:
             clock.now += 14
             watched.saved(done, 7.0, None)
@@ -95,9 +95,7 @@ def test_the_speed_of_a_step() -> None:
     for peak_tflops, more in ((None, {}), (400.0, {"speed/mfu": 0.5})):
         numbers: dict[str, Any] = {}
 
-        def record(
-            name: str, value: Any, _: Reduction, weight: float = 1.0, numbers: dict[str, Any] = numbers
-        ) -> None:
+        def record(name: str, value: Any, weight: float = 1.0, numbers: dict[str, Any] = numbers) -> None:
             numbers[name] = value
 
         Throughput(1000, 4, 1e14, peak_tflops).record(0.5, record)

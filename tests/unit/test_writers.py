@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
+from megatron_noloco.monitor.evaluation import Evaluation, Losses
 from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun
 from tests.unit.rows import ROUND, STEP
 
@@ -34,7 +34,7 @@ def _write_evaluations(folder: Path, start_step: int, steps: list[int], loss: fl
 def test_a_diverged_replica_leaves_json(tmp_path: Path) -> None:
     nan = math.nan
     files = ReplicaFiles(tmp_path, tensorboard=True, start_step=0)
-    evaluation = Evaluation([nan, 3.0], nan, nan, [DatasetLosses("a", [math.inf, 3.0], nan)])
+    evaluation = Evaluation({0: nan, 1: 3.0}, nan, nan, {"a": Losses({0: math.inf, 1: 3.0}, nan)})
     files.write({"kind": "evaluation", "step": 5, **evaluation.numbers(0)})
     files.close()
     (row,) = _rows(tmp_path / "metrics.jsonl")

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
-from megatron_noloco.monitor.writers import Row
 from megatron_noloco.preflight.mpi_check import find_mpirun
 from tools.gpu_check.runner import REPOSITORY
 from tools.options import command_line
