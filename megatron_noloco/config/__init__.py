@@ -7,7 +7,7 @@ from megatron_noloco.config.explain import explain
 from megatron_noloco.config.load import load_config
 from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.run_config import RunConfig
-from megatron_noloco.config.summary import describe, describe_data
+from megatron_noloco.config.summary import describe, describe_data, facts_in_words
 from megatron_noloco.config.wording import ConfigError
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "describe_data",
     "describe_rates",
     "explain",
+    "facts_in_words",
     "load_config",
 ]

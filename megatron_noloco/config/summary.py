@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -36,21 +35,35 @@ def describe_data(config: RunConfig, topology: Topology) -> list[str]:
     ]
 
 
+def facts_in_words(config: RunConfig, topology: Topology) -> dict[str, str]:
+    """Return what the run is, by label: lines of the banner, which `run.json` keeps as well."""
+    facts = {"parallel": _layout(config, topology)}
+    if topology.ensemble is not None:
+        facts["batch in total"] = _total_batch(config, topology.ensemble)
+    return facts | {
+        "method": _method(config.noloco, topology.ensemble),
+        "optimizer": _optimizer(config, None),
+        "schedule": _schedule(config.deepspeed.get("scheduler")),
+    }
+
+
 def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
     """Return the lines of the banner, each `label: what it is`.
 
     Args:
         architecture: None while the tokenizer, and so the vocabulary, is not known.
     """
+    facts = facts_in_words(config, topology) | {"optimizer": _optimizer(config, architecture)}
+    said = {label: f"{label}: {text}" for label, text in facts.items()}
     lines = [
-        f"parallel: {_layout(config, topology)}",
+        said["parallel"],
         f"batch per replica: {_replica_batch(config, topology)}",
-        *_total_batch(config, topology),
-        f"method: {_method(config.noloco, topology.ensemble)}",
+        *([said["batch in total"]] if "batch in total" in said else []),
+        said["method"],
         *_by_recipe(config, topology.ensemble),
         f"routing: {_routing(config.routing(topology))}",
-        f"optimizer: {_optimizer(config, architecture)}",
-        f"schedule: {_schedule(config.deepspeed.get('scheduler'))}",
+        said["optimizer"],
+        said["schedule"],
         *describe_rates(config),
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
@@ -101,15 +114,12 @@ def _replica_batch(config: RunConfig, topology: Topology) -> str:
     )
 
 
-def _total_batch(config: RunConfig, topology: Topology) -> Iterator[str]:
-    """Yield the line of all replicas together, where their number is known."""
-    if topology.ensemble is not None:
-        samples = topology.ensemble * config.replica_batch
-        yield (
-            f"batch in total: {count(topology.ensemble, 'replica')} x {config.replica_batch:,} = "
-            f"{count(samples, 'sample')}; x {config.model.seq_length:,} = "
-            f"{count(samples * config.model.seq_length, 'token')} per local step"
-        )
+def _total_batch(config: RunConfig, replicas: int) -> str:
+    samples = replicas * config.replica_batch
+    return (
+        f"{count(replicas, 'replica')} x {config.replica_batch:,} = {count(samples, 'sample')}; "
+        f"x {config.model.seq_length:,} = {count(samples * config.model.seq_length, 'token')} per local step"
+    )
 
 
 def _method(noloco: TrainerSettings, replicas: int | None) -> str:

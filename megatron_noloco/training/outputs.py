@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_noloco import __version__
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import same_data
-from megatron_noloco.config import RunConfig, describe
+from megatron_noloco.config import RunConfig, describe, facts_in_words
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -24,7 +24,6 @@ from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
 from megatron_noloco.monitor.monitor import Monitor, Throughput
 from megatron_noloco.monitor.numbers import Row
-from megatron_noloco.monitor.run_log import SAID
 from megatron_noloco.monitor.writers import METRICS, OTHERS, ReplicaFiles, WandbRun, Writer, without_nan
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
@@ -132,10 +131,9 @@ def _write_facts(prepared: Prepared, start_step: int) -> None:
     path = folder / "run.json"
     if start_step >= prepared.config.training.train_iters and path.exists():
         return
-    said = dict(line.split(": ", 1) for line in describe(prepared.config, prepared.topology))
     facts = {
         "version": __version__,
-        **{name: said[name] for name in SAID if name in said},
+        **facts_in_words(prepared.config, prepared.topology),
         "steps": prepared.config.training.train_iters,
         "parameters": table_of(prepared.architecture).parameter_count,
         "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
