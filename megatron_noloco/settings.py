@@ -158,11 +158,12 @@ class NolocoSettings:
         """Return the bits of a code; None for fp32."""
         return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
 
-    def codes_on_device(self, apart: bool) -> bool:
-        """Return whether an accelerator computes codes; not if replicas are `apart`: vectors of separate jobs move
-        through the host memory of a replica's first rank.
+    def codes_on_device(self, replicas: int | None) -> bool:
+        """Return whether an accelerator computes codes.
+
+        Not where replicas are separate jobs (None), whose vectors move through the host memory of the first rank.
         """
-        return self.slow_weights == "device" and self.payload_bits is not None and not apart
+        return self.slow_weights == "device" and self.payload_bits is not None and replicas is not None
 
     @property
     def first_overlap_steps(self) -> int:

@@ -87,7 +87,7 @@ def attach(
     else:
         assert federation is not None
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        topology = Topology(dp=ranks, slot=slot, federated=True)
+        topology = Topology(dp=ranks, slot=slot, separate_jobs=True)
     rank = this_rank()
     place = topology.place(rank)
     alike = asdict(settings) | {"seed": seed, "slot": topology.slot}

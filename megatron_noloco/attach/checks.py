@@ -140,7 +140,7 @@ def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> 
                     f"attach: {name} is {value!r} on rank 0 and {one.alike[name]!r} on rank {other}; it must be "
                     "the same on all ranks"
                 )
-    if not topology.federated:
+    if not topology.separate_jobs:
         _check_equal_replicas(ranks, topology.replica_size)
 
 

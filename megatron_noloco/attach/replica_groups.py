@@ -12,14 +12,14 @@ from megatron_noloco.plans.topology import Topology
 def check_reduced_over(adapter: EngineAdapter, topology: Topology, rank: int) -> None:
     """Raise UserError where gradients are not reduced over exactly the ranks of this rank's replica."""
     if adapter.reduced_over is None:
-        if not topology.federated:
+        if not topology.separate_jobs:
             raise UserError(
                 "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
             )
         return
     own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
     if sorted(adapter.reduced_over) != own:
-        remedy = adapter.remedy[topology.federated].format(replicas=topology.replicas)
+        remedy = adapter.remedy[topology.separate_jobs].format(replicas=topology.replicas)
         raise UserError(
             f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(adapter.reduced_over)}, its "
             f"replica is {own}; {remedy}"

@@ -123,7 +123,7 @@ class Manifest:
             if raw.pop("format") != FORMAT:
                 raise DamagedCheckpointError(f"{path}: written by another version of this program")
             if (slots := raw["topology"].pop("slots", None)) is not None:  # up to version 0.3
-                raw["topology"]["federated"] = slots > 0
+                raw["topology"]["separate_jobs"] = slots > 0
             return _MANIFEST.validate_python(raw)
         except FileNotFoundError as error:
             raise IncompleteError(f"{path}: {error.strerror}") from None

@@ -63,7 +63,7 @@ class Ensemble:
     def consumed_samples(self) -> int:
         """The training samples that all these replicas have consumed."""
         first = self.manifests[0]
-        if not first.topology.federated:
+        if not first.topology.separate_jobs:
             return first.consumed_samples
         return sum(self.last_stage(replica).consumed_samples for replica in self.replicas)
 

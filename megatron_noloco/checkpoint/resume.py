@@ -156,7 +156,7 @@ def describe_replicas(saved: Topology, now: Topology) -> list[str]:
         for replica in now.numbers
         if replica not in saved.numbers
     ]
-    dropped = range(0) if now.federated else range(now.replicas, saved.replicas)
+    dropped = range(0) if now.separate_jobs else range(now.replicas, saved.replicas)
     return cloned + [f"replica {replica} is dropped" for replica in dropped]
 
 

@@ -164,7 +164,7 @@ def _departures(
         if args.notice:
             raise UserError("--notice: give --preemptions as well")
         return []
-    if step is None or not plan.topology.federated:
+    if step is None or not plan.topology.separate_jobs:
         raise UserError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
     costs = (config, architecture, max(2, config.federation.start_with), step, args.preemptions)
     return [departures_of(*costs, notice) for notice in (0.0, args.notice)]
@@ -255,7 +255,7 @@ def _show_time(plan: "Plan", network: "Network | None", on_gpu: bool) -> None:
         if network is not None:
             say("", "nothing is exchanged: there is one replica")
         return
-    head = ["", "every", f"MB per {'replica' if plan.topology.federated else 'rank'}", "seconds"]
+    head = ["", "every", f"MB per {'replica' if plan.topology.separate_jobs else 'rank'}", "seconds"]
     across = any(scheme.bytes_across is not None for scheme in plan.schemes)
     head += ["MB from site to site"] * across
     head += [] if step is None else ["time lost", "< 1 % from k ="]

@@ -65,13 +65,13 @@ class ParallelConfig(Block):
         return None if self.replicas == "auto" else self.replicas * self.replica_size
 
 
-def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) -> Topology:
+def lay_out(parallel: ParallelConfig, world_size: int, separate_jobs: bool = False) -> Topology:
     """Return the topology of `world_size` ranks; raises UserError with the equation when they do not fit.
 
     Args:
-        federated: whether the job is one replica of a federation.
+        separate_jobs: whether the job is one replica of a federation.
     """
-    replicas = 1 if federated else parallel.replicas
+    replicas = 1 if separate_jobs else parallel.replicas
     one = Topology(
         1,
         parallel.pipeline_model_parallel_size,
@@ -95,7 +95,7 @@ def lay_out(parallel: ParallelConfig, world_size: int, federated: bool = False) 
     needed = replicas * size
     if needed != world_size:
         other = "" if rest else f", or set parallel.replicas to {fitting}"
-        if federated:
+        if separate_jobs:
             other = ", or change the sizes in this job's block parallel"
         raise UserError(
             f"{ranks} {'is' if world_size == 1 else 'are'} not {count(replicas, 'replica')} x "

@@ -11,13 +11,11 @@ def bytes_of_state(noloco: NolocoSettings, replicas: int | None) -> dict[str, fl
     return {"slow weights": 4.0} | {vector: 4.0 for vector, held in kept.items() if held}
 
 
-def bytes_of_rounds(
-    noloco: NolocoSettings, replicas: int | None, kept_aside: bool = False
-) -> dict[str, float]:
+def bytes_of_rounds(noloco: NolocoSettings, replicas: int | None) -> dict[str, float]:
     """Return the bytes per parameter of all rounds that are in progress at a time.
 
     Args:
-        kept_aside: whether a mean waits until it is certain, as in a federation.
+        replicas: None: they are separate jobs, where a mean waits until it is certain.
     """
     in_pairs = replicas != 1 and noloco.in_pairs_among(replicas)  # a replica alone receives nothing
     of_round = {"combined vector": 4.0}
@@ -25,11 +23,11 @@ def bytes_of_rounds(
         of_round["received vector"] = 4
     elif in_pairs and noloco.payload_bits:
         of_round |= {"quantized values": noloco.payload_bits / 4, "sketches and steps": 0.1}
-    if noloco.payload_bits and noloco.codes_on_device(kept_aside):
+    if noloco.payload_bits and noloco.codes_on_device(replicas):
         of_round["quantized values on the device"] = noloco.payload_bits / 8
     if noloco.keeps_rounding_among(replicas):
         of_round["new rounding errors"] = 4
-    if kept_aside:
+    if replicas is None:
         of_round["mean"] = 4
     if noloco.overlap_steps != 0:
         of_round["snapshot"] = 4
@@ -37,24 +35,20 @@ def bytes_of_rounds(
     return {vector: size * share for vector, size in of_round.items()}
 
 
-def on_accelerator(noloco: NolocoSettings, kept_aside: bool = False) -> set[str]:
+def on_accelerator(noloco: NolocoSettings, replicas: int | None) -> set[str]:
     """Return which of the vectors of these two functions lie in the memory of an accelerator, if there is any."""
     if noloco.slow_weights == "host":
         return set()
     vectors = {"slow weights", "outer momentum", "rounding errors", "snapshot"}
-    if noloco.codes_on_device(kept_aside):
+    if noloco.codes_on_device(replicas):
         vectors |= {"combined vector", "quantized values on the device", "new rounding errors"}
     return vectors
 
 
-def outer_state(noloco: NolocoSettings, replicas: int | None, kept_aside: bool = False) -> str:
-    """Return what `outer` keeps beside the weights, in words.
-
-    Args:
-        kept_aside: whether a mean waits until it is certain, as in a federation.
-    """
-    vectors = bytes_of_state(noloco, replicas) | bytes_of_rounds(noloco, replicas, kept_aside)
-    there = [vector for vector in vectors if vector in on_accelerator(noloco, kept_aside)]
+def outer_state(noloco: NolocoSettings, replicas: int | None) -> str:
+    """Return what `outer` keeps beside the weights, in words."""
+    vectors = bytes_of_state(noloco, replicas) | bytes_of_rounds(noloco, replicas)
+    there = [vector for vector in vectors if vector in on_accelerator(noloco, replicas)]
     in_pairs = noloco.in_pairs_among(replicas)
     at_a_time = _rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"

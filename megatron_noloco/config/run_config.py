@@ -196,11 +196,11 @@ class RunConfig:
         Args:
             slot: in a federation, the number of this job's replica.
         """
-        federated = self.federation.exists
+        separate_jobs = self.federation.exists
         try:
-            topology = parallel_block.lay_out(self.parallel, world_size, federated)
-            if federated:
-                topology = replace(topology, slot=slot, federated=True)
+            topology = parallel_block.lay_out(self.parallel, world_size, separate_jobs)
+            if separate_jobs:
+                topology = replace(topology, slot=slot, separate_jobs=True)
         except UserError as error:
             raise ConfigError(str(error)) from None
         if problems := list(self._problems_among(topology.ensemble)):

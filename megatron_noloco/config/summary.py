@@ -26,7 +26,7 @@ def describe_data(config: RunConfig, topology: Topology) -> list[str]:
     names = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
     given = {name: getattr(data, name) for name in names if getattr(data, name) is not None}
     tokens = iterations * topology.replicas * config.replica_batch * config.model.seq_length
-    whose = "of each replica" if topology.federated else "of all replicas"
+    whose = "of each replica" if topology.separate_jobs else "of all replicas"
     tokenizer = data.tokenizer_type + f", {data.tokenizer_model}" * (data.tokenizer_model is not None)
     return [
         "data: " + ", ".join(f"{name} {_setting(value)}" for name, value in given.items()),
@@ -67,7 +67,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         *describe_rates(config),
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
-    if topology.federated:
+    if topology.separate_jobs:
         lines.insert(1, f"federation: {_federation(config.federation, topology)}")
     if config.noloco.enabled:
         if config.noloco.method == "noloco" and topology.ensemble != 1:
@@ -76,7 +76,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
             lines.append(f"fragments: {_fragments(config.noloco)}")
         if topology.ensemble != 1:
             lines.append(f"overlap: {_overlap(config.noloco)}")
-        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, topology.federated)}")
+        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble)}")
     lines.append(f"checkpoints: {_checkpoints(config.checkpoint)}")
     lines += [f"old form: {line}; version 0.3 is the last that reads it" for line in config.translations]
     if architecture is not None:

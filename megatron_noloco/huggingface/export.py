@@ -131,7 +131,7 @@ def _model_card(source: ModelSource) -> str:
     model = (
         f"the mean of {saved} replicas' slow weights"
         if len(source.replicas) > 1
-        else f"replica {source.replicas[0]}" + ("" if topology.federated else f" of {topology.replicas}")
+        else f"replica {source.replicas[0]}" + ("" if topology.separate_jobs else f" of {topology.replicas}")
     )
     notes = [
         f"local steps: {manifest.step}",

@@ -104,14 +104,14 @@ class Monitor:
             for report in reports:
                 self._round(report)
 
-    def averaged(self, reports: Sequence[ExchangeReport], seconds: float, federated: bool) -> None:
+    def averaged(self, reports: Sequence[ExchangeReport], seconds: float, separate_jobs: bool) -> None:
         """Record the exchanges after the last round that made all replicas equal.
 
         Args:
             seconds: of all, and of waiting for the last jobs of a federation, which is no training.
-            federated: whether the replicas are separate jobs, of which some may not be in the mean.
+            separate_jobs: whether the replicas are separate jobs, of which some may not be in the mean.
         """
-        for report in reports if federated else ():
+        for report in reports if separate_jobs else ():
             replicas = f"replica{'s' * (len(report.group) > 1)} {', '.join(map(str, report.group))}"
             self.say(f" final average of {replicas} |" + f" {report.missed} |" * bool(report.missed))
         in_exchanges = sum(report.seconds for report in reports)
@@ -227,7 +227,7 @@ class Monitor:
             self._uncommitted = {later: pause for later, pause in self._uncommitted.items() if later > step}
         return not self._uncommitted
 
-    def summary(self, done: int, stopped_by: str | None, unsaved: int, federated: bool) -> None:
+    def summary(self, done: int, stopped_by: str | None, unsaved: int, separate_jobs: bool) -> None:
         """Show the closing table; in a federation also how many rounds had a partner.
 
         Args:
@@ -237,7 +237,7 @@ class Monitor:
         if self.console is not None:
             failed = f"{unsaved} of {dist.get_world_size()} ranks" if unsaved else None
             self.console.summary(done, stopped_by, failed, self.evaluated)
-            if federated and self._rounds:
+            if separate_jobs and self._rounds:
                 alone = "" if self._rounds_met else ": it trained alone"
                 self.say(f"{self._rounds_met} of this job's {self._rounds} rounds had a partner{alone}")
 

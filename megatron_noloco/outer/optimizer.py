@@ -42,7 +42,7 @@ def rounds_from_lists(lists: Mapping[str, list[Any]]) -> dict[str, Tensor]:
     }
 
 
-class Apart(Protocol):
+class SeparateJobs(Protocol):
     """Replicas that are separate jobs (`federation.rounds.Replica`)."""
 
     def fragments(self) -> Sequence[Fragment]:
@@ -60,14 +60,14 @@ class OuterOptimizer:
     Args:
         weights: the fast weights, read and overwritten in each round. Their present values become the first slow
             weights.
-        transport: carries the exchanges; None on a rank of a replica `apart` that does not lead.
+        transport: carries the exchanges; None where replicas are separate jobs.
         place: of this rank.
         settings: the same on all ranks.
         seed: of the groups; the same on all ranks.
-        apart: where replicas are separate jobs, what makes their exchanges; None: all replicas are in this job.
+        separate_jobs: makes the exchanges between separate jobs; None: all replicas are in this job.
 
     Attributes:
-        grouping: the groups of each round; None in a federation, where `apart` chooses partners.
+        grouping: the groups of each round; None in a federation, where `separate_jobs` chooses partners.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         rounding: r, likewise, what codes of the last rounds left out (`payload`); None where nothing is kept.
@@ -85,7 +85,7 @@ class OuterOptimizer:
         place: Place,
         settings: NolocoSettings,
         seed: int = 0,
-        apart: "Apart | None" = None,
+        separate_jobs: SeparateJobs | None = None,
     ) -> None:
         self.weights = weights
         self.transport = transport
@@ -93,11 +93,13 @@ class OuterOptimizer:
         self._seed = seed
         self.grouping = None if place.replicas is None else grouping_of(settings, place.replicas, seed)
         self.settings = settings
-        self._apart = apart
+        self._separate_jobs = separate_jobs
         self.local_steps = settings.local_steps
         self.overlap_steps = settings.first_overlap_steps
         self._fragments = (
-            cut(weights.length, weights.copied(), settings.fragments) if apart is None else apart.fragments()
+            cut(weights.length, weights.copied(), settings.fragments)
+            if separate_jobs is None
+            else separate_jobs.fragments()
         )
         self._longest = max(fragment.length for fragment in self._fragments)
         self._vectors = OuterVectors(weights, settings, settings.keeps_rounding_among(place.replicas))
@@ -237,8 +239,8 @@ class OuterOptimizer:
     def state(self, wait: bool = True) -> dict[str, Tensor]:
         """Return what a resume needs of the outer optimizer, after waiting for the exchanges under way.
 
-        Without `wait`, which needs `apart`, rounds whose exchange is under way are left out, as if they were
-        skipped.
+        Without `wait`, which is for separate jobs only, rounds whose exchange is under way are left out, as if
+        they were skipped.
 
         Live tensors "slow_weights", unless alpha = 0 "outer_momentum", and "rounding" if that is kept. While
         rounds are not merged, also "correction" (phi - theta_s where it is to be merged, else zero),
@@ -349,9 +351,11 @@ class OuterOptimizer:
         in_pairs = self.settings.in_pairs_among(self.place.replicas)
         stretch = max(1, self._longest) if in_pairs else STRETCH
         exchange: AnyExchange = (
-            self._exchange(Channel.ROUNDS, stretch) if self._apart is None else self._apart.exchange()
+            self._exchange(Channel.ROUNDS, stretch)
+            if self._separate_jobs is None
+            else self._separate_jobs.exchange()
         )
-        coded = self.settings.codes_on_device(apart=self._apart is not None)
+        coded = self.settings.codes_on_device(self.place.replicas)
         return Round(self._vectors, exchange, self._longest, self._vectors.home if coded else HOST)
 
     def _exchange(self, channel: int, stretch: int) -> Exchange:

@@ -69,7 +69,7 @@ class Topology:
         vpp: model chunks per stage (Megatron's interleaved schedule); these need no further ranks.
         sequence_parallel: whether activations are split over the tensor-parallel ranks outside attention and MLP.
         slot: the number of the first replica; in a federation, of the only one of this job.
-        federated: whether other jobs have the other replicas; False: this job has all replicas.
+        separate_jobs: whether other jobs have the other replicas; False: this job has all replicas.
         ep: consecutive data-parallel ranks that divide the experts of each layer among them; a divisor of dp.
     """
 
@@ -80,7 +80,7 @@ class Topology:
     vpp: int = 1
     sequence_parallel: bool = False
     slot: int = 0
-    federated: bool = False
+    separate_jobs: bool = False
     ep: int = 1
 
     def __post_init__(self) -> None:
@@ -89,13 +89,13 @@ class Topology:
                 raise UserError(f"{name} must be at least 1, not {size}")
         if self.dp % self.ep:
             raise UserError(f"dp {self.dp} does not divide into groups of ep {self.ep}")
-        if self.federated and not (self.replicas == 1 and self.slot >= 0):
+        if self.separate_jobs and not (self.replicas == 1 and self.slot >= 0):
             raise UserError(f"slot {self.slot} must be that of one replica, from 0")
 
     @property
     def ensemble(self) -> int | None:
         """Replicas of all jobs together; None in a federation, where their number changes."""
-        return None if self.federated else self.replicas
+        return None if self.separate_jobs else self.replicas
 
     @property
     def numbers(self) -> range:

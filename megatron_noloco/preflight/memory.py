@@ -174,10 +174,9 @@ def memory_of(
     nccl = _nccl(topology, routed, shares_embedding, stage)
     if not config.noloco.enabled:
         return Memory(device, {}, nccl)
-    apart = topology.federated
     state = bytes_of_state(config.noloco, topology.ensemble)
-    rounds = bytes_of_rounds(config.noloco, topology.ensemble, kept_aside=apart)
-    there = on_accelerator(config.noloco, apart)
+    rounds = bytes_of_rounds(config.noloco, topology.ensemble)
+    there = on_accelerator(config.noloco, topology.ensemble)
 
     def parts(on_device: bool) -> dict[str, int]:
         sizes = {

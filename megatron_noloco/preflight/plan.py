@@ -194,7 +194,7 @@ def plan_of(
     stage, held, memory = fullest_stage(config, architecture, topology)
     largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
     gathered = 0
-    if topology.federated:  # one rank of a replica exchanges for all
+    if topology.separate_jobs:  # one rank of a replica exchanges for all
         whole = table_of(architecture).exported_count
         gathered = _FP32 * max(0, whole - largest.owned) if topology.replica_size > 1 else 0
         largest = replace(largest, owned=whole, copied=0)
@@ -212,29 +212,25 @@ def plan_of(
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
     computed, crosses = 0.0, (0, 0)
     if config.noloco.enabled:
-        computed = core_seconds(config.noloco, largest.owned, topology.ensemble, topology.federated)
-        crosses = bus_bytes(config.noloco, held.owned, topology.ensemble, topology.federated)
+        computed = core_seconds(config.noloco, largest.owned, topology.ensemble)
+        crosses = bus_bytes(config.noloco, held.owned, topology.ensemble)
     return Plan(
         topology, stage, held, memory, step_seconds, found, sent, seconds, computed, crosses, gathered
     )
 
 
-def core_seconds(noloco: NolocoSettings, weights: int, replicas: int | None, apart: bool) -> float:
-    """Return the seconds of one core in which a rank computes its part of a round of all its weights.
-
-    Args:
-        apart: whether replicas are separate jobs.
-    """
+def core_seconds(noloco: NolocoSettings, weights: int, replicas: int | None) -> float:
+    """Return the seconds of one core in which a rank computes its part of a round of all its weights."""
     in_pairs, in_groups = _CORE_SECONDS[noloco.payload]
-    if noloco.codes_on_device(apart):
+    if noloco.codes_on_device(replicas):
         in_pairs = in_groups = _CORE_SECONDS_OF_STEPS
     return weights / 1e9 * (in_pairs if noloco.in_pairs_among(replicas) else in_groups)
 
 
-def bus_bytes(noloco: NolocoSettings, weights: int, replicas: int | None, apart: bool) -> tuple[int, int]:
+def bus_bytes(noloco: NolocoSettings, weights: int, replicas: int | None) -> tuple[int, int]:
     """Return the bytes that a round of all weights of a rank moves from a GPU to the host, and to the GPU."""
     bits = noloco.payload_bits
-    if bits is None or not noloco.codes_on_device(apart):
+    if bits is None or not noloco.codes_on_device(replicas):
         return _FP32 * weights, _FP32 * weights
     codes, elements = message_bytes(weights, bits), blocks_in(weights) * BLOCK
     to_host, to_gpu = [], []
@@ -307,7 +303,7 @@ def schemes(
         scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
         scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap_steps="auto")),
     ]
-    if not topology.federated:
+    if not topology.separate_jobs:
         if number > 8:
             advised = recommended(number)
             name = f"NoLoCo in groups of {advised['group_size']}, {advised['payload']}"
@@ -332,7 +328,7 @@ def scheme_of(
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
     sizes, coded = noloco.group_sizes_among(topology.ensemble), noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
-    if topology.federated:  # separate jobs ask for messages, and say that they have them
+    if topology.separate_jobs:  # separate jobs ask for messages, and say that they have them
         trips += 3 + 3 * coded
     parts = noloco.fragments  # each of which is exchanged by itself
     pause = math.inf if step_seconds is None else noloco.local_steps / parts * step_seconds

@@ -9,12 +9,12 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job import agreement
 from megatron_noloco.outer import (
-    Apart,
     ExchangeReport,
     NoRounds,
     OuterOptimizer,
     RoundReport,
     Rounds,
+    SeparateJobs,
     Weights,
 )
 from megatron_noloco.plans.fragments import fewest_steps
@@ -29,16 +29,20 @@ In a federation it returns no reports where the job was asked to stop while it w
 
 
 def build_outer(
-    config: RunConfig, weights: Weights, transport: Transport | None, place: Place, apart: Apart | None = None
+    config: RunConfig,
+    weights: Weights,
+    transport: Transport | None,
+    place: Place,
+    separate_jobs: SeparateJobs | None = None,
 ) -> Rounds:
     """Return the outer optimizer of this rank, or `NoRounds` where `noloco.enabled` is false.
 
     Args:
-        apart: see `OuterOptimizer`.
+        separate_jobs: see `OuterOptimizer`.
     """
     if not config.noloco.enabled:
         return NoRounds(weights)
-    return OuterOptimizer(weights, transport, place, config.noloco, config.training.seed, apart)
+    return OuterOptimizer(weights, transport, place, config.noloco, config.training.seed, separate_jobs)
 
 
 def build_final_average(

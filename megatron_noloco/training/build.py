@@ -68,7 +68,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     if start.saved is not None:
         restore(start.saved, engine, outer, checkpointer.settings)
 
-    slot = topology.slot if topology.federated else None
+    slot = topology.slot if topology.separate_jobs else None
     order = prepared.datasets.order(config.training.seed, slot)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)

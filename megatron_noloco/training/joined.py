@@ -100,7 +100,7 @@ def join_job(prepared: Prepared) -> Joined:
     save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
     stopping = Stopping(limit_minutes, output_dir, old_stop_request, save_seconds)
     transport: Transport | None = None
-    if topology.federated:
+    if topology.separate_jobs:
         steps, place = config.training.train_iters, Place(topology.slot, None)
         digest = of_rank_0(first_weights(config, prepared.architecture) if dist.get_rank() == 0 else None)
         alike = with_first_weights(prepared.alike, digest)
@@ -228,7 +228,7 @@ def checkpoint_settings(
 ) -> CheckpointSettings:
     """Return what the run wants of its checkpoints; a job of a federation keeps them in its replica's folder."""
     checkpoint, training = config.checkpoint, config.training
-    of_job = training.folder_of(topology.slot) if topology.federated else Path(training.output_dir)
+    of_job = training.folder_of(topology.slot) if topology.separate_jobs else Path(training.output_dir)
     return CheckpointSettings(
         folder=of_job / "checkpoints",
         run=config.to_dict(),

@@ -94,8 +94,8 @@ class Run:
             self.membership.leave()
         saved = not self.checkpointer.last_save_failed
         unsaved = self.stopping.close(done, saved)
-        reason, federated = self.stopping.reason if stopped else None, self.membership is not None
-        self.monitor.summary(done, reason, unsaved, federated)
+        reason, separate_jobs = self.stopping.reason if stopped else None, self.membership is not None
+        self.monitor.summary(done, reason, unsaved, separate_jobs)
         diverged = self.monitor.evaluated.diverged if self.monitor.evaluated is not None else []
         if diverged and dist.get_rank() == 0:
             replicas = ", ".join(map(str, diverged))
@@ -165,7 +165,7 @@ class Run:
                     self._leave(done)
                     return False
                 seconds = time.perf_counter() - started
-                self.monitor.averaged(reports, seconds, federated=self.membership is not None)
+                self.monitor.averaged(reports, seconds, separate_jobs=self.membership is not None)
         if before < done or any(len(report.group) > 1 for report in reports):
             return self._after_round(before, done)
         return True

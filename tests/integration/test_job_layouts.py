@@ -37,7 +37,7 @@ Rank = tuple[StartReport, Tensor]  # and its weights
 def of_rank(adapter: EngineAdapter) -> Rank:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    report = start_report(adapter, Topology(dp=ranks, federated=True), rank, {}, None, "")
+    report = start_report(adapter, Topology(dp=ranks, separate_jobs=True), rank, {}, None, "")
     assert not report.problem
     return report, adapter.weights.read()
 

@@ -114,7 +114,7 @@ def test_codes_cross_the_bus_if_slow_weights_are_on_the_device(payload: str) -> 
         )
     assert set(host.crossed.values()) == {4 * length}
     settings = NolocoSettings(**PAPER | {"local_steps": 1, "payload": payload, "slow_weights": "device"})
-    for way, planned in zip(("host", "device"), bus_bytes(settings, length, 2, apart=False), strict=True):
+    for way, planned in zip(("host", "device"), bus_bytes(settings, length, 2), strict=True):
         again = 4 * device.report.resent_elements
         assert planned - 16 * BLOCKS <= device.crossed[way] < 1.1 * planned + 4 * BLOCK + again
     assert sum(host.waits.values()) == -(-length // AT_ONCE) + 1, (

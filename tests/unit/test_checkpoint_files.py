@@ -293,7 +293,7 @@ def test_a_place_without_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
 
 def job(slot: int) -> Topology:
     """One replica of a federation."""
-    return Topology(slot=slot, federated=True)
+    return Topology(slot=slot, separate_jobs=True)
 
 
 def write_federation(output_dir: Path, steps: dict[int, tuple[int, ...]], pp: int = 2) -> list[Path]:

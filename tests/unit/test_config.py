@@ -415,7 +415,7 @@ def test_betas_are_given_to_torch_as_floats() -> None:
 def test_a_job_of_a_federation_is_one_replica() -> None:
     run = RunConfig.from_dict(edited(FEDERATION))
     topology = run.topology(2, slot=3)
-    assert topology == Topology(pp=2, slot=3, federated=True)
+    assert topology == Topology(pp=2, slot=3, separate_jobs=True)
     assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
     assert topology.place(1) == Place(replica=3, replicas=None, rank=7, ranks_per_replica=2)
     assert topology.ensemble is None

@@ -58,7 +58,7 @@ def test_the_configurations_of_several_machines_are_valid() -> None:
     both = RunConfig.from_dict(large | parallel).topology(32, slot=0)
     del parallel["parallel"]["replicas"]
     one = RunConfig.from_dict(large | federation | parallel).topology(8, slot=3)
-    assert (both.replicas, one.replicas, one.federated) == (4, 1, True)
+    assert (both.replicas, one.replicas, one.separate_jobs) == (4, 1, True)
     assert both.replica_size == one.replica_size == 8
 
 

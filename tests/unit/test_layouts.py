@@ -172,7 +172,7 @@ def test_a_mean_over_the_folders_of_several_jobs_is_that_of_one_job(
     one = Layout(Topology(2, pp=2, dp=2), 32, 2, tied=False)
     layouts = one.topology, replace(one.topology, **second)
     jobs = [
-        replace(one, topology=replace(topology, replicas=1, slot=slot, federated=True))
+        replace(one, topology=replace(topology, replicas=1, slot=slot, separate_jobs=True))
         for slot, topology in enumerate(layouts)
     ]
     readers = [CheckpointReader(write(tmp_path, one))]

@@ -273,7 +273,7 @@ class TestTopology:
         [
             (lambda: Topology(dp=0), "dp must be at least 1, not 0"),
             (lambda: Topology(dp=3, ep=2), "dp 3 does not divide into groups of ep 2"),
-            (lambda: Topology(slot=-1, federated=True), "slot -1"),
+            (lambda: Topology(slot=-1, separate_jobs=True), "slot -1"),
             (lambda: Place(4, 4), "replica 4 must be at least 0 and at most replicas - 1 = 3"),
             (lambda: Place(0, 2, rank=3, ranks_per_replica=2), "rank 3 is not in replica 0 of 2 ranks each"),
             (lambda: Topology(replicas=4).position(4), "rank 4 is outside a world of 4"),

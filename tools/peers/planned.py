@@ -88,7 +88,9 @@ def measure(environment: Environment, folder: Path, point: Point) -> dict[str, A
             overlap_steps=point.overlap,
         ),
         RankParameters(0, weights, weights, 0, 0, True),
-        Topology(1, 1, 1, 1, federated=True) if point.way == "noloco" else Topology(point.replicas, 1, 1, 1),
+        Topology(1, 1, 1, 1, separate_jobs=True)
+        if point.way == "noloco"
+        else Topology(point.replicas, 1, 1, 1),
         Network(link.rate / 8, link.delay, 1),
         STEP_SECONDS,
     )
