@@ -8,22 +8,10 @@ import json
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 import annotated_types
 import numpy as np
-import pydantic.dataclasses
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -34,13 +22,13 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 
 from megatron_noloco.errors import UserError
 
 Path = tuple[str, ...]
-_Class = TypeVar("_Class")
 _NEAR = 0.8  # of difflib: that of a misspelling, and of no key of DeepSpeed that does nothing here
 
 
@@ -82,44 +70,57 @@ def refusing(**reasons: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def settings_class(cls: type[_Class]) -> type[_Class]:
-    """Make a frozen dataclass of a class of fields. All its arguments are keywords.
+class Settings(BaseModel):
+    """A block of settings: frozen, and checked when it is made; all arguments are keywords.
 
-    The class raises UserError, with a line for each problem, for a value of another type or out of its bounds,
-    and for what its `__post_init__` raises. Numbers of numpy become those of Python, as JSON needs them.
+    A rule between the fields of a block is a validator that yields what is wrong, in lines which begin with the
+    name of a field; see `rules`. Raises UserError, with a line for each problem. Numbers of numpy become those of
+    Python, as JSON needs them.
     """
-    config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    made: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)
-    checked = made.__init__
 
-    def __init__(self: Any, **given: Any) -> None:
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, /, **given: Any) -> None:
         given = {name: v.item() if isinstance(v, np.generic) else v for name, v in given.items()}
         try:
-            checked(self, **given)
+            super().__init__(**given)
         except ValidationError as error:
-            raise UserError("\n".join(problems_of(error, made, (made.__name__,)))) from None
+            raise UserError("\n".join(self._problems_of(error, given))) from None
 
-    made.__init__ = __init__
-    return made
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # so inside another block pydantic's is used
+
+    @classmethod
+    def _problems_of(cls, error: ValidationError, given: dict[str, Any]) -> list[str]:
+        return problems_of(error, cls, (cls.__name__,))
+
+    @model_validator(mode="after")
+    def _keeps_the_rules(self) -> Self:
+        if problems := list(self.rules()):
+            raise UserError("\n".join(problems))
+        return self
+
+    def rules(self) -> Iterator[str]:
+        """Yield what is wrong between the fields, each line with the name of a field at its beginning."""
+        yield from ()
+
+    def replace(self, **changes: Any) -> Self:
+        """Return these settings with others in place of some, checked anew. Raises UserError.
+
+        A field that was left out stays so: a rule or a recipe may give it another value.
+        """
+        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
 
 
 def dotted(path: Iterable[str]) -> str:
     return ".".join(path)
 
 
-def fields_in(block: type) -> dict[str, FieldInfo]:
-    """Return the definitions of the fields of a block, or of a class of settings."""
-    found: dict[str, FieldInfo] = getattr(block, "model_fields", None) or vars(block)["__pydantic_fields__"]
-    return found
-
-
-def fields_of(block: type, path: Path = ()) -> Iterator[tuple[str, FieldInfo]]:
+def fields_of(block: type[BaseModel], path: Path = ()) -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the definition of every field of a block, inner blocks included."""
-    for name, definition in fields_in(block).items():
-        inner = _inner_block(definition)
-        if inner is not None:
-            yield from fields_of(inner, (*path, name))
+    for name, definition in block.model_fields.items():
+        inner = _inner_blocks(definition)
+        if len(inner) == 1:
+            yield from fields_of(inner[0], (*path, name))
         else:
             yield dotted((*path, name)), definition
 
@@ -151,7 +152,7 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_expected(option, metadata) for option in get_args(annotation))
     if _is_block(annotation):
-        definitions = fields_in(annotation)
+        definitions = annotation.model_fields
         required = [name for name, entry in definitions.items() if entry.is_required()]
         names = required or list(definitions)
         return "an object with " + (", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])}, ...")
@@ -180,56 +181,62 @@ def _bound(entry: Any) -> str:
     )
 
 
-def unknown_field(path: Path, known: Iterable[str]) -> str:
-    """Return the line for a key that is not among the `known` keys of its block, with the nearest of them."""
-    meant = nearest(path, known)
-    return f"{dotted(path)} is not a known key; " + (f"did you mean {meant}?" if meant else "leave it out")
+Hint = Callable[[Path, Iterable[str]], str]
+"""Returns what is probably meant by an unknown name, of a key with its path, among known names; "": unknown."""
 
 
 def nearest(path: Path, known: Iterable[str]) -> str:
-    """Return the key in `known` that is nearest to the last name of a path, with the path; "" if none is."""
+    """Return the question for the known name that is nearest to the last one of a path; "" if none is."""
     spellings = {key.lower(): key for key in known}
     near = difflib.get_close_matches(path[-1].lower(), spellings, n=1, cutoff=_NEAR)
-    return dotted((*path[:-1], spellings[near[0]])) if near else ""
+    return f"did you mean {dotted((*path[:-1], spellings[near[0]]))}?" if near else ""
 
 
 def problems_of(
     error: ValidationError,
-    block: type,
+    block: type[BaseModel],
     path: Path = (),
-    unknown: Callable[[Path, Iterable[str]], str] = unknown_field,
+    hint: Hint = nearest,
 ) -> list[str]:
     """Return pydantic's errors as our lines, which begin with the field; a union gives one line, not one a branch.
 
     Args:
         block: what was checked.
         path: its place in the file.
-        unknown: returns the line for a key that is not in its block.
+        hint: says what is meant by a key that is not in its block.
     """
     entries = error.errors(include_url=False)
-    return list(dict.fromkeys(line for entry in entries for line in _lines(entry, block, path, unknown)))
+    return list(dict.fromkeys(line for entry in entries for line in _lines(entry, block, path, hint)))
 
 
-def _lines(
-    entry: Any, block: type, path: Path, unknown: Callable[[Path, Iterable[str]], str]
-) -> Iterator[str]:
-    owner: type | None = block
+def _lines(entry: Any, block: type[BaseModel], path: Path, hint: Hint) -> Iterator[str]:
+    owners: list[type[BaseModel]] = [block]  # several: blocks of which the next name is the type
     definition = None
     for name in map(str, entry["loc"]):
-        definitions = fields_in(owner) if owner is not None else {}
+        if len(owners) > 1:
+            owners = [owner for owner in owners if name in get_args(owner.model_fields["type"].annotation)]
+            continue
+        definitions = owners[0].model_fields if owners else {}
         if name not in definitions:
-            if entry["type"] in ("extra_forbidden", "unexpected_keyword_argument") and owner is not None:
-                yield unknown((*path, name), definitions)
+            if entry["type"] == "extra_forbidden" and owners:
+                path = (*path, name)
+                yield f"{dotted(path)} is not a known key; {hint(path, definitions) or 'leave it out'}"
                 return
             break  # the branch of a union: the field is what the user knows
         definition, path = definitions[name], (*path, name)
-        owner = _inner_block(definition)
-    if entry["type"] in ("value_error", "assertion_error"):
-        mark = ": " if owner is None else "."  # of a field, or between fields
+        owners = _inner_blocks(definition)
+    if entry["type"] == "value_error":
+        mark = "" if not path else "." if owners else ": "  # between fields, or of a field
         yield from (f"{dotted(path)}{mark}{line}" for line in str(entry["ctx"]["error"]).splitlines())
-        return
-    assert definition is not None  # `block` is checked against objects only
-    yield f"{dotted(path)}{_wrong(entry, definition)}"
+    elif entry["type"] == "union_tag_invalid":
+        types = [kind for owner in owners for kind in get_args(owner.model_fields["type"].annotation)]
+        meant = hint((tag := entry["ctx"]["tag"],), types) or f"known are {', '.join(types)}"
+        yield f"{dotted(path)}.type: {shown(tag)} is not a known {path[-1]}; {meant}"
+    elif entry["type"] == "union_tag_not_found":
+        yield from _lines({**entry, "type": "missing", "loc": ("type",)}, owners[0], path, hint)
+    else:
+        assert definition is not None  # `block` is checked against objects only
+        yield f"{dotted(path)}{_wrong(entry, definition)}"
 
 
 def _wrong(entry: Any, definition: FieldInfo) -> str:
@@ -243,11 +250,17 @@ def _wrong(entry: Any, definition: FieldInfo) -> str:
 
 
 def _is_block(annotation: Any) -> bool:
-    is_class = isinstance(annotation, type)
-    return is_class and (issubclass(annotation, BaseModel) or is_dataclass(annotation))
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _inner_block(definition: FieldInfo) -> type | None:
-    """Return the block of a field that holds one, which may be optional."""
-    annotations = (definition.annotation, *get_args(definition.annotation))
-    return next((annotation for annotation in annotations if _is_block(annotation)), None)
+def _inner_blocks(definition: FieldInfo) -> list[type[BaseModel]]:
+    """Return the blocks that a field may hold: of several, "type" says which."""
+
+    def found(annotation: Any) -> Iterator[type[BaseModel]]:
+        if _is_block(annotation):
+            yield annotation
+        elif get_origin(annotation) in (Annotated, Union, types.UnionType):
+            for inner in get_args(annotation):
+                yield from found(inner)
+
+    return [*found(definition.annotation)]

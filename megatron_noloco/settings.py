@@ -8,10 +8,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import (
@@ -20,10 +19,9 @@ from megatron_noloco.fields import (
     FilePath,
     NonNegative,
     Positive,
+    Settings,
     Size,
     field,
-    refusing,
-    settings_class,
     shown,
 )
 from megatron_noloco.plans.grouping import Cycle, Grouping, Sites, prime_factors
@@ -51,11 +49,6 @@ PAPER: Mapping[str, Any] = {
 _K = "k: steps of the inner optimizer between two rounds."
 _PAPER = ", ".join(f"{name} {value}" for name, value in PAPER.items())
 _OWN = ("deadline_seconds", "slow_weights", "overlap_steps")  # may differ between the jobs of a federation
-_ROUNDED = (
-    "rounds the weights themselves, so that its error grows with |weights| / |outer gradient|: at 300 it is {} of "
-    'the pull; "int8" takes half the bytes and has 3 % at any'  # tools/bench_payload.py
-)
-_NO_HALF = refusing(fp16=_ROUNDED.format("6 %"), bf16=_ROUNDED.format("50 %"))
 
 
 def _short(name: str) -> str:
@@ -67,11 +60,9 @@ def _short(name: str) -> str:
 
 
 SiteName = Annotated[StrictStr, AfterValidator(_short)]
-_NO_STEP = refusing(step='is no longer a value; with local_steps 1 "round" is the same')
 
 
-@settings_class
-class NolocoSettings:
+class NolocoSettings(Settings):
     """Settings of the method, in `OuterOptimizer`, in `attach` and in the trainer.
 
     Raises UserError for a value of another type or out of its bounds, and for values that exclude each other.
@@ -122,7 +113,7 @@ class NolocoSettings:
     deadline_seconds: AboveZero = field(
         600.0, "Seconds that a replica waits for its group before the round counts as failed."
     )
-    payload: Annotated[Literal["fp32", "int8", "int4"], _NO_HALF] = field(
+    payload: Literal["fp32", "int8", "int4"] = field(
         "int8",
         "Form in which an exchange sends each weight: fp32, or the difference to the partner quantized to "
         "integers. docs/exchange.md has bytes and errors.",
@@ -144,9 +135,23 @@ class NolocoSettings:
         "the exchanges of the first rounds, in which training waits.",
     )
 
-    def __post_init__(self) -> None:
-        if problems := list(method_problems(self)):
-            raise UserError("\n".join(problems))
+    def rules(self) -> Iterator[str]:
+        """Yield which settings exclude each other, whatever the number of replicas."""
+        local_steps = f"local_steps {self.local_steps}"
+        if self.fragments > self.local_steps:
+            yield (
+                f"fragments {self.fragments} is more than {local_steps}: each fragment has its round at a local "
+                "step of its own; lower it"
+            )
+        if self.longest_overlap_steps > self.local_steps:
+            yield (
+                f"overlap_steps {self.overlap_steps} is more than {local_steps}: a round is merged before the "
+                "next one begins; lower it"
+            )
+        if self.outer_nesterov and not self.outer_momentum:
+            yield "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
+        if self.sites is not None and self.pairing == "random" and self.method == "noloco":
+            yield 'sites: groups inside and across them are those of pairing "cycle", not "random"; change pairing'
 
     @property
     def gamma(self) -> float:
@@ -246,7 +251,6 @@ class NolocoSettings:
         return keeps_rounding(self.payload_bits, max(self.group_sizes_among(replicas)))
 
 
-@settings_class
 class TrainerSettings(NolocoSettings):
     """The method, as the JSON block `noloco` of the trainer: rounds between replicas, and routing."""
 
@@ -276,11 +280,23 @@ class TrainerSettings(NolocoSettings):
     transport: Literal["auto", "mpi", "torch"] = field(
         "auto", 'Library that carries exchanges; "auto" is MPI if the job was started by mpirun.'
     )
-    routing: Annotated[Literal["off", "round", "microbatch"], _NO_STEP] = field(
+    routing: Literal["off", "round", "microbatch"] = field(
         "off",
         "Whether microbatches pass through pipeline stages of other replicas, on routes that are drawn anew for "
         'each "round" or "microbatch".',
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_choices(cls, given: Any) -> Any:
+        """Return the values of the recipe that is named, and of local_steps "auto"."""
+        if not isinstance(given, dict):
+            return given
+        if given.get("recipe") == "paper":
+            given = {**PAPER, **given}
+        if given.get("local_steps") == "auto":
+            given = {"most_waiting": 0.1, **given, "local_steps": 1}
+        return given
 
     @property
     def active_method(self) -> Literal["noloco", "diloco", "none"]:
@@ -291,8 +307,7 @@ class TrainerSettings(NolocoSettings):
         return super().group_size_among(replicas) if self.enabled else 1
 
 
-@settings_class
-class FederationSettings:
+class FederationSettings(Settings):
     """Replicas as separate jobs, and how they find each other: the JSON block `federation`.
 
     Each job has its own. Raises UserError as `NolocoSettings` does.
@@ -363,25 +378,6 @@ class FederationSettings:
 
 
 _Settings = TypeVar("_Settings", bound=NolocoSettings)
-
-
-def method_problems(noloco: NolocoSettings) -> Iterator[str]:
-    """Yield which settings of the method exclude each other, whatever the number of replicas."""
-    local_steps = f"local_steps {noloco.local_steps}"
-    if noloco.fragments > noloco.local_steps:
-        yield (
-            f"fragments {noloco.fragments} is more than {local_steps}: each fragment has its round at a local "
-            "step of its own; lower it"
-        )
-    if noloco.longest_overlap_steps > noloco.local_steps:
-        yield (
-            f"overlap_steps {noloco.overlap_steps} is more than {local_steps}: a round is merged before the next "
-            "one begins; lower it"
-        )
-    if noloco.outer_nesterov and not noloco.outer_momentum:
-        yield "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
-    if noloco.sites is not None and noloco.pairing == "random" and noloco.method == "noloco":
-        yield 'sites: groups inside and across them are those of pairing "cycle", not "random"; change pairing'
 
 
 def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
@@ -488,7 +484,7 @@ def _stable_setting(noloco: NolocoSettings, replicas: int | None) -> str:
     """Name the nearest stable setting, to two digits: less momentum if that suffices, else another gamma."""
 
     def stable_with(**changes: Any) -> bool:
-        return is_stable(rho(replace(noloco, **changes), replicas))
+        return is_stable(rho(noloco.replace(**changes), replicas))
 
     for hundredths in range(min(99, int(noloco.outer_momentum * 100)), -1, -1):
         # Without momentum there is nothing to look ahead by.
@@ -522,10 +518,10 @@ def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
 
 def at_hosts(noloco: _Settings, hosts: Sequence[str]) -> _Settings:
     """Return the settings with the hosts of the replicas as sites, numbered."""
-    return replace(noloco, sites=[*map([*dict.fromkeys(hosts)].index, hosts)])
+    return noloco.replace(sites=[*map([*dict.fromkeys(hosts)].index, hosts)])
 
 
 def shared(settings: NolocoSettings) -> dict[str, Any]:
     """Return the settings of the method that all jobs of a federation must have alike."""
-    names = (entry.name for entry in fields(NolocoSettings) if entry.name not in _OWN)
-    return {name: getattr(settings, name) for name in names} | {"consensus_weight": settings.gamma}
+    names = NolocoSettings.model_fields.keys() - {*_OWN}
+    return {name: getattr(settings, name) for name in sorted(names)} | {"consensus_weight": settings.gamma}

@@ -87,31 +87,30 @@ def main() -> None:
 
 def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Checkpointer:
     """Return a checkpointer of a replica that has made one local step."""
-    config = RunConfig.from_dict(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "gradient_clipping": 1.0,
-            **({"bf16": {"enabled": True}} if options.precision == "bf16" else {}),
-            "noloco": {"recipe": "paper", "local_steps": 2},
-            "parallel": {"replicas": 1},
-            "model": {
-                "num_layers": options.layers,
-                "hidden_size": options.hidden_size,
-                "ffn_hidden_size": 4 * options.hidden_size,
-                "num_attention_heads": 4,
-                "seq_length": SEQUENCE,
-            },
-            "data": {"text": "none is read"},
-            "training": {"train_iters": 1, "output_dir": str(folder)},
-            "checkpoint": {"async_save": asynchronous, "keep_last": 1},
-        }
-    )
+    raw: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 1.0,
+        **({"bf16": {"enabled": True}} if options.precision == "bf16" else {}),
+        "noloco": {"recipe": "paper", "local_steps": 2},
+        "parallel": {"replicas": 1},
+        "model": {
+            "num_layers": options.layers,
+            "hidden_size": options.hidden_size,
+            "ffn_hidden_size": 4 * options.hidden_size,
+            "num_attention_heads": 4,
+            "seq_length": SEQUENCE,
+        },
+        "data": {"text": "none is read"},
+        "training": {"train_iters": 1, "output_dir": str(folder)},
+        "checkpoint": {"async_save": asynchronous, "keep_last": 1},
+    }
+    config = RunConfig(**raw)
     topology = config.topology(1)
     groups = build_groups(topology, routed=False, tied=False)
     stage = build_stage(config.architecture(VOCABULARY), config.compute, groups, config.training.seed)
-    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
     outer = OuterOptimizer(engine.weights, TorchTransport(), topology.place(0), NolocoSettings(**PAPER))
     routes = Routing(1, config.microbatches, 0, "off").straight()
     engine.train_batch(read, routes)

@@ -147,26 +147,25 @@ def peak_rss() -> int:
 
 def make_config(options: argparse.Namespace) -> RunConfig:
     hidden = options.hidden
-    return RunConfig.from_dict(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": STAGES,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "parallel": {"pipeline_model_parallel_size": STAGES, "tensor_model_parallel_size": TP},
-            "model": {
-                "num_layers": options.layers,
-                "hidden_size": hidden,
-                "ffn_hidden_size": hidden * 8 // 3 // 64 * 64,
-                "num_attention_heads": hidden // 64,
-                "seq_length": 2048,
-                "vocab_size": options.vocabulary,
-            },
-            "data": {"text": "none"},
-            "training": {"train_iters": 1},
-            "noloco": {"enabled": False},
-            "evaluation": {"iters": 0},
-        }
-    )
+    raw: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": STAGES,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "parallel": {"pipeline_model_parallel_size": STAGES, "tensor_model_parallel_size": TP},
+        "model": {
+            "num_layers": options.layers,
+            "hidden_size": hidden,
+            "ffn_hidden_size": hidden * 8 // 3 // 64 * 64,
+            "num_attention_heads": hidden // 64,
+            "seq_length": 2048,
+            "vocab_size": options.vocabulary,
+        },
+        "data": {"text": "none"},
+        "training": {"train_iters": 1},
+        "noloco": {"enabled": False},
+        "evaluation": {"iters": 0},
+    }
+    return RunConfig(**raw)
 
 
 def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Path:

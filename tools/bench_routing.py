@@ -77,8 +77,8 @@ def main() -> None:
 
 
 def configuration(options: argparse.Namespace) -> RunConfig:
-    return RunConfig.from_dict(
-        {
+    return RunConfig(
+        **{
             "train_micro_batch_size_per_gpu": options.micro_batch_size,
             "gradient_accumulation_steps": options.microbatches,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},

@@ -82,7 +82,7 @@ class Bench:
         self.options = options
         self.size = SIZES[options.size]
         cpu.prepare()
-        self.config = RunConfig.from_dict(config_of(self.size, options.precision, options.transformer_impl))
+        self.config = RunConfig(**config_of(self.size, options.precision, options.transformer_impl))
         self.architecture = self.config.architecture(self.size.vocabulary)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.dtype = DTYPES[self.config.precision]
@@ -129,7 +129,7 @@ class Bench:
     def ours(self) -> Step:
         groups, stage = self.core_model()
         metrics = Metrics(0, groups.replica)
-        engine = ReplicaEngine(stage, groups, self.config.deepspeed, metrics.record)
+        engine = ReplicaEngine(stage, groups, self.config.as_deepspeed(), metrics.record)
         routes = Routing(1, self.size.microbatches, 0, "off").straight()
         steps = 0
 

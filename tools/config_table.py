@@ -7,7 +7,7 @@ writes it there, between two comments.
 
 from pathlib import Path
 
-from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.config import RunConfig, load_config, resolve
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.preflight.plan import Network, plan_of
 
@@ -39,6 +39,7 @@ def table() -> str:
 
 def _row(name: str, config: RunConfig) -> list[str]:
     topology = config.topology(config.world_size or config.parallel.replica_size)
+    config = resolve(config, topology.ensemble).config
     architecture = config.architecture(config.model.vocab_size or ByteTokenizer.vocab_size)
     ranks = min(topology.world_size, _RANKS_OF_NODE)
     plan = plan_of(config, architecture, topology, Network(_GIGABIT, 0.0, ranks))

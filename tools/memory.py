@@ -40,7 +40,7 @@ def main() -> None:
     if options.steps is not None:
         raw["training"]["train_iters"] = options.steps
     with redirect_stdout(sys.stderr):
-        ranks = memory_of_a_run(RunConfig.from_dict(raw), options.every)
+        ranks = memory_of_a_run(RunConfig(**raw), options.every)
     if ranks is not None:
         print(json.dumps({"growth": growth(ranks, options.since), "ranks": ranks}))
 

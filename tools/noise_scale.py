@@ -43,7 +43,7 @@ def main() -> None:
     for change in options.set:
         apply(raw, change)
     try:
-        simulation = Simulation(RunConfig.from_dict(raw), options.compiled)
+        simulation = Simulation(RunConfig(**raw), options.compiled)
     except ValueError as error:
         sys.exit(str(error))
     found = []

@@ -38,7 +38,7 @@ def main() -> None:
         apply(raw, change)
     try:
         own = take_own(raw)
-        simulation = Simulation(RunConfig.from_dict(raw), **own)
+        simulation = Simulation(RunConfig(**raw), **own)
     except ValueError as error:
         sys.exit(str(error))
     started, evaluations = time.perf_counter(), []

@@ -32,7 +32,8 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config import RunConfig
+from megatron_noloco.errors import UserError
 from megatron_noloco.preflight.search import bracket
 from tools.options import add_changes, apply, command_line
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
@@ -72,9 +73,9 @@ def main() -> None:
         for method in study["runs"]:  # all of them, before the first takes its time
             raw = configure(study, method)
             raw.pop("simulator", None)
-            RunConfig.from_dict(raw)
+            RunConfig(**raw)
         results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
-    except (ConfigError, RefusedError) as error:  # all others are faults of the program
+    except (UserError, RefusedError) as error:  # all others are faults of the program
         sys.exit(f"study: {error}")
     rows = table(results)
     (options.output / "table.csv").write_text(as_csv(rows))
@@ -199,7 +200,7 @@ def simulate(raw: dict[str, Any], folder: Path, compiled: bool = False) -> dict[
     saved = folder / f"{digest(raw)}.pt"
     try:
         own = take_own(raw)
-        simulation = Simulation(RunConfig.from_dict(raw), compiled, **own)
+        simulation = Simulation(RunConfig(**raw), compiled, **own)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     evaluations = list(simulation.run(saved))

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -90,7 +89,7 @@ def attach(
         topology = Topology(dp=ranks, slot=slot, separate_jobs=True)
     rank = this_rank()
     place = topology.place(rank)
-    alike = asdict(settings) | {"seed": seed, "slot": topology.slot}
+    alike = settings.model_dump() | {"seed": seed, "slot": topology.slot}
     problem = groups_problem(settings, place.replicas)
     starts = of_all_ranks(start_report(adapter, topology, rank, alike, state, problem))
     check_start(starts, rank, topology)

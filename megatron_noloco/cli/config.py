@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 from megatron_noloco.cli.exit_codes import naming
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
@@ -44,12 +45,14 @@ def _check(path: str, world_size: int | None) -> None:
 
     When only the start would fail the banner is written all the same: on another machine it may succeed.
     """
-    from megatron_noloco.config import describe, describe_data, describe_rates, load_config
+    from megatron_noloco.config import describe, describe_data, describe_rates, load_config, resolve
 
     config = load_config(path)
     world_size = config.world_size if world_size is None else world_size
     topology = None if world_size is None else config.topology(world_size)
-    config = config if topology is None else config.among(topology.ensemble)
+    by_recipe = dict[str, Any]()
+    if topology is not None:
+        config, by_recipe = resolve(config, topology.ensemble)
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.data.auto_tokenizer import check_folder
@@ -69,7 +72,7 @@ def _check(path: str, world_size: int | None) -> None:
     if topology is None:
         say(*describe_rates(config), 'parallel.replicas is "auto": --world-size N shows the rest of the run')
     else:
-        say(*describe(config, topology, architecture), *describe_data(config, topology))
+        say(*describe(config, topology, architecture, by_recipe), *describe_data(config, topology))
         short = None if architecture is None else shortage_of_all(config, architecture, topology)
         if short is not None:
             say(f"all on this machine: {short}")

@@ -133,12 +133,11 @@ def _import(args: argparse.Namespace) -> int:
 
     if Path(args.output).exists():
         raise UserError(f"{args.output}: exists; give another --output, or remove it")
-    load_config(args.config)  # for its messages, which name the file
-    template = json.loads(Path(args.config).read_text(encoding="utf-8-sig"))
-    raw, note = import_folder(Path(args.folder), template)
+    template = load_config(args.config)
+    config, note = import_folder(Path(args.folder), template)
     with writing(args.output, "--output"):
-        Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
-    if raw["data"] != template["data"]:
+        Path(args.output).write_text(json.dumps(config.given(), indent=2) + "\n")
+    if config.data != template.data:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
     if note:
         say(note)

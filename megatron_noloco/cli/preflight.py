@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,7 +93,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from megatron_noloco.config import load_config
+    from megatron_noloco.config import load_config, resolve
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preflight.plan import computing_seconds, plan_of
 
@@ -104,10 +104,10 @@ def _plan(args: argparse.Namespace) -> int:
     if ranks is None:
         raise UserError(f'{args.config}: parallel.replicas is "auto": give the number of ranks with --gpus')
     if args.gpus is not None:
-        config = replace(config, parallel=config.parallel.model_copy(update={"replicas": "auto"}))
+        config = config.replace(parallel=config.parallel.replace(replicas="auto"))
     with naming(args.config):
         topology = config.topology(ranks)
-        config = config.among(topology.ensemble)
+        config = resolve(config, topology.ensemble).config
         known = config.model.vocab_size is not None
         architecture = config.architecture(0 if known else build_tokenizer(config.data.tokenizer).vocab_size)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)

@@ -6,12 +6,12 @@ Nothing here imports torch or an engine, but for the rates of a schedule, which 
 from megatron_noloco.config.explain import explain
 from megatron_noloco.config.load import load_config
 from megatron_noloco.config.rates import describe_rates
+from megatron_noloco.config.resolve import Resolved, resolve
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.summary import describe, describe_data, facts_in_words
-from megatron_noloco.config.wording import ConfigError
 
 __all__ = [
-    "ConfigError",
+    "Resolved",
     "RunConfig",
     "describe",
     "describe_data",
@@ -19,4 +19,5 @@ __all__ = [
     "explain",
     "facts_in_words",
     "load_config",
+    "resolve",
 ]

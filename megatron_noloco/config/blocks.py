@@ -1,22 +1,15 @@
-"""Defines what blocks of the user's file are made of, and the blocks about a run; others have their own files."""
+"""The blocks about a run; others have their own files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from megatron_noloco.fields import AboveZero, FilePath, NonNegative, Positive, Size, Text, field
+from megatron_noloco.fields import AboveZero, FilePath, NonNegative, Positive, Settings, Size, Text, field
 
 AUTO_SAVE_SECONDS = 1800.0
 
 
-class Block(BaseModel):
-    """A part of the file. Strict, as `fields` says why."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TrainingConfig(Block):
+class TrainingConfig(Settings):
     """The run: its length, its folder, its log."""
 
     train_iters: Positive = field(..., "Local steps of the whole run.")
@@ -44,7 +37,7 @@ class TrainingConfig(Block):
         return Path(self.output_dir) / f"replica_{replica:02d}"
 
 
-class CheckpointConfig(Block):
+class CheckpointConfig(Settings):
     """Checkpoints: when they are saved, and from which one a run continues. Replaces DeepSpeed's `checkpoint`."""
 
     save_interval: NonNegative | Literal["auto"] = field(
@@ -61,7 +54,7 @@ class CheckpointConfig(Block):
     )
 
 
-class EvaluationConfig(Block):
+class EvaluationConfig(Settings):
     """The loss on the validation split."""
 
     interval: NonNegative = field(0, "Local steps between two evaluations; 0: at the end only.")
@@ -77,8 +70,14 @@ class EvaluationConfig(Block):
         "effect in a federation, where each job evaluates its own replica.",
     )
 
+    def rules(self) -> Iterator[str]:
+        if self.full and not self.iters:
+            yield (
+                "full true has no effect with iters 0, which switches evaluation off; leave one of them out"
+            )
 
-class TensorBoardConfig(Block):
+
+class TensorBoardConfig(Settings):
     """TensorBoard. Replaces DeepSpeed's block of the same name, which would write for global rank 0 only."""
 
     enabled: bool = field(
@@ -88,7 +87,7 @@ class TensorBoardConfig(Block):
     )
 
 
-class WandbConfig(Block):
+class WandbConfig(Settings):
     """Weights & Biases. Replaces DeepSpeed's block of the same name."""
 
     enabled: bool = field(
@@ -97,3 +96,7 @@ class WandbConfig(Block):
     project: Text = field("megatron_noloco", "Project of these runs.")
     group: str | None = field(None, "Group of these runs; null: the name of the folder training.output_dir.")
     team: str | None = field(None, "Owner of these runs, wandb's entity; null: your own account.")
+
+    def rules(self) -> Iterator[str]:
+        if (given := sorted(self.model_fields_set)) and "enabled" not in given:
+            yield f"{given[0]} has no effect without enabled, which is missing; set it to true or false"

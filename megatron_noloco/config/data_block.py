@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from megatron_noloco.config.blocks import Block, EvaluationConfig, FilePath, field
+from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.sources import (
     Blend,
@@ -17,13 +17,14 @@ from megatron_noloco.data.sources import (
     TokenizerChoice,
 )
 from megatron_noloco.errors import UserError
+from megatron_noloco.fields import FilePath, Settings, field
 
 _MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
 
 Paths = FilePath | list[FilePath | float]
 
 
-class DataConfig(Block):
+class DataConfig(Settings):
     """The data: their place, the tokenizer, and what is done at the borders of documents."""
 
     text: FilePath | None = field(
@@ -97,6 +98,31 @@ class DataConfig(Block):
         Split.parse(split)
         return split
 
+    def rules(self) -> Iterator[str]:
+        names = ("text", "data_path", "train_data_path", "sft_data_path")
+        given = [name for name in names if getattr(self, name) is not None]
+        if not given:
+            others = ", ".join(f"or data.{name}" for name in names[1:])
+            yield f"text is missing ({others}): nothing says what is read"
+        elif len(given) > 1:
+            yield f"{given[0]} and data.{given[1]} both say what is read; give one of them"
+        if self.valid_data_path is not None and self.train_data_path is None:
+            yield "valid_data_path goes together with data.train_data_path, which is missing"
+        if self.train_data_path is not None and self.split != DataConfig.model_fields["split"].default:
+            yield f'split "{self.split}" has no effect: data.train_data_path is read whole; leave it out'
+        try:
+            _ = self.tokenizer
+        except UserError as error:
+            yield str(error)
+        if self.sft_data_path is None and not self.sft_packing:
+            yield "sft_packing has a meaning only with data.sft_data_path"
+        for name in ("reset_attention_mask", "eod_mask_loss"):
+            if self.sft_data_path is not None and getattr(self, name):
+                yield (
+                    f"{name} does not go together with data.sft_data_path, whose records are told apart by "
+                    "data.sft_packing, and whose answers alone have a loss; leave it out"
+                )
+
     @property
     def source(self) -> Source:
         """Return what is read, of the fields that say it."""
@@ -106,7 +132,7 @@ class DataConfig(Block):
             return IndexedSource(Blend.parse(self.data_path), None, Split.parse(self.split))
         if self.sft_data_path is not None:
             return RecordSource(self.sft_data_path, Split.parse(self.split), self.sft_packing)
-        assert self.train_data_path is not None  # one of the four is there: check_data
+        assert self.train_data_path is not None  # one of the four is there
         validation = None if self.valid_data_path is None else Blend.parse(self.valid_data_path)
         return IndexedSource(Blend.parse(self.train_data_path), validation, None)
 
@@ -122,23 +148,8 @@ class DataConfig(Block):
         )
 
 
-def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
-    """Yield why it is not clear what is read for training and for validation, and how it becomes tokens."""
-    names = ("text", "data_path", "train_data_path", "sft_data_path")
-    given = [name for name in names if getattr(data, name) is not None]
-    if not given:
-        others = ", ".join(f"or data.{name}" for name in names[1:])
-        yield f"data.text is missing ({others}): nothing says what is read"
-    elif len(given) > 1:
-        yield f"data.{given[0]} and data.{given[1]} both say what is read; give one of them"
-    if data.valid_data_path is not None and data.train_data_path is None:
-        yield "data.valid_data_path goes together with data.train_data_path, which is missing"
-    if data.train_data_path is not None and data.split != DataConfig.model_fields["split"].default:
-        yield f'data.split "{data.split}" has no effect: data.train_data_path is read whole; leave it out'
-    try:
-        _ = data.tokenizer
-    except UserError as error:
-        yield f"data.{error}"
+def check_validation(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
+    """Yield why there is nothing to evaluate on."""
     if not evaluation.iters:
         return
     if data.train_data_path is not None and data.valid_data_path is None:
@@ -164,14 +175,6 @@ def check_tokenizer(data: DataConfig, vocab_size: int | None) -> Iterator[str]:
 
 def check_documents(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     """Yield why documents, or records for fine-tuning, cannot be told apart as the file asks."""
-    if data.sft_data_path is None and not data.sft_packing:
-        yield "data.sft_packing has a meaning only with data.sft_data_path"
-    for name in ("reset_attention_mask", "eod_mask_loss"):
-        if data.sft_data_path is not None and getattr(data, name):
-            yield (
-                f"data.{name} does not go together with data.sft_data_path, whose records are told apart by "
-                "data.sft_packing, and whose answers alone have a loss; leave it out"
-            )
     if data.separate_documents and model.transformer_impl == "transformer_engine":
         name = "sft_packing" if data.sft_data_path is not None else "reset_attention_mask"
         yield (

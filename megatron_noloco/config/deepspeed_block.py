@@ -4,18 +4,21 @@ DeepSpeed ignores a key that it does not know, and has many that cannot do here 
 that is not a field below is refused.
 """
 
-import copy
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from megatron_noloco.config import optimizer_block
-from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
-from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
-from megatron_noloco.config.wording import unknown_key, unknown_type
+from megatron_noloco.config.optimizer_block import (
+    OPTIMIZERS,
+    Optimizer,
+    Schedule,
+    check_schedule,
+    schedule_as_deepspeed,
+)
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Also, problems_of
+from megatron_noloco.fields import NonNegative, Positive, Settings, Size, field
+from megatron_noloco.model.architecture import Precision
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTO = "auto"
@@ -26,11 +29,11 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Whole = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
 
 
-class Bf16Config(Block):
+class Bf16Config(Settings):
     enabled: bool = field(False, "Whether weights and activations are bf16, with fp32 master weights.")
 
 
-class Fp16Config(Block):
+class Fp16Config(Settings):
     enabled: bool = field(False, "Whether weights and activations are fp16, with fp32 master weights.")
     loss_scale: Size = field(0.0, "Factor of the loss; 0: dynamic, which does not go together with routing.")
     initial_scale_power: Annotated[Whole, Field(ge=0)] = field(
@@ -45,8 +48,18 @@ class Fp16Config(Block):
     )
     min_loss_scale: Annotated[Whole, Field(ge=1)] = field(1, "Lowest scale.")
 
+    def rules(self) -> Iterator[str]:
+        if self.model_fields_set and "enabled" not in self.model_fields_set:
+            yield "enabled is missing: without it the run is not fp16; set it to true or false"
+        if self.loss_scale:
+            for name in sorted(self.model_fields_set - {"enabled", "loss_scale"}):
+                yield (
+                    f"{name} has no effect beside the static fp16.loss_scale {self.loss_scale:g}; leave one of "
+                    "them out"
+                )
 
-class DataTypesConfig(Block):
+
+class DataTypesConfig(Settings):
     grad_accum_dtype: Dtype | None = field(
         None,
         "Type in which the gradients of microbatches are added up; null: fp32 with bf16, else that of the "
@@ -54,7 +67,7 @@ class DataTypesConfig(Block):
     )
 
 
-class ZeroConfig(Block):
+class ZeroConfig(Settings):
     stage: NonNegative = field(
         1,
         "1: the optimizer's state is divided over the data-parallel ranks of a replica. 2: gradients are divided, "
@@ -86,17 +99,7 @@ class ZeroConfig(Block):
         return stage
 
 
-class OptimizerConfig(Block):
-    type: str = field(..., f"{', '.join(OPTIMIZERS)}.")
-    params: dict[str, Any] = field({}, "See below.")
-
-
-class SchedulerConfig(Block):
-    type: str = field(..., f"{', '.join(SCHEDULES)}; without a scheduler the rate stays.")
-    params: dict[str, Any] = field({}, "See below.")
-
-
-class DeepSpeedConfig(Block):
+class DeepSpeedConfig(Settings):
     """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" stands for
     the default, but for 1.0 in gradient_clipping. At most one of bf16 and fp16 may be enabled; with neither, the
     run is fp32.
@@ -111,9 +114,9 @@ class DeepSpeedConfig(Block):
     gradient_accumulation_steps: Positive | None = field(
         None, "Microbatches of a data-parallel rank in a local step."
     )
-    optimizer: OptimizerConfig = field(..., 'such as {"type": "AdamW", "params": {"lr": 3e-4}}')
-    scheduler: SchedulerConfig | None = None
-    gradient_clipping: Annotated[Size, Also(AUTO)] = field(
+    optimizer: Optimizer = field(..., 'such as {"type": "AdamW", "params": {"lr": 3e-4}}')
+    scheduler: Schedule | None = field(None, "Without a scheduler the rate stays.")
+    gradient_clipping: Size | Literal["auto"] = field(
         0.0, 'Largest norm of a replica\'s gradient; 0: any, "auto": 1.'
     )
     bf16: Bf16Config = Bf16Config()
@@ -129,114 +132,120 @@ class DeepSpeedConfig(Block):
         False, "DeepSpeed requires true for Muon and SGD; it is then set to true."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _in_one_spelling(cls, given: Any) -> Any:
+        """Return the file in one spelling of DeepSpeed's names, with "auto" and null left out."""
+        if not isinstance(given, dict):
+            return given
+        values = {name: value for name, value in given.items() if name != "$schema"}
+        if isinstance(zero := values.get("zero_optimization"), bool):
+            values["zero_optimization"] = {"stage": int(zero)}
+        if "bfloat16" in values and "bf16" not in values:
+            values["bf16"] = values.pop("bfloat16")
+        optimizer = values.get("optimizer")
+        if isinstance(optimizer, dict) and isinstance(kind := optimizer.get("type"), str):
+            values["optimizer"] = {**optimizer, "type": _SPELLINGS.get(kind.lower(), kind)}
+        for name in DeepSpeedConfig.model_fields.keys() & values.keys() - {"gradient_clipping"}:
+            if values[name] in (AUTO, None):
+                del values[name]
+            elif isinstance(values[name], dict):
+                values[name] = _without_auto(values[name])
+        return values
 
-def prepared(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the file in one spelling of DeepSpeed's names, with "auto" and null left out."""
-    values = copy.deepcopy(raw)
-    if isinstance(values.get("zero_optimization"), bool):
-        values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
-    if "bfloat16" in values and "bf16" not in values:
-        values["bf16"] = values.pop("bfloat16")
-    if isinstance(optimizer := values.get("optimizer"), dict) and isinstance(optimizer.get("type"), str):
-        optimizer["type"] = _SPELLINGS.get(optimizer["type"].lower(), optimizer["type"])
-    if values.get("gradient_clipping") == AUTO:
-        values["gradient_clipping"] = 1.0
-    for key in DeepSpeedConfig.model_fields.keys() & values.keys():
-        if values[key] in (AUTO, None):
-            del values[key]
-        elif isinstance(values[key], dict):
-            if values[key].get("enabled") == AUTO:
-                values[key]["enabled"] = False
-            values[key] = {name: value for name, value in values[key].items() if value not in (AUTO, None)}
-    return values
+    def batch(self, dp_size: int) -> "Batch":
+        """Return the batch of a replica of so many data-parallel ranks. Raises UserError."""
+        given = (
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            self.train_batch_size,
+        )
+        return _batch(*given, dp_size)
 
+    @property
+    def precision(self) -> Precision:
+        """Return the numbers in which the model is computed."""
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
-def accepted(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration saved by an earlier version without the unknown keys of DeepSpeed's blocks.
+    @property
+    def zero_stage(self) -> int:
+        """Return DeepSpeed's stage of ZeRO, 1 or 2."""
+        return self.zero_optimization.stage or 1  # why not 0: `deepspeed_settings` in engine/
 
-    The optimizer is replaced, and the loss scale left out: also a checkpoint of settings that are no longer
-    accepted can be exported.
-    """
-    kept = {key: value for key, value in saved.items() if key != "scheduler"}
-    for name, definition in DeepSpeedConfig.model_fields.items():
-        if name in kept and isinstance(definition.default, Block):
-            known = type(definition.default).model_fields
-            kept[name] = {key: value for key, value in kept[name].items() if key in known}
-    if "fp16" in kept:
-        kept["fp16"] = {"enabled": kept["fp16"].get("enabled", False)}
-    return kept | {"optimizer": {"type": "AdamW"}}
+    def as_deepspeed_of(self, dp_size: int, train_iters: int) -> dict[str, Any]:
+        """Return what DeepSpeed is given for one replica, with every "auto" resolved.
 
+        Args:
+            dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world.
+            train_iters: local steps of the run.
+        """
+        names = DeepSpeedConfig.model_fields.keys() & self.model_fields_set
+        given = self.model_dump(include=set(names), exclude_unset=True, exclude_none=True)
+        batch = self.batch(dp_size)
+        settled: dict[str, Any] = {
+            TRAIN: batch.samples,
+            MICRO: batch.micro,
+            STEPS: batch.steps,
+            "optimizer": self.optimizer.as_deepspeed(),
+            "zero_optimization": {**given.get("zero_optimization", {}), "stage": self.zero_stage},
+        }
+        if self.scheduler is not None:
+            settled["scheduler"] = schedule_as_deepspeed(self.scheduler, train_iters)
+        if self.gradient_clipping == AUTO:
+            settled["gradient_clipping"] = 1.0
+        if self.optimizer.type in ("Muon", "SGD"):
+            settled["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
+        return given | settled
 
-def check_params(values: dict[str, Any]) -> Iterator[str]:
-    """Check the params of optimizer and scheduler, where the blocks have the form {type, params}."""
-    for block, kinds in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
-        chosen = values.get(block)
-        if not isinstance(chosen, dict) or not isinstance(name := chosen.get("type"), str):
-            continue
-        if (kind := kinds.get(name)) is None:
-            yield unknown_type(block, name, kinds)
-        elif isinstance(params := chosen.get("params", {}), dict):
-            try:
-                kind.model_validate(params)
-            except ValidationError as error:
-                yield from problems_of(error, kind, (block, "params"), unknown_key)
-
-
-def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dict[str, Any], list[str]]:
-    """Return what DeepSpeed is given, and what the rules between its keys refuse.
-
-    Args:
-        values: DeepSpeed's keys of a file that has passed the checks of types and bounds.
-        dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world.
-        train_iters: local steps of the run.
-    """
-    problems = [*optimizer_block.check_optimizer(values["optimizer"]), *_check_precision(values)]
-    given = values.get("scheduler", {}).get("params", {}).get("total_num_steps")
-    optimizer_block.complete(values, train_iters)
-    optimizer, scheduler = values["optimizer"], values.get("scheduler")
-    if scheduler is not None:
-        problems += optimizer_block.check_schedule(optimizer, scheduler, is_auto=given == AUTO)
-    zero = values.setdefault("zero_optimization", {})
-    zero["stage"] = zero.get("stage") or 1  # why not 0: `deepspeed_settings` in engine/
-    return values, [*problems, *_batch(values, dp_size)]
-
-
-def _check_precision(values: dict[str, Any]) -> Iterator[str]:
-    """Refuse two precisions, and settings of a precision or of a loss scale that the run does not have."""
-    bf16, fp16 = values.get("bf16", {}), values.get("fp16", {})
-    if bf16.get("enabled") and fp16.get("enabled"):
-        yield "bf16 and fp16 are both enabled; choose one of them"
-    if fp16 and "enabled" not in fp16:
-        yield "fp16.enabled is missing: without it the run is not fp16; set it to true or false"
-    if scale := fp16.get("loss_scale"):
-        for name in fp16.keys() - {"enabled", "loss_scale"}:
-            yield f"fp16.{name} has no effect beside the static fp16.loss_scale {scale:g}; leave one of them out"
+    def check_deepspeed(self, dp_size: int, train_iters: int) -> Iterator[str]:
+        """Yield what the rules between DeepSpeed's keys refuse; see `as_deepspeed_of`."""
+        if self.bf16.enabled and self.fp16.enabled:
+            yield "bf16 and fp16 are both enabled; choose one of them"
+        if self.scheduler is not None:
+            yield from check_schedule(self.optimizer, self.scheduler, train_iters)
+        try:
+            self.batch(dp_size)
+        except UserError as error:
+            yield str(error)
 
 
-def _batch(values: dict[str, Any], dp_size: int) -> Iterator[str]:
+class Batch(NamedTuple):
+    """Samples of a replica in a local step, samples of a microbatch, microbatches of a data-parallel rank."""
+
+    samples: int
+    micro: int
+    steps: int
+
+
+def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
+    is_default = {name: value in (AUTO, None) for name, value in block.items()}
+    kept = {name: value for name, value in block.items() if not is_default[name]}
+    return {"enabled": False, **kept} if block.get("enabled") == AUTO else kept
+
+
+def _batch(micro: int | None, steps: int | None, samples: int | None, dp_size: int) -> Batch:
     """Apply DeepSpeed's rule to one replica: train_batch_size = micro batch x accumulation steps x dp."""
-    given = {key: values[key] for key in (TRAIN, MICRO, STEPS) if values.get(key) is not None}
-    if TRAIN not in given and MICRO not in given:
-        yield f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)"
-        return
-    if len(given) == 1:  # as DeepSpeed does
-        given[STEPS] = 1
-    if TRAIN not in given:
-        given[TRAIN] = given[MICRO] * given[STEPS] * dp_size
+    given = {MICRO: micro, STEPS: steps, TRAIN: samples}
+    found = {name: number for name, number in given.items() if number is not None}
+    if TRAIN not in found and MICRO not in found:
+        raise UserError(f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)")
+    if len(found) == 1:  # as DeepSpeed does
+        found[STEPS] = 1
+    if TRAIN not in found:
+        found[TRAIN] = found[MICRO] * found[STEPS] * dp_size
     for missing, other in ((MICRO, STEPS), (STEPS, MICRO)):
-        if missing not in given:
-            parts = given[other] * dp_size
-            if given[TRAIN] % parts:
-                yield (
-                    f"{TRAIN} {given[TRAIN]} does not divide by {other} {given[other]} x "
+        if missing not in found:
+            parts = found[other] * dp_size
+            if found[TRAIN] % parts:
+                raise UserError(
+                    f"{TRAIN} {found[TRAIN]} does not divide by {other} {found[other]} x "
                     f"parallel.data_parallel_size {dp_size} = {parts} (per replica), so there is no {missing}"
                 )
-                return
-            given[missing] = given[TRAIN] // parts
-    product = given[MICRO] * given[STEPS] * dp_size
-    if product != given[TRAIN]:
-        yield (
-            f"{TRAIN} {given[TRAIN]} is not {MICRO} {given[MICRO]} x {STEPS} {given[STEPS]} x "
+            found[missing] = found[TRAIN] // parts
+    product = found[MICRO] * found[STEPS] * dp_size
+    if product != found[TRAIN]:
+        raise UserError(
+            f"{TRAIN} {found[TRAIN]} is not {MICRO} {found[MICRO]} x {STEPS} {found[STEPS]} x "
             f"parallel.data_parallel_size {dp_size} = {product} (per replica)"
         )
-    values.update(given)
+    return Batch(found[TRAIN], found[MICRO], found[STEPS])

@@ -9,9 +9,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
+from megatron_noloco.config.names import names_of_others, quoted
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
 from megatron_noloco.config.run_config import BLOCKS
-from megatron_noloco.config.wording import names_of_others, quoted
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
 

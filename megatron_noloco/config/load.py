@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.config.run_config import RunConfig
-from megatron_noloco.config.wording import ConfigError
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
 from megatron_noloco.files import check_utf_8, without_mark
@@ -16,14 +15,14 @@ _MOST_DIGITS = 20
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read and check one JSON file; raises ConfigError, every line of which begins with the file's name."""
+    """Read and check one JSON file; raises UserError, every line of which begins with the file's name."""
     try:
-        return RunConfig.from_dict(_read(Path(path)))
+        return RunConfig(**_read(Path(path)))
     except RecursionError:
         problems = ["objects or lists are nested too deeply"]
     except UserError as error:
         problems = str(error).splitlines()
-    raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
 
 
 def _read(path: Path) -> dict[str, Any]:

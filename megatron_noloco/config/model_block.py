@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from megatron_noloco.config.blocks import Block, Positive, Size, field
-from megatron_noloco.config.wording import count, quoted
+from megatron_noloco.config.names import count, quoted
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import problems_of
+from megatron_noloco.fields import Positive, Settings, Size, field
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
 
@@ -32,7 +31,7 @@ def _null(field: str) -> str:
     return f"; null: {', '.join(defaults)}."
 
 
-class ModelConfig(Block):
+class ModelConfig(Settings):
     """The model, with Megatron's names."""
 
     family: FamilyName = field("llama", "Which kind of model; also Hugging Face's model_type.")
@@ -117,6 +116,16 @@ class ModelConfig(Block):
         "auto", 'Megatron layer specs; "auto" is Transformer Engine where it is installed.'
     )
 
+    def rules(self) -> Iterator[str]:
+        for rule in (
+            _check_family,
+            _check_heads,
+            _check_rotary_scaling,
+            _check_experts,
+            _check_recomputation,
+        ):
+            yield from rule(self)
+
     def meant(self, tokenizer_vocab: int = 0) -> dict[str, Any]:
         """Return all fields, with what null stands for where it stands for a value.
 
@@ -184,26 +193,12 @@ class ModelConfig(Block):
         )
 
 
-def model_problems(values: dict[str, Any]) -> list[str]:
-    """Return a line for each problem of a block `model` with these values."""
-    try:
-        return list(check_model(ModelConfig(**values)))
-    except ValidationError as error:
-        return problems_of(error, ModelConfig, ("model",))
-
-
-def check_model(model: ModelConfig) -> Iterator[str]:
-    """Yield what the rules between the fields of a model refuse."""
-    for rule in (_check_family, _check_heads, _check_rotary_scaling, _check_experts, _check_recomputation):
-        yield from rule(model)
-
-
 def _check_family(model: ModelConfig) -> Iterator[str]:
     for name in type(model).model_fields:
         families = families_with(name)
         if families and model.family not in families and getattr(model, name) is not None:
             yield (
-                f'model.{name} is not a field of the family "{model.family}", only of {quoted(families)}; '
+                f'{name} is not a field of the family "{model.family}", only of {quoted(families)}; '
                 "leave it out"
             )
 
@@ -212,43 +207,43 @@ def _check_heads(model: ModelConfig) -> Iterator[str]:
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
     if model.kv_channels is None and hidden % heads:
         yield (
-            f"model.hidden_size {hidden} does not divide into {count(heads, 'attention head')} "
+            f"hidden_size {hidden} does not divide into {count(heads, 'attention head')} "
             f"({hidden} / {heads} = {hidden / heads:.2f}); set model.kv_channels or change one of them"
         )
     elif model.head_size % 2:
-        name = "model.kv_channels" if model.kv_channels else "model.hidden_size / model.num_attention_heads"
+        name = "kv_channels" if model.kv_channels else "hidden_size / model.num_attention_heads"
         yield f"{name}: a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
     if heads % groups:
-        yield f"model.num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
+        yield f"num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
 
 
 def _check_rotary_scaling(model: ModelConfig) -> Iterator[str]:
     factor, before = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
     if (factor is None) != (before is None):
         yield (
-            "model.yarn_rotary_scaling_factor and model.yarn_original_max_position_embeddings belong together; "
+            "yarn_rotary_scaling_factor and model.yarn_original_max_position_embeddings belong together; "
             "give both or neither"
         )
     elif factor is not None and model.own("rope_scaling_factor") is not None:
-        yield "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out"
+        yield "rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out"
 
 
 def _check_experts(model: ModelConfig) -> Iterator[str]:
     experts, chosen = model.own("num_moe_experts"), model.own("moe_router_topk")
     if experts is not None and chosen is not None and chosen > experts:
-        yield f"model.moe_router_topk {chosen} is more than model.num_moe_experts {experts}"
+        yield f"moe_router_topk {chosen} is more than model.num_moe_experts {experts}"
 
 
 def _check_recomputation(model: ModelConfig) -> Iterator[str]:
     for name in ("recompute_method", "recompute_num_layers"):
         given = getattr(model, name) is not None
         if model.recompute_granularity == "full" and not given:
-            yield f'model.recompute_granularity "full" needs model.{name}'
+            yield f'recompute_granularity "full" needs model.{name}'
         elif model.recompute_granularity != "full" and given:
-            yield f'model.{name} has a meaning only with model.recompute_granularity "full"'
+            yield f'{name} has a meaning only with model.recompute_granularity "full"'
     if model.recompute_modules is not None:
         wrong = "mlp" if model.own("num_moe_experts") is not None else "moe"
         if model.recompute_granularity != "selective":
-            yield 'model.recompute_modules has a meaning only with model.recompute_granularity "selective"'
+            yield 'recompute_modules has a meaning only with model.recompute_granularity "selective"'
         elif wrong in model.recompute_modules:
-            yield f'model.recompute_modules: no layer of the family "{model.family}" has "{wrong}"'
+            yield f'recompute_modules: no layer of the family "{model.family}" has "{wrong}"'

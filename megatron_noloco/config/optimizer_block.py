@@ -1,13 +1,13 @@
 """The blocks `optimizer` and `scheduler`: the params of each type, and the rules between them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.engine.schedules import WSD, DecayType
 from megatron_noloco.errors import UserError
+from megatron_noloco.fields import NonNegative, Positive, Settings, Size, field
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -19,7 +19,7 @@ _BETAS = "Decay rates of the first and the second moment."
 _EPS = "Added to the root of the second moment."
 
 
-class OptimizerParams(Block):
+class OptimizerParams(Settings):
     """Parameters of every optimizer."""
 
     weight_decay: Size = field(
@@ -52,13 +52,6 @@ class MuonParams(OptimizerParams):
     eps: Size = field(1e-10, _EPS)
 
 
-class LionParams(OptimizerParams):
-    """DeepSpeed's Lion, which needs a GPU."""
-
-    lr: Size = field(1e-3, _PEAK)
-    betas: Betas = field([0.9, 0.999], "Decay rates of the direction and of the momentum.")
-
-
 class SgdParams(OptimizerParams):
     """Torch's SGD."""
 
@@ -69,20 +62,106 @@ class SgdParams(OptimizerParams):
 
 # Only optimizers that treat every weight by itself: ZeRO keeps the weights of a stage in flat vectors, where Lamb
 # or Adafactor would not find their tensors. Muon finds them by itself (engine/muon.py).
+
+
+class AdamOptimizer(Settings):
+    type: Literal["AdamW", "Adam"]
+    params: AdamParams = AdamParams()
+
+    def rules(self) -> Iterator[str]:
+        if self.params.fused is not None and not self.params.torch_adam:
+            yield "params.fused is of torch's kernel; give torch_adam true, too, or leave it out"
+        if self.type == "AdamW" and not self.params.adam_w_mode:
+            yield "params.adam_w_mode false has no effect on AdamW; use type Adam, or leave it out"
+
+    @property
+    def moments(self) -> int:
+        """Return the number of moments that are kept of a weight."""
+        return 2
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Return the peak learning rates by name."""
+        return {"lr": self.params.lr}
+
+    def as_deepspeed(self) -> dict[str, Any]:
+        """Return DeepSpeed's block `optimizer`."""
+        return {"type": self.type, "params": _given(self.params)}
+
+
+class SgdOptimizer(Settings):
+    type: Literal["SGD"]
+    params: SgdParams = SgdParams()
+
+    def rules(self) -> Iterator[str]:
+        if self.params.nesterov and not self.params.momentum:
+            yield "params.nesterov needs a momentum > 0"
+
+    @property
+    def moments(self) -> int:
+        """Return the number of moments that are kept of a weight."""
+        return int(self.params.momentum > 0)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Return the peak learning rates by name."""
+        return {"lr": self.params.lr}
+
+    def as_deepspeed(self) -> dict[str, Any]:
+        """Return DeepSpeed's block `optimizer`."""
+        return {"type": self.type, "params": _given(self.params)}
+
+
+class MuonOptimizer(Settings):
+    type: Literal["Muon"]
+    params: MuonParams = MuonParams()
+
+    @property
+    def moments(self) -> int:
+        """Return the number of moments that its AdamW keeps of a weight."""
+        return 2
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Return the peak learning rates by name."""
+        both = self.params.lr
+        given = self.params.model_fields_set
+        return {
+            name: getattr(self.params, name) if both is None or name in given else both
+            for name in ("muon_lr", "adam_lr")
+        }
+
+    def as_deepspeed(self) -> dict[str, Any]:
+        """Return DeepSpeed's block `optimizer`."""
+        params = self.params.model_dump(exclude={"lr"})
+        params["weight_decay"] = params.pop("weight_decay")  # as it is shown
+        return {"type": self.type, "params": params | self.rates | _given(self.params, {"lr"})}
+
+
+Optimizer = Annotated[AdamOptimizer | MuonOptimizer | SgdOptimizer, Field(discriminator="type")]
 OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "AdamW": AdamParams,
     "Adam": AdamParams,
     "Muon": MuonParams,
-    "Lion": LionParams,
     "SGD": SgdParams,
 }
+
+
+def _given(params: OptimizerParams, without: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return the params that the file gives, and the weight decay: torch's AdamW would take 0.01."""
+    given = params.model_dump(exclude_unset=True, exclude_none=True, exclude=set(without))
+    if "betas" in given:  # torch refuses an integer beside a float: [0, 0.95]
+        given["betas"] = list(map(float, given["betas"]))
+    return {**given, "weight_decay": params.weight_decay}
+
+
 _TOTAL = 'Local steps until the rate is lowest; "auto": training.train_iters.'
 _WARM_UP = "The first local steps, in which the rate rises"
 _WARM_UP_OF_TWO = f"{_WARM_UP}; DeepSpeed takes 1 as 2."
 _WARM_UP_TYPE = "How the rate rises."
 
 
-class WarmupParams(Block):
+class WarmupParams(Settings):
     """A warm-up, then the peak."""
 
     warmup_min_lr: Size = field(0.0, "Lowest rate, the same for all weights.")
@@ -99,7 +178,7 @@ class WarmupDecayParams(WarmupParams):
     total_num_steps: TotalSteps = field(..., _TOTAL)
 
 
-class WarmupCosineParams(Block):
+class WarmupCosineParams(Settings):
     """A warm-up, then half a cosine; it scales the optimizer's rates."""
 
     total_num_steps: TotalSteps = field(..., _TOTAL)
@@ -112,7 +191,7 @@ class WarmupCosineParams(Block):
     cos_min_ratio: Share = field(1e-4, "Lowest rate, as a share of the peak.")
 
 
-class WsdParams(Block):
+class WsdParams(Settings):
     """A linear warm-up, the peak, and a decay at the end; it scales the optimizer's rates."""
 
     total_num_steps: TotalSteps = field(..., 'Local steps of the run; "auto": training.train_iters.')
@@ -124,9 +203,31 @@ class WsdParams(Block):
     min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, as a share of the peak.")
 
 
-PEAK_UP_TO_0_2 = 1e-3  # of WarmupDecayLR without warmup_max_lr: DeepSpeed's default
+class WarmupSchedule(Settings):
+    type: Literal["WarmupLR"]
+    params: WarmupParams = WarmupParams()
+
+
+class WarmupDecaySchedule(Settings):
+    type: Literal["WarmupDecayLR"]
+    params: WarmupDecayParams
+
+
+class WarmupCosineSchedule(Settings):
+    type: Literal["WarmupCosineLR"]
+    params: WarmupCosineParams
+
+
+class WsdSchedule(Settings):
+    type: Literal["WSD"]
+    params: WsdParams
+
+
 # Torch's schedules are no choice: they do not accept the optimizer that ZeRO wraps.
-SCHEDULES: dict[str, type[Block]] = {
+Schedule = Annotated[
+    WsdSchedule | WarmupSchedule | WarmupDecaySchedule | WarmupCosineSchedule, Field(discriminator="type")
+]
+SCHEDULES: dict[str, type[Settings]] = {
     "WSD": WsdParams,
     "WarmupLR": WarmupParams,
     "WarmupDecayLR": WarmupDecayParams,
@@ -134,85 +235,31 @@ SCHEDULES: dict[str, type[Block]] = {
 }
 
 
-def moments(optimizer: Mapping[str, Any]) -> int:
-    """Return the number of moments that an optimizer keeps of a weight, with Muon that of its AdamW."""
-    kept = {"Lion": 1, "SGD": int(bool(optimizer["params"].get("momentum")))}
-    return kept.get(optimizer["type"], 2)
-
-
-def complete(values: dict[str, Any], train_iters: int) -> None:
-    """Complete the blocks `optimizer` and `scheduler`, which have passed their checks."""
-    for block in ("optimizer", "scheduler"):
-        if block in values:
-            given = values[block].get("params", {})
-            values[block]["params"] = {key: value for key, value in given.items() if value is not None}
-            if given.get("total_num_steps") == "auto":
-                values[block]["params"]["total_num_steps"] = train_iters
-    if "scheduler" in values and values["scheduler"]["type"] == "WarmupDecayLR":
+def schedule_as_deepspeed(schedule: Schedule, train_iters: int) -> dict[str, Any]:
+    """Return DeepSpeed's block `scheduler` for a run of so many local steps."""
+    params = schedule.params.model_dump(exclude_unset=True, exclude_none=True)
+    if params.get("total_num_steps") == "auto":
+        params["total_num_steps"] = train_iters
+    if schedule.type == "WarmupDecayLR":
         # DeepSpeed takes null for the optimizer's rates, and a missing key for 1e-3.
-        values["scheduler"]["params"].setdefault("warmup_max_lr", None)
-    optimizer = values["optimizer"]
-    params = optimizer["params"]
-    if "betas" in params:  # torch refuses an integer beside a float: [0, 0.95]
-        params["betas"] = list(map(float, params["betas"]))
-    params.setdefault("weight_decay", 0.0)  # as in DeepSpeed's own; torch's AdamW would take 0.01
-    if optimizer["type"] == "Muon":
-        defaults = MuonParams().model_dump(exclude={"lr", *OptimizerParams.model_fields})
-        rates = dict.fromkeys(("muon_lr", "adam_lr"), params.pop("lr")) if "lr" in params else {}
-        optimizer["params"] = {**defaults, **rates, **params}
-    if optimizer["type"] in ("Muon", "SGD"):
-        values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
+        params.setdefault("warmup_max_lr", None)
+    return {"type": schedule.type, "params": params}
 
 
-def check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse what torch's SGD refuses, and what has no effect beside the rest of the block as it was given."""
-    params = {name: value for name, value in optimizer.get("params", {}).items() if value is not None}
-    if params.get("nesterov") and not params.get("momentum"):
-        yield "optimizer.params.nesterov needs a momentum > 0"
-    if "fused" in params and not params.get("torch_adam"):
-        yield "optimizer.params.fused is of torch's kernel; give torch_adam true, too, or leave it out"
-    if optimizer["type"] == "AdamW" and params.get("adam_w_mode") is False:
-        yield "optimizer.params.adam_w_mode false has no effect on AdamW; use type Adam, or leave it out"
-
-
-def rates_of(optimizer: Mapping[str, Any]) -> dict[str, float]:
-    """Return the learning rates of a completed block `optimizer` by name: two of Muon, else one."""
-    params = optimizer["params"]
-    if "muon_lr" in params:
-        return {name: params[name] for name in ("muon_lr", "adam_lr")}
-    return {"lr": params.get("lr", AdamParams.model_fields["lr"].default)}  # of all types
-
-
-def with_peak(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the block `scheduler` of a saved run where it has no peak, which up to version 0.2.0 was 1e-3."""
-    scheduler = saved.get("scheduler") or {}
-    params = scheduler.get("params", {})
-    if scheduler.get("type") != "WarmupDecayLR" or "warmup_max_lr" in params:
-        return {}
-    of_optimizer = set(rates_of(saved["optimizer"]).values()) == {PEAK_UP_TO_0_2}
-    peak = None if of_optimizer else PEAK_UP_TO_0_2
-    return {"scheduler": {**scheduler, "params": {**params, "warmup_max_lr": peak}}}
-
-
-def check_schedule(
-    optimizer: Mapping[str, Any], scheduler: Mapping[str, Any], is_auto: bool
-) -> Iterator[str]:
-    """Yield what a schedule contradicts: itself, or the optimizer.
-
-    Args:
-        is_auto: whether the file gives total_num_steps as "auto".
-    """
-    schedule, params = scheduler["type"], scheduler["params"]
+def check_schedule(optimizer: Optimizer, schedule: Schedule, train_iters: int) -> Iterator[str]:
+    """Yield what a schedule contradicts: itself, or the optimizer."""
+    params = schedule_as_deepspeed(schedule, train_iters)["params"]
+    is_auto = getattr(schedule.params, "total_num_steps", None) == "auto"
     source = ' ("auto": training.train_iters)' if is_auto else ""
-    if schedule in ("WarmupLR", "WarmupDecayLR"):
-        yield from _check_one_rate(rates_of(optimizer), schedule, params)
-    if schedule == "WSD":
+    if schedule.type in ("WarmupLR", "WarmupDecayLR"):
+        yield from _check_one_rate(optimizer.rates, schedule.type, params)
+    if schedule.type == "WSD":
         try:
             WSD(**params)
         except UserError as error:
             yield f"scheduler.params: {error}{source}"
         return
-    total, (warm_up, by_default) = params.get("total_num_steps"), warm_up_of(schedule, params)
+    total, (warm_up, by_default) = params.get("total_num_steps"), warm_up_of(schedule.type, params)
     if total is not None and warm_up > total:
         yield (
             f"scheduler.params.warmup_num_steps {warm_up}{by_default} is more than "

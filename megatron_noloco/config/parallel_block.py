@@ -5,16 +5,16 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Literal
 
-from megatron_noloco.config.blocks import Block, Positive, field
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.config.wording import count, quoted
+from megatron_noloco.config.names import count, quoted
 from megatron_noloco.errors import UserError
+from megatron_noloco.fields import Positive, Settings, field
 from megatron_noloco.model.architecture import Architecture, PipelineSplit
 from megatron_noloco.model.families import families_with
 from megatron_noloco.plans.topology import Topology
 
 
-class ParallelConfig(Block):
+class ParallelConfig(Settings):
     """The parallel layout: ranks = replicas x pipeline x data x tensor parallel sizes."""
 
     replicas: Positive | Literal["auto"] = field(

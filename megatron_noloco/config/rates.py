@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
-from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
+from megatron_noloco.config.names import count
+from megatron_noloco.config.optimizer_block import warm_up_of
 from megatron_noloco.config.run_config import RunConfig
-from megatron_noloco.config.wording import count
 from megatron_noloco.engine.schedules import rates_in
 
 _EVALUATED = 1000  # local steps, besides those around the borders of a schedule's phases
@@ -17,8 +17,8 @@ def describe_rates(config: RunConfig) -> list[str]:
 
     With a schedule it loads DeepSpeed, whose own schedule is evaluated.
     """
-    optimizer, scheduler = config.deepspeed["optimizer"], config.deepspeed.get("scheduler")
-    peaks, steps = rates_of(optimizer), config.training.train_iters
+    scheduler = config.as_deepspeed().get("scheduler")
+    peaks, steps = config.optimizer.rates, config.training.train_iters
     if scheduler is None:
         return [f"rates: {_each(peaks, peaks.values())} in every local step"]
     schedule, params = scheduler["type"], scheduler["params"]
@@ -44,11 +44,11 @@ def _around(borders: Iterable[int], end: int) -> set[int]:
 def _contradictions(
     config: RunConfig, peaks: Mapping[str, float], evaluated: Mapping[int, list[float]]
 ) -> Iterator[str]:
-    scheduler, steps = config.deepspeed["scheduler"], config.training.train_iters
+    scheduler, steps = config.as_deepspeed()["scheduler"], config.training.train_iters
     params: dict[str, Any] = scheduler["params"]
     peak = params.get("warmup_max_lr")
     for name, rate in peaks.items():
-        if peak not in (None, rate) and name in config.deepspeed["optimizer"]["params"]:
+        if peak not in (None, rate) and name in config.as_deepspeed()["optimizer"]["params"]:
             yield f"scheduler.params.warmup_max_lr {peak:g} holds, not optimizer.params.{name} {rate:g}"
     highest = max(evaluated.values())
     if highest > max(rates for step, rates in evaluated.items() if step <= steps):

@@ -1,17 +1,15 @@
 """The whole configuration of a run: its blocks, the rules between them, and the values that it stands for."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from dataclasses import field as dataclass_field
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from megatron_noloco.config import data_block, deepspeed_block, model_block, parallel_block
+from megatron_noloco.config import data_block, parallel_block
 from megatron_noloco.config.blocks import (
-    Block,
     CheckpointConfig,
     EvaluationConfig,
     TensorBoardConfig,
@@ -19,192 +17,97 @@ from megatron_noloco.config.blocks import (
     WandbConfig,
 )
 from megatron_noloco.config.data_block import DataConfig
-from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
+from megatron_noloco.config.deepspeed_block import DeepSpeedConfig, Fp16Config, ZeroConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.config.old_forms import in_todays_form, of_saved_run
+from megatron_noloco.config.names import hint_of
 from megatron_noloco.config.parallel_block import ParallelConfig
-from megatron_noloco.config.wording import ConfigError, unknown_key
 from megatron_noloco.data.sources import DocumentBorders
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import fields_of, problems_of
-from megatron_noloco.model.architecture import Architecture, Compute, Precision
+from megatron_noloco.fields import Settings, fields_of, problems_of
+from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import (
-    PAPER,
     FederationSettings,
     TrainerSettings,
     federation_problems,
     groups_problem,
-    recommended,
 )
 
 
-class File(DeepSpeedConfig):
-    """All that a file may hold: our blocks and DeepSpeed's keys."""
+class RunConfig(DeepSpeedConfig):
+    """The user's file: our blocks, and DeepSpeed's keys.
+
+    Checked by every rule that needs neither ranks nor a tokenizer. `resolve` makes it the final one of a run.
+    Raises UserError, with all problems in the order of the file.
+    """
 
     noloco: TrainerSettings = TrainerSettings()
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     federation: FederationSettings = FederationSettings()
-    data: DataConfig = DataConfig()
+    data: DataConfig = Field(default_factory=dict, validate_default=True)
     training: TrainingConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     wandb: WandbConfig = WandbConfig()
 
+    @classmethod
+    def _problems_of(cls, error: ValidationError, given: dict[str, Any]) -> list[str]:
+        names = (*BLOCKS, *(name for name, _ in fields_of(cls)))
+        lines = problems_of(error, cls, hint=partial(hint_of, elsewhere=names))
+        return sorted(lines, key=lambda line: _place(line, given))
 
-BLOCKS: dict[str, Any] = {
-    name: field.annotation
-    for name, field in File.model_fields.items()
-    if name not in DeepSpeedConfig.model_fields
-}
-_NAMES = (*BLOCKS, *(name for name, _ in fields_of(File)))
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """A configuration that has passed every check that needs neither ranks nor a tokenizer.
-
-    `topology` and `architecture` make the others. `deepspeed` holds the file's other top-level keys with every
-    "auto" resolved and all three batch numbers filled in: it can be handed to DeepSpeed (which must see a world of
-    this replica's data parallelism) as it is. `translations` has a line for each old form that the file has.
-    `left_out` names the settings of the method that the file leaves to its recipe.
-    """
-
-    noloco: TrainerSettings
-    model: ModelConfig
-    parallel: ParallelConfig
-    federation: FederationSettings
-    data: DataConfig
-    training: TrainingConfig
-    checkpoint: CheckpointConfig
-    evaluation: EvaluationConfig
-    tensorboard: TensorBoardConfig
-    wandb: WandbConfig
-    deepspeed: dict[str, Any]
-    translations: tuple[str, ...] = dataclass_field(default=(), compare=False)
-    left_out: tuple[str, ...] = dataclass_field(default=(), compare=False)
-
-    def __post_init__(self) -> None:
-        if problems := list(self._problems()):
-            raise ConfigError("\n".join(problems))
-
-    def _problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
+        """Yield what the rules between blocks refuse."""
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
         replicas = None if self.federation.exists else replicas
+        yield from self.check_deepspeed(self.parallel.data_parallel_size, self.training.train_iters)
+        try:
+            microbatches = self.microbatches
+        except UserError:
+            return
         yield from _check_federation(self.federation, self.noloco, self.parallel)
-        yield from self._problems_among(replicas)
+        yield from self.check_groups(replicas)
         yield from _check_rounds(self.noloco, self.training, replicas)
-        yield from model_block.check_model(self.model)
-        yield from parallel_block.check_parallel(self.model, self.parallel, self.microbatches)
-        yield from _check_zero(self.deepspeed["zero_optimization"], self.parallel)
-        yield from data_block.check_data(self.data, self.evaluation)
-        yield from _check_without_effect(self.evaluation, self.wandb)
+        yield from parallel_block.check_parallel(self.model, self.parallel, microbatches)
+        yield from _check_zero(self.zero_optimization, self.parallel)
+        yield from data_block.check_validation(self.data, self.evaluation)
         yield from data_block.check_documents(self.data, self.model)
         yield from data_block.check_tokenizer(self.data, self.model.vocab_size)
         # As many replicas as there will be ranks for: more than one.
-        yield from _check_loss_scale(self._routing(replicas or 2), self.deepspeed)
+        yield from _check_loss_scale(self._routing(replicas or 2), self.fp16)
 
-    def _problems_among(self, replicas: int | None) -> Iterator[str]:
+    def check_groups(self, replicas: int | None) -> Iterator[str]:
         """Yield what the method refuses with so many replicas; None: their number is not known yet."""
         if problem := groups_problem(self.noloco, replicas):
             yield f"noloco.{problem}"
 
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
-        """Return the configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
-        raw, translations = in_todays_form(raw)
-        values = deepspeed_block.prepared(_with_choices(raw))
-        file: Any = None
-        problems: list[str] = []
-        try:
-            file = File.model_validate(values)
-        except ValidationError as error:
-            problems = problems_of(error, File, unknown=partial(unknown_key, elsewhere=_NAMES))
-        problems += deepspeed_block.check_params(values)
-        if not problems:
-            deepspeed, problems = deepspeed_block.resolve(
-                {key: value for key, value in values.items() if key not in BLOCKS},
-                file.parallel.data_parallel_size,
-                file.training.train_iters,
-            )
-        if problems:
-            raise ConfigError("\n".join(sorted(problems, key=lambda line: _place(line, raw))))
-        blocks = {name: getattr(file, name) for name in BLOCKS}
-        config = cls(
-            deepspeed=deepspeed, **blocks, translations=translations, left_out=_left_out(values, file)
-        )
-        replicas = file.parallel.replicas
-        return config.among(None if replicas == "auto" else replicas)
+    def as_deepspeed(self) -> dict[str, Any]:
+        """Return what DeepSpeed is given; it must see a world of this replica's data parallelism."""
+        return self.as_deepspeed_of(self.parallel.data_parallel_size, self.training.train_iters)
 
-    @classmethod
-    def of_checkpoint(cls, saved: dict[str, Any]) -> "RunConfig":
-        """Return the configuration that a checkpoint was saved with, possibly by an earlier version.
-
-        Its method, optimizer and schedule have the settings of the checkpoint only where these are still accepted.
-        """
-        saved = of_saved_run(saved)
-        try:
-            return cls.from_dict(saved)
-        except ConfigError:
-            without = {"evaluation", "tensorboard", "wandb", "federation"}
-            known = {name: saved[name] for name in saved.keys() & File.model_fields.keys() - without}
-            method = {
-                name: saved["noloco"][name] for name in ("enabled", "method") if name in saved["noloco"]
-            }
-            return cls.from_dict({**deepspeed_block.accepted(known), "noloco": method})
-
-    def among(self, replicas: int | None) -> "RunConfig":
-        """Return the configuration for `replicas` in one job; their number decides what the recipe chooses.
-
-        None: it is not known, and the recipe chooses nothing.
-        """
-        return self if replicas is None else self._with_left_out(recommended(replicas))
-
-    def continuing(self, saved: dict[str, Any], replicas: int | None) -> "RunConfig":
-        """Return the configuration of a run that continues the one of the JSON `saved`.
-
-        Settings that the file leaves to the recipe are as they were there, if method and recipe are the same and
-        `replicas` can have them.
-        """
-        then, now = saved.get("noloco", {}), self.noloco
-        if (then.get("method"), then.get("recipe", now.recipe)) != (now.method, now.recipe):
-            return self
-        try:
-            found = self._with_left_out(then)
-        except UserError:  # for a value that is gone, such as payload "int16"
-            return self
-        return self if groups_problem(found.noloco, replicas) else found
-
-    def _with_left_out(self, values: Mapping[str, Any]) -> "RunConfig":
-        changes = {name: values[name] for name in self.left_out if name in values}
-        return replace(self, noloco=replace(self.noloco, **changes))
+    def given(self) -> dict[str, Any]:
+        """Return the JSON object of this configuration, without fields that were left out."""
+        return self.model_dump(exclude_unset=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of this configuration, with all defaults; from_dict reads it back."""
-        blocks = ((name, getattr(self, name)) for name in BLOCKS)
-        return {
-            **self.deepspeed,
-            **{name: b.model_dump() if isinstance(b, Block) else asdict(b) for name, b in blocks},
-        }
+        """Return the JSON object of this configuration, with all defaults."""
+        return {**self.as_deepspeed(), **self.model_dump(include=set(BLOCKS))}
 
     def topology(self, world_size: int, slot: int = 0) -> Topology:
-        """Return the layout of this job's `world_size` ranks; raises ConfigError when the numbers do not fit.
+        """Return the layout of this job's `world_size` ranks; raises UserError when the numbers do not fit.
 
         Args:
             slot: in a federation, the number of this job's replica.
         """
         separate_jobs = self.federation.exists
-        try:
-            topology = parallel_block.lay_out(self.parallel, world_size, separate_jobs)
-            if separate_jobs:
-                topology = replace(topology, slot=slot, separate_jobs=True)
-        except UserError as error:
-            raise ConfigError(str(error)) from None
-        if problems := list(self._problems_among(topology.ensemble)):
-            raise ConfigError("\n".join(problems))
+        topology = parallel_block.lay_out(self.parallel, world_size, separate_jobs)
+        if separate_jobs:
+            topology = replace(topology, slot=slot, separate_jobs=True)
+        if problems := list(self.check_groups(topology.ensemble)):
+            raise UserError("\n".join(problems))
         return topology
 
     def routing(self, topology: Topology) -> Routing:
@@ -218,14 +121,11 @@ class RunConfig:
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
         """Return the model for a tokenizer of `tokenizer_vocab` tokens (0: not known, `model.vocab_size` decides).
 
-        Raises ConfigError when the vocabulary is too small, or does not divide over the tensor-parallel ranks.
+        Raises UserError when the vocabulary is too small, or does not divide over the tensor-parallel ranks.
         """
-        try:
-            architecture = self.model.architecture(tokenizer_vocab)
-        except UserError as error:
-            raise ConfigError(str(error)) from None
+        architecture = self.model.architecture(tokenizer_vocab)
         if problems := list(parallel_block.check_vocabulary(architecture, self.parallel)):
-            raise ConfigError("\n".join(problems))
+            raise UserError("\n".join(problems))
         return architecture
 
     @property
@@ -240,53 +140,29 @@ class RunConfig:
     @property
     def micro_batch_size(self) -> int:
         """Return the samples in a microbatch."""
-        return int(self.deepspeed["train_micro_batch_size_per_gpu"])
+        return self.batch(self.parallel.data_parallel_size).micro
+
+    @property
+    def microbatches(self) -> int:
+        """Return the microbatches per data-parallel rank and local step (DeepSpeed's accumulation steps)."""
+        return self.batch(self.parallel.data_parallel_size).steps
+
+    @property
+    def replica_batch(self) -> int:
+        """Return the samples that one replica consumes per local step (DeepSpeed's train_batch_size)."""
+        return self.batch(self.parallel.data_parallel_size).samples
 
     @property
     def world_size(self) -> int | None:
         """Return the ranks of a job; None where `parallel.replicas` is "auto"."""
         return self.parallel.replica_size if self.federation.exists else self.parallel.world_size
 
-    @property
-    def microbatches(self) -> int:
-        """Return the microbatches per data-parallel rank and local step (DeepSpeed's accumulation steps)."""
-        return int(self.deepspeed["gradient_accumulation_steps"])
 
-    @property
-    def replica_batch(self) -> int:
-        """Return the samples that one replica consumes per local step (DeepSpeed's train_batch_size)."""
-        return int(self.deepspeed["train_batch_size"])
-
-    @property
-    def zero_stage(self) -> int:
-        """Return DeepSpeed's stage of ZeRO, 1 or 2."""
-        return int(self.deepspeed["zero_optimization"]["stage"])
-
-    @property
-    def precision(self) -> Precision:
-        if self.deepspeed.get("bf16", {}).get("enabled", False):
-            return "bf16"
-        return "fp16" if self.deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
-
-
-def _with_choices(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the file with the values of the recipe that it names, and those of local_steps "auto"."""
-    noloco = raw.get("noloco")
-    if not isinstance(noloco, dict):
-        return raw
-    if noloco.get("recipe") == "paper":
-        noloco = {**PAPER, **noloco}
-    if noloco.get("local_steps") == "auto":
-        noloco = {"most_waiting": 0.1, **noloco, "local_steps": 1}
-    return raw | {"noloco": noloco}
-
-
-def _left_out(values: dict[str, Any], file: File) -> tuple[str, ...]:
-    """Return the settings that the file leaves to its recipe: none for DiLoCo, separate jobs, or sites."""
-    if file.noloco.method != "noloco" or file.noloco.sites is not None or file.federation.exists:
-        return ()
-    names = tuple(recommended(1))
-    return names if values.get("noloco", {}).keys().isdisjoint(names) else ()
+BLOCKS: dict[str, type[Settings]] = {
+    name: type(field.default) if isinstance(field.default, Settings) else field.annotation  # type: ignore[misc]
+    for name, field in RunConfig.model_fields.items()
+    if name not in DeepSpeedConfig.model_fields
+}
 
 
 def _place(line: str, raw: dict[str, Any]) -> tuple[int, int]:
@@ -333,36 +209,24 @@ def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: i
         )
 
 
-def _check_without_effect(evaluation: EvaluationConfig, wandb: WandbConfig) -> Iterator[str]:
-    """Yield settings that have no effect, and read as if they had."""
-    if evaluation.full and not evaluation.iters:
-        yield (
-            "evaluation.full true has no effect with evaluation.iters 0, which switches evaluation off; leave one "
-            "of them out"
-        )
-    if (given := sorted(wandb.model_fields_set)) and "enabled" not in given:
-        yield f"wandb.{given[0]} has no effect without wandb.enabled, which is missing; set it to true or false"
-
-
-def _check_zero(zero: dict[str, Any], parallel: ParallelConfig) -> Iterator[str]:
+def _check_zero(zero: ZeroConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield why gradients cannot be divided, or would be added up with those of different experts."""
     for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
-        if zero["stage"] == 2 and (size := getattr(parallel, name)) > 1:
+        if zero.stage == 2 and (size := getattr(parallel, name)) > 1:
             yield (
                 f"zero_optimization.stage 2 needs parallel.{name} 1, not {size}: it reduces gradients during the "
                 "backward pass, before stages or tensor-parallel ranks could add up theirs; use 1"
             )
     for name in ("reduce_scatter", "contiguous_gradients"):
-        if parallel.expert_model_parallel_size > 1 and not zero.get(name, True):
+        if parallel.expert_model_parallel_size > 1 and not getattr(zero, name):
             yield (
                 f"zero_optimization.{name} false: with parallel.expert_model_parallel_size > 1 DeepSpeed would "
                 "add up the gradients of different experts; leave it out"
             )
 
 
-def _check_loss_scale(routing: Routing, deepspeed: dict[str, Any]) -> Iterator[str]:
-    fp16 = deepspeed.get("fp16", {})
-    if routing.active and fp16.get("enabled", False) and not fp16.get("loss_scale", 0):
+def _check_loss_scale(routing: Routing, fp16: Fp16Config) -> Iterator[str]:
+    if routing.active and fp16.enabled and not fp16.loss_scale:
         yield (
             "fp16 with a dynamic loss scale does not go together with routing: replicas with different "
             "loss scales would exchange gradients; set a static fp16.loss_scale, or use bf16, or set "

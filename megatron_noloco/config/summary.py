@@ -2,15 +2,16 @@
 
 import json
 import math
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from megatron_noloco.config.blocks import CheckpointConfig
+from megatron_noloco.config.names import count
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.round_memory import outer_state
 from megatron_noloco.config.run_config import RunConfig
-from megatron_noloco.config.wording import count
 from megatron_noloco.engine.schedules import WSD
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
@@ -43,14 +44,20 @@ def facts_in_words(config: RunConfig, topology: Topology) -> dict[str, str]:
     return facts | {
         "method": _method(config.noloco, topology.ensemble),
         "optimizer": _optimizer(config, None),
-        "schedule": _schedule(config.deepspeed.get("scheduler")),
+        "schedule": _schedule(config.as_deepspeed().get("scheduler")),
     }
 
 
-def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
+def describe(
+    config: RunConfig,
+    topology: Topology,
+    architecture: Architecture | None = None,
+    by_recipe: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Return the lines of the banner, each `label: what it is`.
 
     Args:
+        by_recipe: see `Resolved`.
         architecture: None while the tokenizer, and so the vocabulary, is not known.
     """
     facts = facts_in_words(config, topology) | {"optimizer": _optimizer(config, architecture)}
@@ -60,7 +67,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"batch per replica: {_replica_batch(config, topology)}",
         *([said["batch in total"]] if "batch in total" in said else []),
         said["method"],
-        *_by_recipe(config, topology.ensemble),
+        *_by_recipe(by_recipe or {}, topology.ensemble),
         f"routing: {_routing(config.routing(topology))}",
         said["optimizer"],
         said["schedule"],
@@ -78,7 +85,6 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
             lines.append(f"overlap: {_overlap(config.noloco)}")
         lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble)}")
     lines.append(f"checkpoints: {_checkpoints(config.checkpoint)}")
-    lines += [f"old form: {line}; version 0.3 is the last that reads it" for line in config.translations]
     if architecture is not None:
         rows = architecture.padded_vocab_size
         lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
@@ -146,10 +152,10 @@ def _method(noloco: TrainerSettings, replicas: int | None) -> str:
     return f"{knobs}, gamma = {noloco.gamma}, {drawn}"
 
 
-def _by_recipe(config: RunConfig, replicas: int | None) -> list[str]:
+def _by_recipe(by_recipe: Mapping[str, Any], replicas: int | None) -> list[str]:
     """Return a line with the settings of the method that the file leaves to its recipe, if there are any."""
-    named = ", ".join(f"{name} {getattr(config.noloco, name)}" for name in config.left_out)
-    if not named or replicas == 1 or not config.noloco.enabled:
+    named = ", ".join(f"{name} {value}" for name, value in by_recipe.items())
+    if not named or replicas == 1:
         return []
     return [f"by recipe: {named} (for {replicas} replicas, or as a run that is continued began)"]
 
@@ -163,7 +169,7 @@ def _spread(noloco: TrainerSettings, replicas: int | None) -> str:
 
 
 def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
-    block = config.deepspeed["optimizer"]
+    block = config.as_deepspeed()["optimizer"]
     params: dict[str, Any] = block["params"]
     name = block["type"]
     if name == "Muon" and architecture is not None:
@@ -176,8 +182,7 @@ def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
     if "betas" in params and params["betas"][1]:
         steps = math.log(0.5) / math.log(params["betas"][1])
         tokens = steps * config.replica_batch * config.model.seq_length
-        of = "momentum" if name == "Lion" else "second moment"
-        text += f"; half-life of the {of} {steps:,.1f} local steps, {tokens:,.0f} tokens per replica"
+        text += f"; half-life of the second moment {steps:,.1f} local steps, {tokens:,.0f} tokens per replica"
     return text
 
 

@@ -5,8 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.config.model_block import model_problems
+from megatron_noloco.config import RunConfig
+from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.auto_tokenizer import auto_differs, check_folder, folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
@@ -19,38 +20,39 @@ from megatron_noloco.model.families import architecture_of, families_with, famil
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
 
 
-def import_folder(folder: Path, template: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the JSON of a run that starts from the folder: the template with the folder's model and tokenizer.
+def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, str]:
+    """Return the config of a run that starts from the folder: the template with the folder's model and tokenizer.
 
     The second value is a line about the tokenizer, or "": see `auto_differs`. No weights are copied.
     Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
-    before, architecture = RunConfig.from_dict(template), read_architecture(folder)
-    template_model = {
-        name: value
-        for name, value in template["model"].items()
+    architecture, before = read_architecture(folder), template.model
+    given = {
+        name: getattr(before, name)
+        for name in before.model_fields_set
         if not families_with(name) or architecture.family in families_with(name)
     }
-    _check_dropouts(folder, architecture, template_model)
+    _check_dropouts(folder, architecture, given)
     model = {
         **_dropouts(architecture, _config_of(folder)),  # the template may override them
-        **template_model,
+        **given,
         **model_fields(architecture),
         "init_method_std": architecture.init_method_std,
-        "seq_length": before.model.seq_length,
-        "make_vocab_size_divisible_by": before.parallel.tensor_model_parallel_size,
+        "seq_length": before.seq_length,
+        "make_vocab_size_divisible_by": template.parallel.tensor_model_parallel_size,
     }
-    training = {**template["training"], "pretrained": str(folder.resolve())}
-    data = _with_tokenizer_of(folder, template["data"])
-    raw = {**template, "model": model, "training": training, "data": data}
-    run = RunConfig.from_dict(raw)
+    run = template.replace(
+        model=ModelConfig(**model),
+        training=template.training.replace(pretrained=str(folder.resolve())),
+        data=_with_tokenizer_of(folder, template.data),
+    )
     with PretrainedWeights(folder, architecture) as weights:
         weights.check_finite()
     tokenizer = build_tokenizer(run.data.tokenizer)
     check_tokenizer(folder, tokenizer, architecture.vocab_size)
     check_folder(tokenizer)  # as `train` does
-    return raw, auto_differs(tokenizer)
+    return run, auto_differs(tokenizer)
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
@@ -84,20 +86,21 @@ def model_fields(architecture: Architecture) -> dict[str, Any]:
 # The tokenizer
 
 
-def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
     """Return the block `data` with the folder's tokenizer.
 
     It is unchanged if it names a tokenizer, or if the folder has none or the byte-level one.
     """
-    if {"tokenizer_type", "tokenizer_model"} & data.keys() or not (folder / "tokenizer.json").exists():
+    named = {"tokenizer_type", "tokenizer_model"} & data.model_fields_set
+    if named or not (folder / "tokenizer.json").exists():
         return data
     tokenizer = tokenizer_of(folder)
     if isinstance(tokenizer, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
-    begin = {"prepend_bos": True} if tokenizer.before_document else {}
-    place = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
-    return {**begin, **data, **place}
+    begins = bool(tokenizer.before_document) and "prepend_bos" not in data.model_fields_set
+    begin = {"prepend_bos": True} if begins else {}
+    return data.replace(**begin, tokenizer_model=str(folder.resolve()))
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -159,7 +162,7 @@ def read_architecture(folder: Path) -> Architecture:
     try:
         architecture = architecture_of(theirs)
         if problems := _problems(architecture, theirs):
-            raise ConfigError("\n".join(problems))
+            raise UserError("\n".join(problems))
     except UserError as error:
         lines = (f"{folder / 'config.json'}: {line}" for line in str(error).splitlines())
         raise UserError("\n".join(lines)) from None
@@ -171,8 +174,14 @@ def _problems(architecture: Architecture, theirs: dict[str, Any]) -> list[str]:
     family = family_of(architecture)
     keys = {**family.hf_sizes, "rotary_base": "rope_theta", "norm_epsilon": family.hf_norm_epsilon}
     keys |= {ours: key for key, ours in family.hf_dropouts.items()}
-    lines = model_problems(model_fields(architecture) | _dropouts(architecture, theirs))
-    return [re.sub(r"\bmodel\.(\w+)", lambda field: keys.get(field[1], field[0]), line) for line in lines]
+    try:
+        ModelConfig(**model_fields(architecture) | _dropouts(architecture, theirs))
+    except UserError as error:
+        # Names of fields, which begin a line without the block.
+        named = re.compile(r"\b(?:ModelConfig|model)\.(\w+)")
+        lines = str(error).splitlines()
+        return [named.sub(lambda field: keys.get(field[1], f"model.{field[1]}"), line) for line in lines]
+    return []
 
 
 def _dropouts(architecture: Architecture, theirs: dict[str, Any]) -> dict[str, Any]:

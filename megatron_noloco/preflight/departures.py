@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.optimizer_block import moments
 from megatron_noloco.config.round_memory import bytes_of_state
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
@@ -38,9 +37,7 @@ def departures_of(
     noloco = config.noloco
     seconds = min(notice_seconds, config.federation.leave_seconds)
     lost = lost_steps(noloco.local_steps, step_seconds, seconds)
-    kept = _FP32 * (1 + moments(config.deepspeed["optimizer"])) + sum(
-        bytes_of_state(noloco, replicas).values()
-    )
+    kept = _FP32 * (1 + config.optimizer.moments) + sum(bytes_of_state(noloco, replicas).values())
     return Departures(
         lost, lost * per_second * step_seconds / replicas, round(table_of(architecture).exported_count * kept)
     )

@@ -9,7 +9,9 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config import RunConfig
+from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
+from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import fullest_stage
@@ -99,26 +101,27 @@ def changes_that_save(
     """
     now = fullest_stage(config, architecture, topology)[2].gpu_bytes
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    candidates: list[dict[str, Any]] = [
-        {"noloco": {"slow_weights": "host"}},
-        {"model": recompute},
-        # Half of an odd one would change the batch.
-        *[{"train_micro_batch_size_per_gpu": config.micro_batch_size // 2}]
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("noloco", {"slow_weights": "host"}),
+        ("model", recompute),
+        # Half of an odd microbatch would change the batch.
+        *[("", {MICRO: config.micro_batch_size // 2, STEPS: 2 * config.microbatches})]
         * (config.micro_batch_size % 2 == 0),
-        {"parallel": {"data_parallel_size": 2 * topology.dp}},
-        {
-            "parallel": {
+        ("parallel", {"data_parallel_size": 2 * topology.dp}),
+        (
+            "parallel",
+            {
                 "data_parallel_size": math.lcm(topology.dp, 2 * topology.ep),
                 "expert_model_parallel_size": 2 * topology.ep,
-            }
-        },
-        {"parallel": {"pipeline_model_parallel_size": 2 * topology.pp}},
-        {"parallel": {"tensor_model_parallel_size": 2 * topology.tp}},
+            },
+        ),
+        ("parallel", {"pipeline_model_parallel_size": 2 * topology.pp}),
+        ("parallel", {"tensor_model_parallel_size": 2 * topology.tp}),
     ]
-    for change in candidates:
+    for block, change in changes:
         try:
-            changed = RunConfig.from_dict(_apply(change, config))
-        except ConfigError:
+            changed = _changed(config, block, change)
+        except UserError:
             continue
         parallel = changed.parallel
         layout = replace(
@@ -130,22 +133,16 @@ def changes_that_save(
         )
         needed = fullest_stage(changed, architecture, layout)[2].gpu_bytes
         if needed < now:
-            yield _shown(change), layout.replica_size, needed
+            yield _shown(block, change), layout.replica_size, needed
 
 
-def _apply(change: dict[str, Any], config: RunConfig) -> dict[str, Any]:
-    raw = config.to_dict()
-    del raw["train_batch_size"]  # computed from the others
-    for name, value in change.items():
-        raw[name] = raw[name] | value if isinstance(value, dict) else value
-    if "train_micro_batch_size_per_gpu" in change:
-        raw["gradient_accumulation_steps"] *= 2
-    raw["parallel"] |= {"replicas": "auto"}
-    return raw
+def _changed(config: RunConfig, block: str, change: dict[str, Any]) -> RunConfig:
+    """Return the config with a change, for any number of replicas of as many microbatches. Raises UserError."""
+    batch = {TRAIN: None, MICRO: config.micro_batch_size, STEPS: config.microbatches}
+    config = config.replace(parallel=config.parallel.replace(replicas="auto"), **batch)
+    return config.replace(**({block: getattr(config, block).replace(**change)} if block else change))
 
 
-def _shown(change: dict[str, Any]) -> str:
-    ((name, value),) = change.items()
-    if not isinstance(value, dict):
-        return f"{name} {value}, gradient_accumulation_steps doubled"
-    return ", ".join(f"{name}.{field} {setting}" for field, setting in value.items())
+def _shown(block: str, change: dict[str, Any]) -> str:
+    prefix = f"{block}." if block else ""
+    return ", ".join(f"{prefix}{field} {setting}" for field, setting in change.items())

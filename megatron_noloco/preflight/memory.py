@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.optimizer_block import moments
 from megatron_noloco.config.parallel_block import layers_of_chunks
 from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state, on_accelerator
 from megatron_noloco.engine.layout import GroupKey
@@ -104,12 +103,12 @@ def _parameters(
 ) -> RankParameters:
     chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
     layers = sum(chunks[stage])
-    block = config.deepspeed["optimizer"]
+    muon = config.optimizer.type == "Muon"
     groups: Counter[GroupKey] = Counter()
     copied = 0
     for row in _rows(architecture, topology, stage, layers):
         elements = math.prod(row.slice_shape(topology.tp))
-        groups[GroupKey.of(row, block["type"] == "Muon", topology.ep)] += elements
+        groups[GroupKey.of(row, muon, topology.ep)] += elements
         tied = architecture.tied_embeddings and topology.pp > 1 and row.is_embedding_or_output
         if tied or (topology.tp > 1 and row.tp_dim is None):
             copied += elements
@@ -155,13 +154,13 @@ def memory_of(
     """
     gradients = _FP32 * held.parameters
     if config.zero_stage == 2:  # this rank's part, and those that wait to be reduced
-        bucket = int(config.deepspeed["zero_optimization"].get("reduce_bucket_size", 500_000_000))
+        bucket = config.zero_optimization.reduce_bucket_size
         gradients = _FP32 * held.owned + WORKING[config.precision] * min(held.parameters, bucket)
     device = {
         "weights": WORKING[config.precision] * held.parameters,
         "gradients": gradients,
         "master weights": _FP32 * held.owned,
-        "inner optimizer": _FP32 * (moments(config.deepspeed["optimizer"]) * held.owned - held.muon),
+        "inner optimizer": _FP32 * (config.optimizer.moments * held.owned - held.muon),
     }
     computing = {
         "activations": _activations(config, architecture, topology, stage),
@@ -294,4 +293,4 @@ def _step(config: RunConfig, held: RankParameters) -> int:
     need less.
     """
     flat = 0 if config.precision == "bf16" else _FP32 * held.owned
-    return max(flat, moments(config.deepspeed["optimizer"]) * _FP32 * (held.owned - held.muon))
+    return max(flat, config.optimizer.moments * _FP32 * (held.owned - held.muon))

@@ -6,13 +6,14 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config import RunConfig
 from megatron_noloco.config.agreed import divided, names_in
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
+from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.errors import UserError
@@ -147,10 +148,10 @@ def write_job(
     Keys.read(key)
     raw["federation"]["key_file"] = str(key)
     try:
-        raw, ranks = proposed(raw, local.gpus)
-    except ConfigError as error:  # which quotes values
+        config, ranks = proposed(RunConfig(**raw), local.gpus)
+    except UserError as error:  # which quotes values
         raise UserError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
-    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config.given(), indent=2) + "\n")
     return local.folder / "config.json", ranks
 
 
@@ -159,27 +160,25 @@ def _from_anywhere(path: str) -> str:
     return path if path == STANDARD_LIBRARY else str(Path(path).expanduser().absolute())
 
 
-def proposed(raw: dict[str, Any], gpus: tuple[int, ...]) -> tuple[dict[str, Any], int]:
+def proposed(config: RunConfig, gpus: tuple[int, ...]) -> tuple[RunConfig, int]:
     """Return a config with a layout for the GPUs of this machine, and the number of its ranks.
 
     The smallest tensor-parallel size that fits into their memory; the other GPUs are data-parallel, as many as
     divide the batch, which stays what it is. Without GPUs a single rank.
     """
-    raw = {**raw, "parallel": {}}
-    whole = RunConfig.from_dict(raw)
-    batch, micro = whole.replica_batch, whole.micro_batch_size
-    best, ranks = raw, 1
+    batch, micro = config.replica_batch, config.micro_batch_size
+    best, ranks = config, 1
     for tp in (size for size in (1, 2, 4, 8) if size <= len(gpus)):
         dp = max(size for size in range(1, len(gpus) // tp + 1) if batch % (micro * size) == 0)
-        sizes = {"tensor_model_parallel_size": tp, "data_parallel_size": dp}
-        found = {**raw, "gradient_accumulation_steps": batch // (micro * dp), "parallel": sizes}
-        found.pop("train_batch_size", None)  # it would have to be the product of the others
+        sizes = ParallelConfig(tensor_model_parallel_size=tp, data_parallel_size=dp)
         try:
-            config = RunConfig.from_dict(found)
-        except ConfigError:  # heads or columns do not divide into tp
+            found = config.replace(
+                parallel=sizes, gradient_accumulation_steps=batch // (micro * dp), train_batch_size=None
+            )
+        except UserError:  # heads or columns do not divide into tp
             continue
         best, ranks = found, tp * dp
-        if _gpu_bytes(config, ranks) <= USABLE * min(gpus):
+        if _gpu_bytes(found, ranks) <= USABLE * min(gpus):
             break
     return best, ranks
 

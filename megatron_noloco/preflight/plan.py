@@ -284,7 +284,7 @@ def schemes(
             # As `training.averaging.LocalStepsChoice` chooses by the seconds of the first rounds.
             steps = fewest_steps(found.seconds_per_exchange, step_seconds, block.most_waiting)
             steps = max(steps, block.fragments, block.first_overlap_steps)
-            chosen = replace(block, local_steps=min(steps, config.training.train_iters))
+            chosen = block.replace(local_steps=min(steps, config.training.train_iters))
             found = scheme_of(name, chosen, largest, topology, network, step_seconds)
         if sites is None:
             return found
@@ -294,7 +294,7 @@ def schemes(
         return replace(found, bytes_across=round(sent))
 
     def variant(**fields: Any) -> TrainerSettings:
-        return replace(noloco, **{"enabled": True, "overlap_steps": 0, "sites": None, **fields})
+        return noloco.replace(**{"enabled": True, "overlap_steps": 0, "sites": None, **fields})
 
     pairs = {"method": "noloco", "group_size": 2}
     found = [scheme("this config", noloco)] if noloco.enabled else []

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.config.optimizer_block import rates_of, warm_up_of
+from megatron_noloco.config import RunConfig
+from megatron_noloco.config.optimizer_block import schedule_as_deepspeed, warm_up_of
 from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.monitor.writers import parsed
@@ -33,7 +33,7 @@ class Trials:
         folder: of that file, and of the run under way.
         show: is given a line before a run and after it.
 
-    Raises ConfigError for a run that cannot be shortened, or that the command would not start.
+    Raises UserError for a run that cannot be shortened, or that the command would not start.
     """
 
     config: RunConfig
@@ -43,7 +43,7 @@ class Trials:
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
-            raise ConfigError("\n".join(problems))
+            raise UserError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
         config = self.config
@@ -82,14 +82,16 @@ class Trials:
 
     def block(self, factor: float) -> dict[str, Any]:
         """Return the blocks of the file that have learning rates, with these times `factor`, in three digits."""
-        raw = shortened(self.config, self.config.training.train_iters, factor)
-        scheduler = raw.get("scheduler", {"params": {}})
-        blocks = {"optimizer": rates_of(raw["optimizer"]), "scheduler": _peaks(scheduler["params"])}
+        run = shortened(self.config, self.config.training.train_iters, factor)
+        raw, rates = run.given(), {"optimizer": run.optimizer.rates}
+        if run.scheduler is not None:
+            peaks = ((name, getattr(run.scheduler.params, name, None)) for name in _PEAKS)
+            rates["scheduler"] = {name: peak for name, peak in peaks if peak is not None}
         return {
             name: raw[name]
-            | {"params": raw[name]["params"] | {rate: float(f"{value:.3g}") for rate, value in rates.items()}}
-            for name, rates in blocks.items()
-            if rates
+            | {"params": raw[name]["params"] | {rate: float(f"{value:.3g}") for rate, value in found.items()}}
+            for name, found in rates.items()
+            if found
         }
 
     def loss(self, factor: float) -> float:
@@ -99,9 +101,10 @@ class Trials:
         that has ended early.
         """
         steps = self.steps
-        raw = shortened(self.config, steps, factor)
+        config = shortened(self.config, steps, factor)
+        raw = config.given()
         name = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
-        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in rates_of(raw["optimizer"]).items())
+        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in config.optimizer.rates.items())
         known, folder = self._known(), self.folder / name
         if name not in known:
             self.show(f"{steps:,} local steps, {rates}: under way, its log is {folder / 'log.txt'}")
@@ -138,37 +141,33 @@ class Trials:
                 raise
 
 
-def shortened(config: RunConfig, steps: int, factor: float) -> dict[str, Any]:
-    """Return the JSON of a run of `steps` local steps, with learning rates times `factor`.
+def shortened(config: RunConfig, steps: int, factor: float) -> RunConfig:
+    """Return the config of a run of `steps` local steps, with learning rates times `factor`.
 
     All phases of its schedule are shortened alike. It evaluates the mean model at its end, and writes little.
     """
-    raw = config.to_dict()
-    for name in config.left_out:  # to the recipe, which may not know the number of replicas yet
-        del raw["noloco"][name]
-    whole = config.training.train_iters
-    if (scheduler := raw.get("scheduler")) is not None:
-        params = scheduler["params"]
-        warm_up, _ = warm_up_of(scheduler["type"], params)
+    whole, optimizer, changes = config.training.train_iters, config.optimizer, dict[str, Any]()
+    if config.scheduler is not None:
+        params = schedule_as_deepspeed(config.scheduler, whole)["params"]
+        warm_up, _ = warm_up_of(config.scheduler.type, params)
         phases = {"warmup_num_steps": warm_up} | {name: params[name] for name in _PHASES if name in params}
         # Rounded down, so that together they are no longer than the run.
         phases = {name: max(min(1, phase), phase * steps // whole) for name, phase in phases.items()}
-        peaks = {name: peak * factor for name, peak in _peaks(params).items()}
-        raw["scheduler"] = {**scheduler, "params": {**params, **phases, **peaks}}
-    optimizer = raw["optimizer"]
-    rates = {name: rate * factor for name, rate in rates_of(optimizer).items()}
-    raw["optimizer"] = {**optimizer, "params": {**optimizer["params"], **rates}}
-    raw["training"] |= {"train_iters": steps, "output_dir": "", "exit_duration_minutes": None}
-    raw["checkpoint"] |= {"save_interval": 0, "load": "auto"}
-    raw["evaluation"] |= {"interval": 0, "mean_model": True}
-    raw["tensorboard"] |= {"enabled": False}
-    raw["wandb"] |= {"enabled": False}
-    return raw
-
-
-def _peaks(params: Mapping[str, Any]) -> dict[str, float]:
-    """Return the learning rates among the params of a schedule."""
-    return {name: params[name] for name in _PEAKS if params.get(name) is not None}
+        peaks = {name: params[name] * factor for name in _PEAKS if params.get(name) is not None}
+        shorter = config.scheduler.params.replace(**phases, **peaks)
+        changes["scheduler"] = config.scheduler.replace(params=shorter)
+    rates = {name: rate * factor for name, rate in optimizer.rates.items()}
+    return config.replace(
+        **changes,
+        optimizer=optimizer.replace(params=optimizer.params.replace(**rates)),
+        training=config.training.replace(
+            train_iters=steps, output_dir="runs/tune", exit_duration_minutes=None
+        ),
+        checkpoint=config.checkpoint.replace(save_interval=0, load="auto"),
+        evaluation=config.evaluation.replace(interval=0, mean_model=True),
+        tensorboard=config.tensorboard.replace(enabled=False),
+        wandb=config.wandb.replace(enabled=False),
+    )
 
 
 def _last_loss(folder: Path, steps: int) -> float | None:

@@ -48,14 +48,14 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     monitor = build_monitor(prepared, joined, groups, plan, progress)
     record = monitor.metrics.record
 
-    engine = ReplicaEngine(stage, groups, config.deepspeed, record)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), record)
     apart = None
     if membership is not None:
         place = membership.place
         apart = membership.replica(engine.weights, config.training.seed, engine.held())
     outer = build_outer(config, engine.weights, transport, place, apart)
     if membership is not None and apart is not None:
-        optimizer, seed = config.deepspeed["optimizer"]["type"], config.training.seed
+        optimizer, seed = config.optimizer.type, config.training.seed
         membership.keeper = ReplicaState(engine, outer, apart.movement, optimizer, seed, monitor.say)
         membership.say = monitor.say
     engine.pipeline.between_microbatches = outer.progress

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
-from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
-from megatron_noloco.config.old_forms import of_saved_run
+from megatron_noloco.config.saved import upgrade_saved_config
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -41,7 +41,7 @@ from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.preflight.newcomer import offered
-from megatron_noloco.settings import at_hosts, shared
+from megatron_noloco.settings import shared
 from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
 from megatron_noloco.transport.interface import Transport
 
@@ -50,8 +50,7 @@ class Joined(NamedTuple):
     """What joining gives a rank.
 
     Attributes:
-        config: of the run, with the hosts that there are, where they are sites; what the file leaves out is as in
-            the run that is continued.
+        config, by_recipe: the settings of the run, see `Resolved`.
         transport: for exchanges between the replicas of one job; None in a federation.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
@@ -60,6 +59,7 @@ class Joined(NamedTuple):
     """
 
     config: RunConfig
+    by_recipe: dict[str, Any]
     transport: Transport | None
     start: Start
     membership: Membership | None
@@ -80,9 +80,9 @@ def join_job(prepared: Prepared) -> Joined:
     `job.leaving.abandon_job`.
     """
     config, topology = prepared.config, prepared.topology
-    notes = _join_ranks(prepared)
+    notes, host = _join_ranks(prepared)
     check_ranks(prepared)
-    config = _at_hosts(config, topology)
+    hosts = of_all_ranks(socket.gethostname())[:: topology.replica_size]
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
     training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
@@ -92,9 +92,10 @@ def join_job(prepared: Prepared) -> Joined:
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise UserError(taken)
     start = find_start(settings, topology)
-    if start.saved is not None:
-        config = config.continuing(start.saved.manifests[0].config, topology.ensemble)
-        settings = replace(settings, run=config.to_dict())
+    saved = None if start.saved is None else start.saved.manifests[0].config
+    config, by_recipe = resolve(config, topology.ensemble, hosts, saved)
+    settings = replace(settings, run=config.to_dict())
+    _warn_of_shortage(prepared, config, host)
     # From here on no signal ends this process at once: what follows must look.
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
     save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
@@ -121,7 +122,7 @@ def join_job(prepared: Prepared) -> Joined:
     if dist.get_rank() == 0:
         prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
-    return Joined(config, transport, start, membership, stopping, training_data)
+    return Joined(config, by_recipe, transport, start, membership, stopping, training_data)
 
 
 def _invite(membership: Membership, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -161,17 +162,14 @@ def check_ranks(prepared: Prepared) -> None:
             )
 
 
-def _at_hosts(config: RunConfig, topology: Topology) -> RunConfig:
-    """Return the config with hosts as sites where it says so; raises UserError where they do not fit."""
-    if config.noloco.sites != "hosts":
-        return config
-    hosts = of_all_ranks(socket.gethostname())[:: topology.replica_size]
-    config = replace(config, noloco=at_hosts(config.noloco, hosts))
-    config.topology(topology.world_size)
-    return config
+class _Host(NamedTuple):
+    """How many ranks are on this host, and how many share a GPU."""
+
+    ranks: int
+    sharing: int
 
 
-def _join_ranks(prepared: Prepared) -> list[str]:
+def _join_ranks(prepared: Prepared) -> tuple[list[str], _Host]:
     """Join the ranks of this job, and give each its device and threads. Return notes for the user."""
     world, topology, cuda = prepared.world, prepared.topology, torch.cuda.is_available()
     if cuda:  # before anything is allocated
@@ -186,22 +184,19 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     neighbours = cores_on_this_host()  # a collective: on every rank, whether the variable below is set or not
-    _warn_of_shortage(prepared, len(neighbours), check_gpus(topology.replica_size) if cuda else 1)
+    host = _Host(len(neighbours), check_gpus(topology.replica_size) if cuda else 1)
     own = os.sched_getaffinity(0)
     share = threads_among(own, neighbours)
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, int(share)))
-    if not cuda and share < 1:
-        return [f"this host has more ranks ({len(neighbours)}) than cores ({len(own)}): they compute in turn"]
-    return []
+    crowded = f"this host has more ranks ({host.ranks}) than cores ({len(own)}): they compute in turn"
+    return [crowded] * (not cuda and share < 1), host
 
 
-def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
+def _warn_of_shortage(prepared: Prepared, config: RunConfig, host: _Host) -> None:
     """Warn, once for each host, of memory that will not suffice: the system would kill a process silently."""
     if prepared.world.local_rank == 0:
-        short = shortage(
-            prepared.config, prepared.architecture, prepared.topology, ranks, sharing, started=True
-        )
+        short = shortage(config, prepared.architecture, prepared.topology, *host, started=True)
         if short is not None:
             sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 
@@ -248,10 +243,10 @@ def _compared(
 
     Their tokenizers have the same tokens, or the resume is refused for that.
     """
-    saved = of_saved_run(saved)
+    saved = upgrade_saved_config(saved)
     try:
-        configs = [RunConfig.from_dict(run) for run in (saved, now)]
-    except ConfigError:
+        configs = [RunConfig(**run) for run in (saved, now)]
+    except UserError:
         return saved, now
     then, today = (config.to_dict() for config in configs)
     meant_then, meant_today = (config.model.meant(tokenizer_vocab) for config in configs)

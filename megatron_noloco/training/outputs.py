@@ -181,7 +181,7 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
 
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
-    yield from describe(prepared.config, prepared.topology, prepared.architecture)
+    yield from describe(prepared.config, prepared.topology, prepared.architecture, joined.by_recipe)
     yield f"data: {prepared.datasets.summary}"
     name = "federation" if joined.transport is None else joined.transport.name
     yield f"started by {prepared.world.launcher}; exchanges over {name}"

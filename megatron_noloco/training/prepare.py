@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,8 @@ from megatron_noloco.checkpoint.catalog import (
     steps,
 )
 from megatron_noloco.checkpoint.run_settings import tokenizer_folder
-from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config import RunConfig
+from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_text, find_text
 from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.folders import check_outside
@@ -78,7 +78,6 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     before_engines()
     world = read_world(environ)
     topology = _topology(config, world, _slot(config, replica))
-    config = config.among(topology.ensemble)
     tokenizer, architecture = check_start(config)
     read = _read(config, topology, tokenizer, architecture)
     alike = _alike(config, tokenizer, architecture)
@@ -124,7 +123,7 @@ def _read(
 def _topology(config: RunConfig, world: World, slot: int) -> Topology:
     try:
         return config.topology(world.world_size, slot)
-    except ConfigError as error:
+    except UserError as error:
         if world.launcher != "single":
             raise
         reason = "no launcher has started this process: use launch/mpirun.sh, torchrun (docs/launchers.md)"
@@ -238,9 +237,7 @@ def _check_machine(config: RunConfig) -> None:
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
     config.compute.uses_transformer_engine()  # raises where it is not installed
-    if config.deepspeed["optimizer"]["type"] == "Lion" and not cuda:
-        raise UserError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
-    _check_kernel(config.deepspeed["optimizer"])
+    _check_kernel(config.optimizer)
     wandb = find_spec("wandb")
     if config.wandb.enabled and (wandb is None or wandb.origin is None):  # a folder `wandb` has no origin
         raise UserError(
@@ -248,21 +245,19 @@ def _check_machine(config: RunConfig) -> None:
         )
 
 
-def _check_kernel(optimizer: Mapping[str, Any]) -> None:
+def _check_kernel(optimizer: Optimizer) -> None:
     """Raise UserError where a kernel of DeepSpeed that the file asks for cannot be had."""
-    if optimizer["type"] == "Lion":
-        kernel, asked = "FusedLionBuilder", "type"
-    elif optimizer["params"].get("torch_adam") is False:
-        kernel, asked = "FusedAdamBuilder", "params.torch_adam false"
-    else:
+    if not isinstance(optimizer, AdamOptimizer) or optimizer.params.torch_adam is not False:
         return
     before_engines()
     from megatron_noloco.engine.initialize import load_kernel  # DeepSpeed, which takes seconds to import
 
     try:
-        load_kernel(kernel)
+        load_kernel("FusedAdamBuilder")
     except UserError as error:
-        raise UserError(f"optimizer.{asked}: {error}; or use AdamW with torch's kernel") from None
+        raise UserError(
+            f"optimizer.params.torch_adam false: {error}; or use AdamW with torch's kernel"
+        ) from None
 
 
 def _check_writable(output_dir: Path) -> None:

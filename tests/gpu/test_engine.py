@@ -24,7 +24,7 @@ def trained(changes: dict[str, Any], steps: int = STEPS) -> tuple[list[float], R
     """The engine's losses, records and weights."""
     config, groups, stage = build(tiny(changes, tiny(LOCAL)), 1)
     recorded = Recorded()
-    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), recorded)
     routes = Routing(1, config.microbatches, 0, "off").straight()
     losses = []
     for step in range(steps):
@@ -43,7 +43,7 @@ def plain_torch(changes: dict[str, Any], scale: float = 1.0) -> tuple[list[float
     masters = {name: parameter.detach().float().clone() for name, parameter in named.items()}
     decays = [master for master in masters.values() if master.dim() > 1]
     others = [master for master in masters.values() if master.dim() == 1]
-    params = config.deepspeed["optimizer"]["params"]
+    params = config.as_deepspeed()["optimizer"]["params"]
     optimizer = torch.optim.AdamW([{"params": decays}, {"params": others, "weight_decay": 0.0}], **params)
     losses = []
     for step in range(STEPS):
@@ -61,7 +61,7 @@ def plain_torch(changes: dict[str, Any], scale: float = 1.0) -> tuple[list[float
             _move_gradients(named, masters)
         for master in masters.values():
             master.grad.div_(scale)  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(masters.values(), config.deepspeed["gradient_clipping"])
+        torch.nn.utils.clip_grad_norm_(masters.values(), config.as_deepspeed()["gradient_clipping"])
         optimizer.step()
         with torch.no_grad():
             for name, parameter in named.items():
@@ -107,7 +107,7 @@ def test_what_a_local_step_waits_for(changes: dict[str, Any], waits: int) -> Non
     optimizer whether it is to be clipped."""
     config, groups, stage = build(tiny(changes, tiny(LOCAL)), 1)
     values: list[Any] = []
-    engine = ReplicaEngine(stage, groups, config.deepspeed, lambda name, value, *_: values.append(value))
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), lambda name, value, *_: values.append(value))
     routes = Routing(1, config.microbatches, 0, "off").straight()
     read = [microbatch(config, groups, 0, 0, index) for index in range(config.microbatches)]
     pinned = [(tokens.pin_memory(), labels.pin_memory(), None) for tokens, labels, _ in read]

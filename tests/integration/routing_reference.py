@@ -91,8 +91,8 @@ class Case(NamedTuple):
                 "recompute_method": "uniform",
                 "recompute_num_layers": 1,
             }
-        return RunConfig.from_dict(
-            {
+        return RunConfig(
+            **{
                 "train_micro_batch_size_per_gpu": self.micro_batch_size,
                 "gradient_accumulation_steps": self.microbatches,
                 "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},

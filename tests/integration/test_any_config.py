@@ -247,7 +247,7 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     if run.raw["parallel"]["pipeline_model_parallel_size"] > 1:
         run.change(random.choice([{}, uneven(random, run.raw["parallel"])]))
     run.change({"data": {"split_special_tokens": random.choice([True, False])}})
-    RunConfig.from_dict(run.raw).topology(ranks)
+    RunConfig(**run.raw).topology(ranks)
     return run, ranks
 
 

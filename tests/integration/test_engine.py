@@ -37,7 +37,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 def table(tied: bool = False) -> Table:
     raw = tiny({"model": {"untie_embeddings_and_output_weights": not tied}})
-    return table_of(RunConfig.from_dict(raw).architecture(VOCABULARY))
+    return table_of(RunConfig(**raw).architecture(VOCABULARY))
 
 
 def run(changes: dict[str, Any] | None = None, ranks: int = 1, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -76,19 +76,23 @@ def assert_same_training(
 def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[float]) -> dict[str, Tensor]:
     """AdamW and clip_grad_norm_ on the same module, with autograd alone."""
     config, groups, stage = build(raw, world_size)
-    params = {key: value for key, value in config.deepspeed["optimizer"]["params"].items() if key != "lr"}
+    params = {
+        key: value for key, value in config.as_deepspeed()["optimizer"]["params"].items() if key != "lr"
+    }
     weights = list(stage.parameters())
     groups_of_parameters = [
         {"params": [weight for weight in weights if weight.dim() > 1]},
         {"params": [weight for weight in weights if weight.dim() == 1], "weight_decay": 0},
     ]
-    optimizer = getattr(torch.optim, config.deepspeed["optimizer"]["type"])(groups_of_parameters, **params)
+    optimizer = getattr(torch.optim, config.as_deepspeed()["optimizer"]["type"])(
+        groups_of_parameters, **params
+    )
     for step, rate in enumerate(rates):
         for index in range(config.microbatches):
             tokens, labels, _ = microbatch(config, groups, step, 0, index)
             loss = stage.chunks[0](tokens, None, None, labels=labels).float().mean()
             (loss / config.microbatches).backward()
-        if clipping := config.deepspeed["gradient_clipping"]:
+        if clipping := config.as_deepspeed()["gradient_clipping"]:
             torch.nn.utils.clip_grad_norm_(stage.parameters(), clipping)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -229,7 +233,7 @@ def test_initial_weights_do_not_depend_on_the_topology(
     model = {"untie_embeddings_and_output_weights": not tied}
     (whole,) = run_ranks(1, initial_weights, tiny({"model": model}))
     raw = tiny({"model": model, "parallel": parallel})
-    topology = RunConfig.from_dict(raw).topology(ranks)
+    topology = RunConfig(**raw).topology(ranks)
     met: set[str] = set()
     for rank, weights in enumerate(run_ranks(ranks, initial_weights, raw)):
         at = topology.position(rank)
@@ -355,7 +359,7 @@ def poisoned_run(
     """
     config, groups, stage = build(raw, world_size)
     recorded = Recorded()
-    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), recorded)
     gradients, step = engine._gradients, 0
     complete = gradients.complete
 
@@ -400,7 +404,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(changes: dict[str, 
 def lost_steps(rank: int, world_size: int, scale: float) -> list[bool]:
     """Whether each of five steps without a finite gradient was lost, with fp16's scaler and lowest scale 1."""
     config, groups, stage = build(tiny(), world_size)
-    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
     raises = engine._optimizer.loss_scaler.raise_error_at_min_scale
     engine._optimizer.loss_scaler = DynamicLossScaler(scale, 1000, 1.0, 2, False, raises)
     next(stage.parameters()).data.fill_(math.nan)
@@ -426,7 +430,7 @@ def test_steps_that_lower_the_scale_of_fp16_are_not_lost(scale: float, lost: lis
 def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
     """Doubles the master weights; returns whether all working weights followed."""
     config, groups, stage = build(raw, world_size)
-    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
     before = weights_of(stage)
     with engine.weights.writing() as write:
         write(0, 2 * engine.weights.read())

@@ -39,7 +39,7 @@ def run(optimizer: str, ranks: int = 1, dp: int = 1, ep: int = 1, **more: Any) -
 
 
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
-TABLE = table_of(RunConfig.from_dict(tiny({"model": MODEL})).architecture(VOCABULARY))
+TABLE = table_of(RunConfig(**tiny({"model": MODEL})).architecture(VOCABULARY))
 
 # The largest difference of losses and of norms, and that of weights as a part of their movement
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -99,7 +99,7 @@ def test_the_training_is_that_of_one_rank(case: str) -> None:
             assert float(error.norm()) < of_weights * movement, (name, rank)
     if "bf16" not in case:
         assert_master_weights_are_divided(found, topology)
-    config = RunConfig.from_dict(tiny({"model": MODEL}, tiny(OPTIMIZERS[optimizer])))
+    config = RunConfig(**tiny({"model": MODEL}, tiny(OPTIMIZERS[optimizer])))
     for stage, planned in enumerate(parameters_of_stages(config, config.architecture(VOCABULARY), topology)):
         for rank, one in enumerate(found):
             if topology.position(rank).stage == stage:

@@ -120,7 +120,7 @@ def engine_with_muon(
 ) -> tuple[Position, Gradients, Gradients, int]:
     """Weights before and after the steps, and the matrices orthogonalised."""
     config, groups, stage = build_own_stage(case, **MUON)
-    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
     muon = engine._deepspeed.basic_optimizer
     newton_schulz, calls = muon._newton_schulz, []
     muon._newton_schulz = lambda matrix, steps: (

@@ -133,7 +133,7 @@ def test_the_slow_first_step_does_not_shorten_the_delay() -> None:
 
 def counted(rank: int, world_size: int, raw: dict[str, Any]) -> int:
     config, groups, stage = build(raw, world_size)
-    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
     calls: list[None] = []
     engine.pipeline.between_microbatches = lambda: calls.append(None)
     engine.train_batch(

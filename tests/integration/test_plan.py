@@ -82,7 +82,7 @@ def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
         {"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}}, tiny(changes)
     )
     run_ranks(ranks, run_whole, write_config(tmp_path, raw))
-    config = RunConfig.from_dict(raw)
+    config = RunConfig(**raw)
     topology = config.topology(ranks)
     stages = parameters_of_stages(config, config.architecture(VOCABULARY), topology)
     (members,) = set(config.noloco.group_sizes_among(topology.replicas))
@@ -164,7 +164,7 @@ def memory(
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={replicas}"]
     command += ["-m", "megatron_noloco", "train", "--config", config_file]
     subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=300)
-    config = RunConfig.from_dict(raw)
+    config = RunConfig(**raw)
     planned = fullest_stage(config, config.architecture(VOCABULARY), config.topology(replicas))[2]
     peak = max(row["memory/peak_bytes"] for row in metrics(folder)[0])
     return peak, planned.device_bytes + planned.host_bytes

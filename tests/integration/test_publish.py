@@ -52,7 +52,7 @@ def save(
 ) -> dict[str, Any]:
     """Local steps and a checkpoint; what the trainer's own model says about TOKENS, and this rank's weights."""
     config, groups, stage = build(raw, world_size)
-    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
     topology, at = groups.topology, groups.position
     routes = Routing(topology.replicas, config.microbatches, 0, "off").straight()
     for step in range(steps):

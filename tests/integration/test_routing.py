@@ -212,7 +212,7 @@ def train_engine_step(rank: int, world_size: int, case: Case, routes: Routes, pr
     changes: dict[str, Any] = {"bf16": {"enabled": True}} if precision == "bf16" else {}
     config, groups, stage = build_own_stage(case, **changes)
     recorded = Recorded()
-    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), recorded)
     engine.train_batch(reader(case), routes)
     dist.barrier()
     return groups.position, recorded["train/grad_norm"][0]
@@ -245,7 +245,7 @@ LEARNING_RATE, CLIP = 1.0, 0.5
 def train_clipped_step(rank: int, world_size: int, case: Case, routes: Routes) -> Any:
     optimizer = {"type": "SGD", "params": {"lr": LEARNING_RATE}}
     config, groups, stage = build_own_stage(case, optimizer=optimizer, gradient_clipping=CLIP)
-    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
     engine.train_batch(reader(case), routes)
     dist.barrier()
     moved = {name: parameter.detach().clone() for name, parameter in named_parameters(stage).items()}

@@ -62,7 +62,7 @@ def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, A
     evaluation, blocks = {"interval": 2, "iters": 3}, {**optimizer, "noloco": METHODS[name]}
     raw = small(tmp_path, 4, 8, evaluation, training={"output_dir": str(tmp_path)}, **blocks)
     run_ranks(4, run_whole, write_config(tmp_path, raw))
-    simulated = list(Simulation(RunConfig.from_dict(raw)).run())
+    simulated = list(Simulation(RunConfig(**raw)).run())
     rounding = MUON_ROUNDING if "type" in optimizer.get("optimizer", {}) else 1
     by_replica = metrics(tmp_path, "evaluation")
     trained = by_replica[0]
@@ -83,7 +83,7 @@ def test_coded_exchanges_under_way_at_an_evaluation_are_finished(tmp_path: Path)
     """For that partners need each other: whoever waits for one alone would wait for ever."""
     noloco = {"fragments": 2, "payload": "int8", "overlap_steps": 1, "deadline_seconds": 20.0}
     raw = small(tmp_path, 4, 4, {"interval": 2, "iters": 1}, noloco=noloco)
-    assert [found.step for found in Simulation(RunConfig.from_dict(raw)).run()] == [2, 4]
+    assert [found.step for found in Simulation(RunConfig(**raw)).run()] == [2, 4]
 
 
 def test_sparse_rounds_make_replicas_equal(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_sparse_rounds_make_replicas_equal(tmp_path: Path) -> None:
     found = study.simulate(raw, tmp_path)
     assert len(set(found["replica_losses"])) == 1
     assert found["replica_losses"][0] == pytest.approx(found["mean_model_loss"], abs=1e-6)
-    simulation = Simulation(RunConfig.from_dict(raw), sparse=Sparsity(0.1))
+    simulation = Simulation(RunConfig(**raw), sparse=Sparsity(0.1))
     assert found["sent_bytes"] == 2 * 2 * Sparsity(0.1).payload_bytes(simulation.model.sizes) > 0
 
 
@@ -110,7 +110,7 @@ def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:
         assert mean == pytest.approx(found["mean_model_loss"], abs=1e-6)
         assert replicas == pytest.approx(losses, abs=1e-6)
     with pytest.raises(ValueError, match="3 texts do not divide the 32 samples"):
-        Simulation(RunConfig.from_dict(raw), texts=[*texts, texts[0]])
+        Simulation(RunConfig(**raw), texts=[*texts, texts[0]])
 
 
 def test_a_compiled_run_without_a_compiler_is_refused_in_one_line(
@@ -120,7 +120,7 @@ def test_a_compiled_run_without_a_compiler_is_refused_in_one_line(
     with pytest.raises(
         ValueError, match=r"^--compiled needs a C\+\+ compiler: there is no no-such-compiler; .*$"
     ):
-        Simulation(RunConfig.from_dict(small(tmp_path, 2, 2, {"iters": 1})), compiled=True)
+        Simulation(RunConfig(**small(tmp_path, 2, 2, {"iters": 1})), compiled=True)
 
 
 def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(simulation, "SAVE_SECONDS", 0)
     noloco = {"overlap_steps": 1, "payload": "int8", "local_steps": 2}
     raw = small(tmp_path, 4, 8, {"interval": 2, "iters": 1}, noloco=noloco, **MUON)
-    config, saved = RunConfig.from_dict(raw), tmp_path / "run.pt"
+    config, saved = RunConfig(**raw), tmp_path / "run.pt"
     whole = list(Simulation(config).run())
     for found in Simulation(config).run(saved):
         if found.step == 4:
@@ -139,7 +139,7 @@ def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_slow_replica_with_all_steps_and_samples_is_as_the_others(tmp_path: Path) -> None:
-    config = RunConfig.from_dict(small(tmp_path, 3, 6, {"iters": 2}, noloco={"local_steps": 3}))
+    config = RunConfig(**small(tmp_path, 3, 6, {"iters": 2}, noloco={"local_steps": 3}))
     samples = config.microbatches * config.micro_batch_size
     slow = Slow(2, 3, samples)
     (expected,), (found,) = (list(Simulation(config, slow=one).run()) for one in (None, slow))
@@ -196,7 +196,7 @@ def test_a_run_of_a_study_by_the_trainer_is_as_simulated(tmp_path: Path) -> None
     raw = small(tmp_path, 2, 3, {"interval": 2, "iters": 2}, model={"num_layers": 1})
     runs = tmp_path / "runs"
     runs.mkdir()
-    trained, simulated = train(raw, runs), asdict(list(Simulation(RunConfig.from_dict(raw)).run())[-1])
+    trained, simulated = train(raw, runs), asdict(list(Simulation(RunConfig(**raw)).run())[-1])
     assert [step for step, _ in trained.pop("history")] == [2, 3]
     assert trained.keys() == simulated.keys()
     for figure, found in trained.items():

@@ -64,7 +64,7 @@ def test_they_train_together_and_end_with_one_model(tmp_path: Path, jobs: dict[i
     slots = len(jobs) + 1
     text = {"data": {"text": write_text(tmp_path)}, "federation": {"start_with": slots}}
     with Federation(tmp_path, changes(tmp_path, **text)) as federation:
-        config = RunConfig.from_dict(federation.raw)
+        config = RunConfig(**federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
         for slot, parallel in jobs.items():
             federation.start(slot, math.prod(parallel.values()), {"parallel": parallel})
@@ -130,7 +130,7 @@ def endless(folder: Path) -> dict[str, Any]:
 
 def test_an_attached_job_takes_over_the_state_of_the_trainer_and_leaves(tmp_path: Path) -> None:
     with Federation(tmp_path, endless(tmp_path)) as federation:
-        config = RunConfig.from_dict(federation.raw)
+        config = RunConfig(**federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
         federation.start(0, disturb=partial(begin_alone, 0.05))
         federation.until(0, 12)
@@ -161,7 +161,7 @@ def test_the_trainer_takes_over_the_state_of_an_attached_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Federation(tmp_path, endless(tmp_path)) as federation:
-        config = RunConfig.from_dict(federation.raw)
+        config = RunConfig(**federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")
         with monkeypatch.context() as alone:
             alone.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
@@ -203,7 +203,7 @@ def test_they_compare_the_same(
 ) -> None:
     """But for experts, which transformers 5 computes in stacks."""
     more = {"model": FAMILY_MODELS[family] | {"untie_embeddings_and_output_weights": not tied}}
-    config = RunConfig.from_dict(tiny(changes(tmp_path, **more), with_rendezvous(tmp_path)))
+    config = RunConfig(**tiny(changes(tmp_path, **more), with_rendezvous(tmp_path)))
     model = of_transformers(config.architecture(VOCABULARY))
     model.save_pretrained(tmp_path / "first")
     trainer, attached = compared_by_trainer(config), compared_by_attach(model, config, monkeypatch)
@@ -236,7 +236,7 @@ def rotary(base: float) -> dict[str, Any]:
 def test_both_name_what_differs(
     keys: dict[str, Any], seed: int, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = RunConfig.from_dict(tiny(changes(tmp_path), with_rendezvous(tmp_path)))
+    config = RunConfig(**tiny(changes(tmp_path), with_rendezvous(tmp_path)))
     architecture = config.architecture(VOCABULARY)
     of_transformers(architecture).save_pretrained(tmp_path / "first")
     attached = compared_by_attach(of_transformers(architecture, seed, **keys), config, monkeypatch)

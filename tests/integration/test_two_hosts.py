@@ -171,7 +171,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_which_replicas_a_host_has(hosts: Lab, host_of: dict[int, str], layout: str) -> None:
     parallel, expected = LAYOUTS[layout]
-    topology = RunConfig.from_dict(tiny({"parallel": parallel})).topology(4)
+    topology = RunConfig(**tiny({"parallel": parallel})).topology(4)
     positions = {
         name: [topology.position(rank) for rank in host_of if host_of[rank] == name] for name in hosts.names
     }

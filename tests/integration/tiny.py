@@ -141,7 +141,7 @@ def write_text(folder: Path, characters: int = 20_000) -> str:
 
 def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stage]:
     """This rank's stage, without an engine."""
-    config = RunConfig.from_dict(raw)
+    config = RunConfig(**raw)
     topology = config.topology(world_size)
     architecture = config.architecture(VOCABULARY)
     groups = build_groups(topology, routed=False, tied=architecture.tied_embeddings)
@@ -178,7 +178,7 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
     """Local steps of every replica, without rounds; what this rank saw, picklable."""
     config, groups, stage = build(raw, world_size)
     recorded = Recorded()
-    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
+    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), recorded)
     routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
     losses = [
         engine.train_batch(

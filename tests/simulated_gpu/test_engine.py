@@ -56,7 +56,7 @@ def trained(changes: dict[str, Any], order: Order | None) -> dict[str, Any]:
         config, groups, stage = build(tiny_with(size, TORCH_ADAM, {"scheduler": None}, changes), 1)
         noted: list[tuple[str, Any]] = []
         engine = ReplicaEngine(
-            stage, groups, config.deepspeed, lambda name, value, *_: noted.append((name, value))
+            stage, groups, config.as_deepspeed(), lambda name, value, *_: noted.append((name, value))
         )
         routes = Routing(1, config.microbatches, 0, "off").straight()
         losses: list[Any] = []

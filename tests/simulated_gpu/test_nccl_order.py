@@ -62,13 +62,13 @@ every_layout = pytest.mark.parametrize("name", by_hand(ALL, BY_HAND))
 def local_steps(program: Program, raw: dict[str, Any], world_size: int) -> None:
     """Train and evaluate; all numbers that arrive are zeros."""
     with Gpu(Order.AT_ONCE):
-        config = RunConfig.from_dict(raw)
+        config = RunConfig(**raw)
         topology, architecture = config.topology(world_size), config.architecture(VOCABULARY)
         routing = config.routing(topology)
         groups = build_groups(topology, routing.active, tied=architecture.tied_embeddings)
         program.start_ends()
         stage = build_stage(architecture, config.compute, groups, config.training.seed)
-        engine = ReplicaEngine(stage, groups, config.deepspeed)
+        engine = ReplicaEngine(stage, groups, config.as_deepspeed())
         tokens = torch.zeros(config.micro_batch_size, architecture.seq_length, dtype=torch.int64)
         for step in range(STEPS):
             engine.train_batch(lambda *_: (tokens, tokens, None), routing.routes(step, step))

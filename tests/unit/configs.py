@@ -63,4 +63,4 @@ def edited(edits: dict[str, Any]) -> dict[str, Any]:
 
 def config(**edits: Any) -> RunConfig:
     """GOOD with edits; `__` stands for the dot."""
-    return RunConfig.from_dict(edited({name.replace("__", "."): value for name, value in edits.items()}))
+    return RunConfig(**edited({name.replace("__", "."): value for name, value in edits.items()}))

@@ -37,7 +37,6 @@ BANNER: list[tuple[dict[str, Any], str]] = [
     ({"parallel.pipeline_model_parallel_size": 1}, "routing: round, without effect (1 stage)"),
     # 0.5^(1 / 100) forgets half in 100 local steps, of 256 tokens each.
     ({"optimizer.params.betas": [0.9, 0.5**0.01]}, "half-life of the second moment 100.0 local steps,"),
-    ({"optimizer.type": "Lion", "optimizer.params.betas": [0.9, 0.5**0.01]}, "half-life of the momentum"),
     (MUON, f"Muon for {LINEAR:,} weights of linear maps in layers, AdamW for {OTHERS:,}, muon_lr 0.01"),
     ({"scheduler": COSINE}, "schedule: WarmupCosineLR, total_num_steps 10, warmup_num_steps 2"),
     ({"scheduler": {"type": "WSD", "params": WSD}}, "schedule: WSD, 1 local steps of warm-up, 5 stable, 4"),
@@ -97,7 +96,7 @@ BANNER: list[tuple[dict[str, Any], str]] = [
 
 
 def banner(edits: dict[str, Any]) -> str:
-    run = RunConfig.from_dict(edited(edits))
+    run = RunConfig(**edited(edits))
     assert run.world_size is not None
     return "\n".join([*describe(run, run.topology(run.world_size, slot=3), run.architecture(256)), ""])
 
@@ -150,4 +149,4 @@ def test_the_banner_leaves_out_what_is_not_done() -> None:
 
 
 def test_the_parameters_of_the_banner_are_those_of_the_model() -> None:
-    assert table_of(RunConfig.from_dict(edited({})).architecture(256)).parameter_count == LINEAR + OTHERS
+    assert table_of(RunConfig(**edited({})).architecture(256)).parameter_count == LINEAR + OTHERS

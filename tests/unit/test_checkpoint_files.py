@@ -65,7 +65,7 @@ def write_rank(step_folder: Path, rank: int, topology: Topology = TOPOLOGY) -> N
         path = catalog.file_of(step_folder, position, name)
         write_whole(path, partial(save_file, {f"{name}.0": torch.randn(size, generator=generator)}))
         files[path.name] = FileRecord.of(path)
-    config = RunConfig.from_dict(CONFIG)
+    config = RunConfig(**CONFIG)
     layout = [FlatPart(size, [("decoder.final_layernorm.weight", [size])])]
     Manifest(
         step, 12 * step, topology, position, config.to_dict(), files, config.architecture(257), layout
@@ -186,7 +186,7 @@ def test_a_whole_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
     write_checkpoint(tmp_path / "checkpoints", 5)
     folder = write_checkpoint(tmp_path / "checkpoints", 10)
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    parameters = table_of(RunConfig.from_dict(CONFIG).architecture(257)).parameter_count
+    parameters = table_of(RunConfig(**CONFIG).architecture(257)).parameter_count
     for path in (folder, tmp_path, tmp_path / "checkpoints"):
         code, out, err = inspect(path)
         assert (code, err) == (0, [])
@@ -452,8 +452,8 @@ class TestOtherNumberOfReplicas:
 def changes(edits: dict[str, dict[str, Any]]) -> list[str]:
     """Of a run that continues a checkpoint of CONFIG, with these edits."""
     now = {block: {**CONFIG.get(block, {}), **values} for block, values in edits.items()}
-    run = RunConfig.from_dict({**CONFIG, **now})
-    return checkpoint_settings(run, Topology()).changes(RunConfig.from_dict(CONFIG).to_dict())
+    run = RunConfig(**{**CONFIG, **now})
+    return checkpoint_settings(run, Topology()).changes(RunConfig(**CONFIG).to_dict())
 
 
 @pytest.mark.parametrize(
@@ -490,9 +490,9 @@ def test_what_would_load_other_weights_or_mix_up_the_data_is_refused(
 def test_data_elsewhere_are_accepted_if_they_are_the_same(
     edits: dict[str, Any], counters: dict[str, float], moved: bool
 ) -> None:
-    run = RunConfig.from_dict({**CONFIG, "data": {**CONFIG["data"], **edits}})
+    run = RunConfig(**{**CONFIG, "data": {**CONFIG["data"], **edits}})
     settings = checkpoint_settings(run, Topology(), {"training_data_2": 8, "training_data": 7})
-    saved = RunConfig.from_dict(CONFIG).to_dict()
+    saved = RunConfig(**CONFIG).to_dict()
     if moved:
         line = 'data.text: "somewhere" in the checkpoint, "elsewhere" now'
         assert settings.changes(saved, counters) == [line]
@@ -559,10 +559,10 @@ def test_other_settings_may_change(what: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_null_and_what_it_stands_for_are_the_same(family: str) -> None:
     """Of sizes, the vocabulary, and what only this family has."""
-    as_written = RunConfig.from_dict({**CONFIG, "model": {**CONFIG["model"], "family": family}})
+    as_written = RunConfig(**{**CONFIG, "model": {**CONFIG["model"], "family": family}})
     tokenizer = ByteTokenizer()
     model = as_written.model.meant(tokenizer.vocab_size)
-    spelt_out = RunConfig.from_dict({**CONFIG, "model": model})
+    spelt_out = RunConfig(**{**CONFIG, "model": model})
     assert spelt_out.model != as_written.model
     for now, saved in ((as_written, spelt_out), (spelt_out, as_written)):
         settings = checkpoint_settings(now, Topology(), tokenizer=tokenizer)
@@ -570,7 +570,7 @@ def test_null_and_what_it_stands_for_are_the_same(family: str) -> None:
 
 
 def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
-    run = RunConfig.from_dict(CONFIG)
+    run = RunConfig(**CONFIG)
     now, saved = checkpoint_settings(run, Topology()), run.to_dict()
     del saved["model"]["z_loss_coeff"], saved["data"]["eod_mask_loss"]
     assert now.changes(saved) == []
@@ -585,7 +585,7 @@ def test_a_peak_that_was_deepspeeds_default_continues_only_if_the_file_gives_it(
     def run(lr: float, **peak: float) -> RunConfig:
         scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4, "warmup_num_steps": 2, **peak}}
         optimizer = {"type": "AdamW", "params": {"lr": lr}}
-        return RunConfig.from_dict({**CONFIG, "optimizer": optimizer, "scheduler": scheduler})
+        return RunConfig(**{**CONFIG, "optimizer": optimizer, "scheduler": scheduler})
 
     def continued(lr: float, **peak: float) -> list[str]:
         saved = run(lr).to_dict()

@@ -69,7 +69,7 @@ def build(
     **data: Any,
 ) -> Datasets:
     """`data`: as in a config's block of that name."""
-    config = RunConfig.from_dict(run_config(data, iters=0))
+    config = RunConfig(**run_config(data, iters=0))
     needs = Needs(vocab, seq_length, global_batch, seed, evaluates)
     return build_datasets(config.data.source, build_tokenizer(config.data.tokenizer), needs)
 
@@ -187,7 +187,7 @@ class TestIndexed:
         """Its tokens would be in the vocabulary. One that Megatron has made says nothing of its tokenizer."""
         prefix, byte = str(tmp_path / "made"), build_tokenizer(TokenizerChoice("byte"))
         other: Any = SimpleNamespace(digest="of another tokenizer")
-        config = RunConfig.from_dict(run_config({"data_path": prefix, "split": "1,1,0"}))
+        config = RunConfig(**run_config({"data_path": prefix, "split": "1,1,0"}))
         doors: list[Callable[[], object]] = [
             lambda: build(data_path=prefix, split="1,1,0"),
             lambda: validation_datasets(config.data.source, byte, Needs(257, SEQ), {}),
@@ -226,7 +226,7 @@ def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
     ("evaluation", "microbatches"), [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, [])]
 )
 def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
-    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))
+    config = RunConfig(**run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))
     validation = prepare(config, {}).validation
     assert list(map(len, validation)) == microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
@@ -327,7 +327,7 @@ class TestText:
         source, needs = TextSource(str(tmp_path), Split.parse("8,2")), Needs(257, SEQ)
         checksums = build_datasets(source, ByteTokenizer(), needs).checksums
         before = {"training_data_2": 1, "training_data": 2}  # counters of any run before
-        run = RunConfig.from_dict(SMALLEST | {"data": {"text": str(tmp_path), "split": "8,2"}})
+        run = RunConfig(**SMALLEST | {"data": {"text": str(tmp_path), "split": "8,2"}})
         now = checkpoint_settings(run, Topology(), checksums)
         assert now.changes(run.to_dict(), checksums) == []
         (dataset,) = validation_datasets(source, ByteTokenizer(), needs, checksums)

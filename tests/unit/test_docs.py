@@ -50,14 +50,14 @@ def test_the_configurations_of_several_machines_are_valid() -> None:
     blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     federation, parallel, folder = (json.loads("{" + block + "}") for block in blocks)
     small: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
-    assert RunConfig.from_dict(small | federation).topology(1, slot=3).slot == 3
+    assert RunConfig(**small | federation).topology(1, slot=3).slot == 3
 
-    assert RunConfig.from_dict(small | folder).federation.listen == "off"
+    assert RunConfig(**small | folder).federation.listen == "off"
 
     large: dict[str, Any] = json.loads((ROOT / "configs/llama_125m_recipe.json").read_text())
-    both = RunConfig.from_dict(large | parallel).topology(32, slot=0)
+    both = RunConfig(**large | parallel).topology(32, slot=0)
     del parallel["parallel"]["replicas"]
-    one = RunConfig.from_dict(large | federation | parallel).topology(8, slot=3)
+    one = RunConfig(**large | federation | parallel).topology(8, slot=3)
     assert (both.replicas, one.replicas, one.separate_jobs) == (4, 1, True)
     assert both.replica_size == one.replica_size == 8
 

@@ -14,6 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import Tensor, nn
 
+from megatron_noloco.config.optimizer_block import AdamOptimizer
 from megatron_noloco.engine import state
 from megatron_noloco.training.prepare import _check_kernel
 
@@ -107,7 +108,7 @@ def test_a_kernel_that_cannot_be_compiled_is_one_line(
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(ValueError, match=r"^optimizer.params.torch_adam false: DeepSpeed compiles .*[^\n]*$"):
-        _check_kernel({"type": "AdamW", "params": {"torch_adam": False}})
+        _check_kernel(AdamOptimizer(type="AdamW", params={"torch_adam": False}))
 
 
 @pytest.mark.parametrize("round_robin", [False, True])

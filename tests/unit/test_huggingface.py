@@ -514,7 +514,7 @@ def test_each_key_that_import_reads_is_exported(model: str, tmp_path: Path) -> N
             continue
         fields = model_fields(found) | pretrained._dropouts(found, json.loads(path.read_text()))
         fields |= {"init_method_std": found.init_method_std, "make_vocab_size_divisible_by": 1}
-        run = RunConfig.from_dict(SMALLEST | {"model": fields})
+        run = RunConfig(**SMALLEST | {"model": fields})
         back = export.config_json(run.architecture(found.vocab_size), run.model, "bfloat16")
         if another(value) != value and back.get(key) == another(value):
             carried.append(key)
@@ -771,7 +771,7 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "theirs", model)
     for before in ({"family": "mistral", "sliding_window": 7}, {"rope_scaling_factor": 8.0}):
         code, output = import_folder(folder, {"model": SMALLEST["model"] | before})
-        found = RunConfig.from_dict(json.loads(output.read_text()))
+        found = RunConfig(**json.loads(output.read_text()))
         assert (code, found.architecture(257)) == (0, replace(model, seq_length=16))
 
 
@@ -857,7 +857,7 @@ def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> 
     raw = json.loads(output.read_text())
     assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
     assert raw["model"]["seq_length"] == 16
-    assert RunConfig.from_dict(raw).architecture(257).padded_vocab_size == {1: 259, 2: 260}[tp_size]
+    assert RunConfig(**raw).architecture(257).padded_vocab_size == {1: 259, 2: 260}[tp_size]
     assert (raw["optimizer"], raw["data"]) == (SMALLEST["optimizer"], SMALLEST["data"])
 
 
@@ -885,7 +885,7 @@ def trained() -> Mock:
     """A checkpoint with random weights, as an export sees it."""
     model = make_model()
     weights = random_weights(model)
-    config = RunConfig.from_dict(SMALLEST | {"model": SMALLEST["model"] | DROPOUT})
+    config = RunConfig(**SMALLEST | {"model": SMALLEST["model"] | DROPOUT})
     source = Mock(architecture=model, config=config, replicas=[0], tokenizer=ByteTokenizer())
     source.reader.return_value.read = lambda name, replicas: weights[name]
     return source
@@ -917,7 +917,7 @@ def test_an_export_fills_the_folder_that_is_there(
 )
 def test_a_dropout_that_an_export_cannot_hold_is_said(family: str, dropout: float, told: int) -> None:
     model = make_model(model=family)
-    config = RunConfig.from_dict(SMALLEST | {"model": SMALLEST["model"] | {"hidden_dropout": dropout}})
+    config = RunConfig(**SMALLEST | {"model": SMALLEST["model"] | {"hidden_dropout": dropout}})
     lines = export.not_exported(model, config.model)
     assert [line.partition(":")[0] for line in lines] == [
         "model.hidden_dropout 0.1 is not in the export"

@@ -26,7 +26,6 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import AGREED, divided
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
-from megatron_noloco.config.run_config import File
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.invitation import INVITE, Invitations, JoinBundle, JoinRequirements
@@ -64,7 +63,7 @@ def joined(
     """Return the config of a job with this file, that of a machine that joins it, and what this one must have."""
     keys = Keys.make(folder / "key")
     content["federation"]["key_file"] = str(folder / "key")
-    config = RunConfig.from_dict(content)
+    config = RunConfig(**content)
     offer = offered(config, build_tokenizer(config.data.tokenizer), keys.fingerprint)
     bundle = JoinBundle(1, offer.config, "tcp://10.0.0.1:5000", offer.key, offer.tokenizer)
     here = Local(folder / "joined", **{"data": {}} | local)
@@ -261,7 +260,8 @@ def schema() -> set[str]:
         f"{block}.params.{name}" for block, kinds in blocks.items() for kind in kinds.values()
         for name in kind.model_fields
     }  # fmt: skip
-    return {name for name, _ in fields_of(File)} - {f"{block}.params" for block in blocks} | params
+    types = {f"{block}.type" for block in blocks}
+    return {name for name, _ in fields_of(RunConfig)} - blocks.keys() | types | params
 
 
 def changed(config: dict[str, Any], name: str, value: Any) -> None:
@@ -360,8 +360,7 @@ def test_the_batch_stays_whatever_layout_is_proposed() -> None:
         (little,) * 4: (2, 2, 1),  # which does not fit either
     }
     for gpus, (ranks, tp, dp) in expected.items():
-        found, count = proposed(base, gpus)
-        config = RunConfig.from_dict(found)
+        config, count = proposed(RunConfig(**base), gpus)
         assert count == ranks, gpus
         assert config.replica_batch == 6
         assert config.parallel.tensor_model_parallel_size == tp, gpus

@@ -208,7 +208,7 @@ def test_the_banner_has_the_bytes_of_the_outer_state(
     line = outer_state(fleet.settings, replicas=2)
     assert line.startswith(f"{total} bytes per parameter (")
     assert part in line
-    in_groups = outer_state(replace(fleet.settings, group_size=4), replicas=4)
+    in_groups = outer_state(fleet.settings.replace(group_size=4), replicas=4)
     assert f"at most {2 * 4 * STRETCH // 2**20} MiB to receive in" in in_groups
     assert (f"for each of {at_a_time} rounds" in in_groups) == (at_a_time > 1)
     assert ("rounding errors 4, " in in_groups) == (fleet.settings.payload == "int4")

@@ -234,7 +234,6 @@ def test_the_memory_of_activations(recomputation: dict[str, Any], gigabytes: flo
     ("optimizer", "vectors"),
     [
         ({"type": "AdamW"}, 2),
-        ({"type": "Lion"}, 1),
         ({"type": "SGD"}, 0),
         ({"type": "SGD", "params": {"momentum": 0.9}}, 1),
     ],

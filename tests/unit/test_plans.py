@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
@@ -380,8 +379,8 @@ class TestStability:
     ) -> None:
         drifts = NolocoSettings(outer_momentum=alpha, consensus_weight=gamma, group_size=n, payload=payload)
         suggested = float(groups_problem(drifts, None).partition("; outer_momentum ")[2].split()[0])
-        assert groups_problem(replace(drifts, outer_momentum=suggested), None) == ""
-        assert groups_problem(replace(drifts, outer_momentum=suggested + 0.01), None) != ""
+        assert groups_problem(drifts.replace(outer_momentum=suggested), None) == ""
+        assert groups_problem(drifts.replace(outer_momentum=suggested + 0.01), None) != ""
 
     def test_rounds_to_halve(self) -> None:
         assert rounds_to_halve(0.25) == pytest.approx(1)  # the spread squared quarters as the spread halves

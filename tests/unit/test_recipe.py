@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, resolve
+from megatron_noloco.config.saved import config_of_checkpoint
 from megatron_noloco.preflight.trials import shortened
 from megatron_noloco.settings import NolocoSettings, groups_problem, recommended
 from tests.unit.configs import FEDERATION, config, edited
@@ -19,8 +20,13 @@ def left_out(replicas: Any, **noloco: Any) -> RunConfig:
     return config(noloco={"local_steps": 5} | noloco, parallel__replicas=replicas)
 
 
-def groups_of(run: RunConfig) -> tuple[int, str]:
-    return run.noloco.group_size, run.noloco.payload
+def groups_of(run: RunConfig, saved: dict[str, Any] | None = None) -> tuple[int, str]:
+    noloco = resolve(run, None if run.federation.exists else run.parallel.replicas, saved=saved).config.noloco  # type: ignore[arg-type]
+    return noloco.group_size, noloco.payload
+
+
+def saved_by(run: RunConfig) -> dict[str, Any]:
+    return resolve(run, run.parallel.replicas).config.to_dict()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -31,9 +37,9 @@ def test_the_number_of_replicas_chooses_groups_also_where_ranks_decide_it(
     replicas: int, chosen: tuple[int, str]
 ) -> None:
     assert groups_of(left_out(replicas)) == chosen
-    run = left_out("auto")
-    assert groups_of(run) == PAIRS
-    assert groups_of(run.among(run.topology(2 * replicas).ensemble)) == chosen
+    found = resolve(left_out("auto"), left_out("auto").topology(2 * replicas).ensemble)
+    assert (found.config.noloco.group_size, found.config.noloco.payload) == chosen
+    assert found.by_recipe == recommended(replicas)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,7 @@ def test_whoever_gives_a_setting_of_groups_has_the_defaults_of_the_others(
 
 
 def test_separate_jobs_exchange_in_pairs_however_many_they_are() -> None:
-    run = RunConfig.from_dict(edited(FEDERATION | {"noloco": {"local_steps": 5}}))
+    run = RunConfig(**edited(FEDERATION | {"noloco": {"local_steps": 5}}))
     assert groups_of(run) == PAIRS
 
 
@@ -75,33 +81,32 @@ def test_groups_that_are_recommended_keep_together_what_pairs_do() -> None:
 
 def test_a_run_that_continues_keeps_its_groups() -> None:
     """Those of an earlier version, of which the file said nothing either, or of a file that said more."""
-    began_in_pairs = left_out(16, group_size=2).to_dict()
+    began_in_pairs = saved_by(left_out(16, group_size=2))
     now = left_out(16)
-    assert groups_of(now.continuing(began_in_pairs, 16)) == PAIRS
+    assert groups_of(now, began_in_pairs) == PAIRS
     del began_in_pairs["noloco"]["recipe"]  # which did not exist in the first version
-    assert groups_of(now.continuing(began_in_pairs, 16)) == PAIRS
-    assert groups_of(left_out(16, payload="fp32").continuing(began_in_pairs, 16)) == (2, "fp32"), "given"
+    assert groups_of(now, began_in_pairs) == PAIRS
+    assert groups_of(left_out(16, payload="fp32"), began_in_pairs) == (2, "fp32"), "given"
 
 
 def test_a_run_that_continues_otherwise_chooses_anew() -> None:
-    saved = left_out(16).to_dict()
-    assert groups_of(left_out(12).continuing(saved, 12)) == GROUPS
-    assert groups_of(left_out(4).continuing(saved, 4)) == PAIRS, "fewer replicas than a group has"
+    saved = saved_by(left_out(16))
+    assert groups_of(left_out(12), saved) == GROUPS
+    assert groups_of(left_out(4), saved) == PAIRS, "fewer replicas than a group has"
     for other in (left_out(16, recipe="paper"), left_out(16, method="diloco", payload="fp32")):
-        assert groups_of(left_out(16).continuing(other.to_dict(), 16)) == GROUPS
+        assert groups_of(left_out(16), saved_by(other)) == GROUPS
     saved["noloco"]["payload"] = "int16"  # of version 0.1
-    assert groups_of(left_out(16).continuing(saved, 16)) == GROUPS
+    assert groups_of(left_out(16), saved) == GROUPS
 
 
 def test_a_checkpoint_of_groups_is_read_as_it_was_saved() -> None:
     for run in (left_out(16), left_out(16, group_size=2)):
-        assert RunConfig.of_checkpoint(run.to_dict()).noloco == run.noloco
+        assert config_of_checkpoint(saved_by(run)).noloco == resolve(run, 16).config.noloco
 
 
 def test_short_runs_of_tune_leave_to_the_recipe_what_the_file_does() -> None:
-    raw = shortened(left_out("auto"), 5, 1.0)
-    raw["training"]["output_dir"] = "runs/short"
-    assert RunConfig.from_dict(raw).left_out == left_out("auto").left_out != ()
+    run = RunConfig(**shortened(left_out("auto"), 5, 1.0).given())
+    assert resolve(run, 16).by_recipe == recommended(16)
 
 
 def test_config_check_says_what_the_recipe_has_chosen(

@@ -38,14 +38,14 @@ def test_the_papers_models_differ_in_their_method_alone(size: str) -> None:
     """Table 1 of arXiv 2506.10911, and the same batch of all replicas for every way to train."""
     raw = {way: json.loads((ROOT / "configs" / f"llama_{size}{way}.json").read_text()) for way in WAYS}
     for way, content in raw.items():
-        run = RunConfig.from_dict(content)
+        run = RunConfig(**content)
         assert run.world_size == (8 if size == "125m" else 64)
         replicas = run.topology(run.world_size).replicas
         assert replicas * run.replica_batch * run.model.seq_length == PAPERS[size]
         assert content["training"].pop("output_dir") == f"runs/llama_{size}{way}"
         of_method = {"noloco", "parallel"} | ({"optimizer"} if way == "_recipe" else set())
         assert {key for key in raw[""] | content if content.get(key) != raw[""].get(key)} <= of_method
-    noloco, diloco = (RunConfig.from_dict(raw[way]).noloco for way in ("", "_diloco"))
+    noloco, diloco = (RunConfig(**raw[way]).noloco for way in ("", "_diloco"))
     assert (noloco.outer_momentum, noloco.outer_lr, noloco.group_size, noloco.local_steps) == (
         0.5,
         0.7,

@@ -35,7 +35,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(output_dir: Path, load: str = "auto") -> Start:
     training = {"train_iters": 20, "output_dir": str(output_dir)}
     blocks = {"training": training, "checkpoint": {"load": load}, "parallel": PARALLEL}
-    settings = checkpoint_settings(RunConfig.from_dict(CONFIG | blocks), TOPOLOGY)
+    settings = checkpoint_settings(RunConfig(**CONFIG | blocks), TOPOLOGY)
     return settle_start(settings, TOPOLOGY, find_start(settings, TOPOLOGY))
 
 
@@ -260,7 +260,7 @@ def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str,
 
     def alike(changes: dict[str, Any]) -> dict[str, str]:
         changes = changes | {"model": CONFIG["model"] | changes.get("model", {})}
-        config = RunConfig.from_dict(CONFIG | {"training": {"train_iters": 5}} | changes)
+        config = RunConfig(**CONFIG | {"training": {"train_iters": 5}} | changes)
         return _alike(config, ByteTokenizer(), config.architecture(257)).digests
 
     assert differences(alike({}), alike(changes)) == named

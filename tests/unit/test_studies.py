@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config import RunConfig
+from megatron_noloco.errors import UserError
 from tools import study
 from tools.simulator.own import take_own
 from tools.simulator.report import BASELINES, Key, baseline
@@ -23,7 +24,7 @@ def test_runs_are_valid_different_and_comparable(file: Path) -> None:
     configurations = {name: configure(plan, name) for name in plan["runs"]}
     for configuration in copy.deepcopy(configurations).values():
         take_own(configuration)
-        RunConfig.from_dict(configuration)
+        RunConfig(**configuration)
     # One replica alone is the same beside any number of others.
     others = [raw for name, raw in configurations.items() if not name.startswith("alone")]
     different = [json.dumps(raw, sort_keys=True) for raw in others]
@@ -53,7 +54,7 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
 
 
 def refuse(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    raise ConfigError("a: must be 1\nb: must be 2")
+    raise UserError("a: must be 1\nb: must be 2")
 
 
 def fail(raw: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -344,8 +344,8 @@ def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
         "tokenizer_model": str(tokenizer),
         **data,
     }
-    return RunConfig.from_dict(
-        {**SMALLEST, "data": raw, "training": {**SMALLEST["training"], "output_dir": str(output)}}
+    return RunConfig(
+        **{**SMALLEST, "data": raw, "training": {**SMALLEST["training"], "output_dir": str(output)}}
     )
 
 

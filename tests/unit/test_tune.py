@@ -103,12 +103,11 @@ def test_a_program_that_is_not_there_is_named(file: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("name", ["quickstart", "llama_125m_recipe"])
 def test_a_shortened_run_is_valid_and_its_schedule_has_the_same_shape(name: str) -> None:
     whole = load_config(CONFIGS / f"{name}.json")
-    raw = shortened(whole, whole.training.train_iters // 4, 2.0)
-    raw["training"]["output_dir"] = "runs/short"
+    short = shortened(whole, whole.training.train_iters // 4, 2.0)
     of_peak, last = [], []
-    for run in (whole, RunConfig.from_dict(raw)):
+    for run in (whole, RunConfig(**short.given())):
         steps = run.training.train_iters
-        rates = rates_in(run.deepspeed["scheduler"], [1.0], range(1, steps + 1))
+        rates = rates_in(run.as_deepspeed()["scheduler"], [1.0], range(1, steps + 1))
         of_peak.append(max(rates, key=lambda step: rates[step]) / steps)
         last.append(rates[steps][0])
     assert of_peak[1] == pytest.approx(of_peak[0], abs=0.05)
@@ -120,7 +119,7 @@ def test_peaks_of_the_schedule_are_multiplied_too() -> None:
         "type": "WarmupDecayLR",
         "params": {"warmup_max_lr": 1e-3, "total_num_steps": 10, "warmup_num_steps": 2},
     }
-    raw = shortened(RunConfig.from_dict(edited({"scheduler": scheduler})), 5, 4.0)
+    raw = shortened(RunConfig(**edited({"scheduler": scheduler})), 5, 4.0).given()
     assert raw["scheduler"]["params"]["warmup_max_lr"] == raw["optimizer"]["params"]["lr"] == 4e-3
     assert raw["scheduler"]["params"]["total_num_steps"] == 5
 

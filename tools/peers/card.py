@@ -76,7 +76,7 @@ def computed() -> dict[str, Any]:
     """Return gigabytes kept and sent for the models of the paper, in bf16, on 8 cards."""
     found: dict[str, Any] = {}
     for name in PAPER:
-        config = RunConfig.from_dict(json.loads((REPOSITORY / "configs" / f"llama_{name}.json").read_text()))
+        config = RunConfig(**json.loads((REPOSITORY / "configs" / f"llama_{name}.json").read_text()))
         rows = table_of(config.architecture(config.model.vocab_size or 0))
         weights = sum(torch.Size(row.shape).numel() for row in rows)
         found[name] = {"weights": weights} | {

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.open_datasets import build_datasets
@@ -78,7 +78,7 @@ class Simulation:
             raise ValueError(
                 "parallel: give a number of replicas, and no other parallel size: one process has them all"
             )
-        if config.deepspeed["optimizer"]["type"] not in ("AdamW", "Muon") or config.precision != "fp32":
+        if config.optimizer.type not in ("AdamW", "Muon") or config.precision != "fp32":
             raise ValueError("optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation")
         for name, measures in {
             "local_steps": config.noloco.most_waiting is not None,
@@ -99,8 +99,8 @@ class Simulation:
             )
         if slow is not None:
             slow.check(config)
-        self.config, self.slow = config, slow
         self.replicas = config.parallel.replicas
+        self.config, self.slow = resolve(config, self.replicas).config, slow
         tokenizer = build_tokenizer(config.data.tokenizer)
         architecture = config.architecture(tokenizer.vocab_size)
         self.model = StackedLlama(architecture, self._in_order(table_of(architecture)))
@@ -123,7 +123,7 @@ class Simulation:
         self._training_losses = torch.compile(self.model.losses) if compiled else self.model.losses
         self.weights = self.model.initial(seed).repeat(self.replicas, 1)
         self.inner = self._inner()
-        self.learning_rate = LearningRate(config.deepspeed)
+        self.learning_rate = LearningRate(config.as_deepspeed())
         self._turn = Lock()  # of the replicas' threads
         self.sparse = self._sparse(sparse) if sparse else None
         self._sparse_bytes = (self.replicas - 1) * sparse.payload_bytes(self.model.sizes) if sparse else 0
@@ -132,12 +132,12 @@ class Simulation:
 
     def _in_order(self, rows: Iterable[Parameter]) -> list[Parameter]:
         """Sort by parameter group as the trainer's vectors are, which fragments cut."""
-        muon = self.config.deepspeed["optimizer"]["type"] == "Muon"
+        muon = self.config.optimizer.type == "Muon"
         return sorted(rows, key=lambda row: GroupKey.of(row, muon), reverse=True)
 
     def _inner(self) -> StackedOptimizer:
-        block = self.config.deepspeed["optimizer"]
-        params = block.get("params", {})
+        block = self.config.optimizer.as_deepspeed()
+        params = block["params"]
         directions: Directions
         if block["type"] == "AdamW":
             directions = AdamW(self.weights, params)
@@ -242,10 +242,10 @@ class Simulation:
 
     def _local_step(self, step: int) -> None:
         gradients = self._gradients(self.weights, step)
-        clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
+        clip(gradients, 1.0 if (norm := self.config.gradient_clipping) == "auto" else norm)
         resting = self.slow.resting(step, self.config.noloco.local_steps) if self.slow else 0
         kept = [tensor[:resting].clone() for tensor in self.inner.tensors()]
-        weight_decay = self.config.deepspeed["optimizer"]["params"]["weight_decay"]
+        weight_decay = self.config.optimizer.params.weight_decay
         self.inner.step(gradients, self.learning_rate.next(), weight_decay)
         for tensor, rows in zip(self.inner.tensors(), kept, strict=True):
             tensor[:resting] = rows

@@ -26,7 +26,7 @@ def train(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     run = Path(tempfile.mkdtemp(dir=folder)).resolve()
     raw = raw | {"training": raw["training"] | {"output_dir": str(run)}, "checkpoint": {"save_interval": 0}}
-    ranks = RunConfig.from_dict(raw).parallel.world_size
+    ranks = RunConfig(**raw).parallel.world_size
     (run / "config.json").write_text(json.dumps(raw))
     command = ["sh", str(_LAUNCH), str(ranks), str(run / "config.json")]
     with (run / "log.txt").open("w") as log:

@@ -1,9 +1,8 @@
-"""Names of other programs, and what to write here instead; the exception for a wrong configuration."""
+"""Names of other programs and of earlier versions, and what to write here instead."""
 
 from collections.abc import Iterable, Sequence
 
-from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Path, dotted, nearest, shown, unknown_field
+from megatron_noloco.fields import Path, dotted, nearest
 from megatron_noloco.model.families import FAMILIES
 
 # What users of Megatron, DeepSpeed, Hugging Face or DiLoCo write, in small letters, and the field that it is here,
@@ -89,10 +88,6 @@ NOT_SUPPORTED = {
 }
 
 
-class ConfigError(UserError):
-    """Says what is wrong with a configuration: one line per problem."""
-
-
 def count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`, `4 microbatches`."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
@@ -105,24 +100,17 @@ def quoted(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
-    """Return the line for a misspelt key, with the field that is probably meant.
+def hint_of(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
+    """Return what is probably meant by an unknown key or type; "" if nothing is known of it.
 
     Args:
-        known: the keys of the same block.
+        known: the keys of the same block, or the types.
         elsewhere: dotted names of the fields of all blocks.
     """
-    hint = _hint(path)
-    if not hint and (meant := _at_another_place(path[-1].lower(), elsewhere)):
-        hint = f"did you mean {meant}?"
-    return f"{dotted(path)} is not a known key; {hint}" if hint else unknown_field(path, known)
-
-
-def unknown_type(block: str, name: str, known: Iterable[str]) -> str:
-    """Return the line for an optimizer or a schedule that is not among the `known`."""
-    meant = nearest((name,), known)
-    hint = _hint((name,)) or (f"did you mean {meant}?" if meant else "known are " + ", ".join(known))
-    return f"{block}.type: {shown(name)} is not a known {block}; {hint}"
+    if hint := _of_others(path):
+        return hint
+    meant = _at_another_place(path[-1].lower(), elsewhere)
+    return f"did you mean {meant}?" if meant else nearest(path, known)
 
 
 def names_of_others() -> dict[str, str]:
@@ -130,8 +118,7 @@ def names_of_others() -> dict[str, str]:
     return ALIASES | HINTS | {name: f"not supported: {why}" for name, why in NOT_SUPPORTED.items()}
 
 
-def _hint(path: Path) -> str:
-    """Return what there is to say of a name of other programs; "" if nothing is known of it."""
+def _of_others(path: Path) -> str:
     told = names_of_others()
     for name in (dotted(path).lower(), path[-1].lower()):
         if name in told:
