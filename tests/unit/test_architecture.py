@@ -81,7 +81,11 @@ DOORS = {
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/preflight/pair.py"),
     "pydantic": (
         *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
-        *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what other machines send
+        *(
+            f"{PACKAGE}/federation/",
+            f"{PACKAGE}/training/replica_state.py",
+            f"{PACKAGE}/attach/inner.py",
+        ),  # what others send
         f"{PACKAGE}/checkpoint/catalog.py",
     ),
     "cryptography": (f"{PACKAGE}/federation/keys.py", f"{PACKAGE}/federation/sealing.py"),

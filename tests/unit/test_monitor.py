@@ -48,7 +48,7 @@ def train(rank: int, world_size: int) -> Rows:
             watched.saved(done, 7.0, "No space left on device")
             assert watched.committed(lambda: 3)
     clock.now += 40  # of which 36 are spent waiting for others
-    watched.averaged([ExchangeReport((0, 1), seconds=4.0)], 40.0, federated=True)
+    watched.averaged([ExchangeReport((0, 1), seconds=4.0)], 40.0, separate_jobs=True)
     watched.log(4)
     return rows
 
