@@ -249,7 +249,9 @@ class Node:
         for slot, known in link.seen.status.ended.items():
             if slot != self.slot and known[0] > self._ended.get(slot, (0, []))[0]:
                 self._ended[slot] = known
-        if not link.told:
+        if link.seen.status.directory == self.directory.checksum:
+            link.told = self.directory.version
+        elif not link.told:
             self._tell_addresses(link)
 
     def lost(self, link: Link) -> None:

@@ -43,6 +43,7 @@ _BEGIN, _DATA, _CLOSE, _ABORT = range(4)
 _HEADER_BYTES = 4
 _FRAME_BYTES = 2**18  # of data; written as a whole, so that an abort never falls into a frame
 _EARLY_BYTES = 2**18  # received before anybody wants them; then the sender waits
+_SCRATCH_BYTES = 2**16
 _REASON_BYTES = 2**10
 _LENGTHS = {
     _BEGIN: range(1),
@@ -76,7 +77,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._header, self._kind, self._left = bytearray(), _DATA, 0
         self._place = memoryview(b"")
         self._early, self._reason = bytearray(), bytearray()
-        self._scratch = memoryview(bytearray(2**16))
+        self._scratch = memoryview(b"")
 
     # Called by the event loop.
 
@@ -91,7 +92,11 @@ class _Connection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._left and self._kind == _DATA and self._place:
             return self._place[: self._left]
-        return self._scratch[: self._left or _HEADER_BYTES - len(self._header)]
+        # Not kept: a process has hundreds of connections, most of them idle.
+        self._scratch = memoryview(
+            bytearray(min(self._left or _HEADER_BYTES - len(self._header), _SCRATCH_BYTES))
+        )
+        return self._scratch
 
     def buffer_updated(self, count: int) -> None:
         if not self._left:

@@ -1,6 +1,7 @@
 """Replicas find each other, and open conversations with each other."""
 
 import asyncio
+import math
 from itertools import pairwise
 
 import pytest
@@ -39,6 +40,43 @@ def test_addresses_reach_all_replicas_from_neighbour_to_neighbour() -> None:
                 chain.append(await nodes.add(slot, address_of(before)))
             await until(lambda: linked(*chain))
             await until(lambda: len({node.directory.checksum for node in chain}) == 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("replicas", [6, 20])
+def test_a_change_is_told_in_few_messages(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of R replicas: at most 2 R log R messages, of one address each but for those to a new process."""
+    told = list[int]()
+    tell = Node._tell_addresses
+
+    def count(node: Node, link: Link) -> None:
+        told.append(len(node.directory.since(link.told)))
+        tell(node, link)
+
+    monkeypatch.setattr(Node, "_tell_addresses", count)
+    most = 2 * replicas * math.log2(replicas)
+
+    async def main() -> None:
+        async with Nodes() as nodes:
+
+            async def quiet() -> None:
+                await until(lambda: linked(*nodes.nodes))
+                await asyncio.sleep(3)
+                assert len({node.directory.checksum for node in nodes.nodes}) == 1
+
+            for slot in range(replicas):
+                await nodes.add(slot, address_of(0))
+            await quiet()
+            for slot, incarnation in ((replicas, 1), (1, 2)):
+                told.clear()
+                if slot < replicas:
+                    await nodes.nodes.pop(slot).close()
+                    assert not told, "who leaves keeps its address"
+                await nodes.add(slot, address_of(0), incarnation)
+                await quiet()
+                assert len(told) <= most
+                assert sum(told) <= most + 2 * replicas
 
     run(main())
 
