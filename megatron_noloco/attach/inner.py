@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -22,22 +21,6 @@ PREFIX = "inner."  # of the names of vectors
 
 Entry = dict[str, Any]
 """The state of a tensor: numbers by name, and None for what is a vector."""
-
-
-class _Given(BaseModel):
-    """The rest of an optimizer; see `_rest_of`."""
-
-    kind: str
-    groups: list[dict[str, Any]]
-    common: Entry
-    named: dict[str, Entry]
-
-
-class _Rest(BaseModel):
-    """See `InnerState.rest`."""
-
-    optimizers: list[_Given]
-    others: list[Any] | None
 
 
 def inner_state(inner: Stateful | Sequence[Stateful]) -> "InnerState":
@@ -151,23 +134,25 @@ class InnerState:
 
         Raises UserError where they are of other optimizers, or cannot be read; no optimizer is changed then.
         """
-        try:
-            _Rest.model_validate(rest, strict=True)
-        except ValidationError:
-            raise UserError("its state cannot be read") from None
         own = _in_words([type(one).__name__ for one in self.optimizers], self._others)
-        others = self._others if rest["others"] is None else rest["others"]
-        theirs = _in_words([one["kind"] for one in rest["optimizers"]], others)
+        try:
+            others = self._others if rest["others"] is None else list(rest["others"])
+            theirs = _in_words([one["kind"] for one in rest["optimizers"]], others)
+            entries = [
+                entry for one in rest["optimizers"] for entry in (one["common"], *one["named"].values())
+            ]
+            fields = [field for entry in entries for field in entry.items()]
+            for group in (group for one in rest["optimizers"] for group in one["groups"]):
+                dict(group)
+        except (KeyError, TypeError, ValueError, AttributeError):  # another version, or a liar
+            raise UserError("its state cannot be read") from None
         if own.lower() != theirs.lower():
             raise UserError(
                 f"inner is {own} here, and {theirs} where the state comes from; give all jobs the same"
             )
-        for entry in (
-            entry for one in rest["optimizers"] for entry in (one["common"], *one["named"].values())
-        ):
-            for name, value in entry.items():
-                if not (PREFIX + name in vectors if value is None else _is_number(value)):
-                    raise UserError(f"its {name} cannot be read")
+        for name, value in fields:
+            if not (PREFIX + name in vectors if value is None else _is_number(value)):
+                raise UserError(f"its {name} cannot be read")
         for part, state in zip(self._others, rest["others"] or (), strict=False):
             try:
                 part.load_state_dict(state)

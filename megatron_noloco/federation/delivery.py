@@ -5,11 +5,9 @@ time is given up. The others wait for it meanwhile, so each waits longer for a s
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from megatron_noloco.federation.gather import Leader, bytes_of
-from megatron_noloco.federation.streams import Stream
+from megatron_noloco.federation.streams import Stream, within
 from megatron_noloco.job.activity import line_of
 
 _TAKE_SECONDS = 60.0  # for the other side to take a slab
@@ -17,16 +15,6 @@ COME_SECONDS = 2 * _TAKE_SECONDS  # for the other side to send a slab
 _NOT_TAKEN = f"has taken nothing for {_TAKE_SECONDS:g} s"
 NOT_COME = f"nothing has come for {COME_SECONDS:g} s"
 EVERYTHING = b"!"
-
-
-@asynccontextmanager
-async def within(seconds: float, why: str) -> AsyncIterator[None]:
-    """Raise TimeoutError, which says why, where the block takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise TimeoutError(why) from None
 
 
 class Taker:

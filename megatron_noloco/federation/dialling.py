@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from megatron_noloco.federation import links
 from megatron_noloco.federation.folder import is_folder_endpoint
 from megatron_noloco.federation.messages import Hello, Later, hear, say
-from megatron_noloco.federation.streams import Carrier, RefusedError, Serve, Stream, StreamEndedError
+from megatron_noloco.federation.streams import Carrier, RefusedError, Serve, Stream, StreamEndedError, within
 
 _OPEN_SECONDS = 10.0
 _BACK_SECONDS = 3.0  # for the side that dials, before the other side tries
@@ -83,11 +83,13 @@ class Dialling:
 
     Attributes:
         refusal: why a process that was dialled as a seed cannot exchange with this one; "": all can.
-        has_answers: whether any process has answered that was dialled as a seed, maybe this one.
+        has_answers: whether another process has answered that was dialled as a seed.
+        unanswered: why nobody has answered at a seed, by its endpoint.
     """
 
     def __init__(self, node: Owner, carriers: Carriers) -> None:
         self.refusal, self.has_answers = "", False
+        self.unanswered: dict[str, str] = {}
         self._node, self._carriers = node, carriers
         self._attempts: dict[int, _Attempts] = {}
         self._answered = set[str]()  # endpoints
@@ -122,11 +124,14 @@ class Dialling:
                 self._dial_if_due(slot, address.endpoint, address.incarnation)
 
     async def visit(self, endpoint: str) -> None:
-        """Open a link to the process at a seed, whatever its slot. Raises ConnectionError, TimeoutError."""
+        """Open a link to the process at a seed, whatever its slot, and run it to its end."""
+        refusal = ""
         try:
             refusal = await self._link_on(partial(self._carriers.network.dial, endpoint), is_seed=True)
         except RefusedError as error:
             self._node.warn(refusal := str(error))
+        except (ConnectionError, TimeoutError) as error:
+            self.unanswered[endpoint] = str(error)
         if refusal:
             self.refusal, self.has_answers = refusal, True
 
@@ -160,13 +165,13 @@ class Dialling:
     async def _link_on(self, dial: Callable[[], Awaitable[Stream]], is_seed: bool = False) -> str:
         """Open a stream, and run a link on it to its end; returns why there can be no link."""
         node = self._node
-        async with asyncio.timeout(_OPEN_SECONDS):
+        async with within(2 * _OPEN_SECONDS, "no answer"):  # a carrier that knows why says so earlier
             stream = await dial()
         async with stream:
-            async with asyncio.timeout(_OPEN_SECONDS):
+            async with within(_OPEN_SECONDS, "the process there says nothing"):
                 await say(stream, node.hello())
                 hello: Hello | Later = await hear(stream, Hello, Later)
-            self.has_answers |= is_seed
+            self.has_answers |= is_seed and hello != node.hello()
             if isinstance(hello, Later):
                 node.take_later(hello)
                 return ""

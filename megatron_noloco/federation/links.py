@@ -44,6 +44,9 @@ _ASK_AGAIN_SECONDS = 5.0
 _MOST_EARLY = 64  # streams that nobody here waits for yet
 _MOST_ROWS = 64  # of metrics; earlier ones are thrown away
 _LINKED_AGAIN_TICKS = 6  # in which a lost link may come back
+_STALLED_SECONDS = 9.0  # a conversation that ends later is long
+_ALIVE_TICKS = 4  # a link whose last message is not older is alive
+_SMALL_BYTES = 1200  # pass on any route
 
 
 class Seen(NamedTuple):
@@ -364,18 +367,29 @@ class Link:
     @asynccontextmanager
     async def _talk(self, talking: "_Talking") -> AsyncIterator[Stream]:
         """End a conversation with the block, which does not wait until the other side has closed the stream."""
-        stream = talking.stream
+        stream, began = talking.stream, asyncio.get_running_loop().time()
         self._talks.add(stream)
         try:
             yield stream
         except BaseException as error:
             stream.abort(reason_of(error))
+            if asyncio.get_running_loop().time() - began > _STALLED_SECONDS:
+                self._name_lost_packets(talking)
             raise
         else:
             if talking.dialled:
                 self.node.end(stream)
         finally:
             talking.over.set()
+
+    def _name_lost_packets(self, talking: "_Talking") -> None:
+        """Say so where the link lives, and of a long conversation no more has come than small packets hold."""
+        came = talking.stream.received - talking.received_before
+        if 0 < came < _SMALL_BYTES and self._streams and self.silent_ticks <= _ALIVE_TICKS:
+            self.node.warn(
+                f"small messages of replica {self.slot} arrive, large ones do not: is the MTU of the route "
+                "smaller than that of the interface on either host?"
+            )
 
 
 Serve = Callable[[Link, Stream], Awaitable[None]]
@@ -388,11 +402,13 @@ class _Talking:
     Attributes:
         dialled: whether this side has opened the stream, and closes it.
         over: set when the conversation is over here.
+        received_before: bytes of the stream.
     """
 
     def __init__(self, stream: Stream, dialled: bool = False) -> None:
         self.stream, self.dialled = stream, dialled
         self.over = asyncio.Event()
+        self.received_before = stream.received
 
     def refuse(self, reason: str) -> None:
         self.stream.abort(reason)

@@ -5,23 +5,32 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.dialling import Carriers
-from megatron_noloco.federation.directory import can_listen, endpoint_of, host_of, is_endpoint, split
+from megatron_noloco.federation.directory import (
+    can_listen,
+    endpoint_of,
+    host_of,
+    is_endpoint,
+    split,
+)
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
 from megatron_noloco.federation.node import Identity, Node
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rendezvous import ADVERTISE, PLACES, Folder, Rendezvous, Seeds, reachable
 from megatron_noloco.federation.tcp import TcpCarrier
+from megatron_noloco.job.join import is_link_local
 
 _PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _NO_ADDRESS = "; it must be an address of this host, or * for all"
+_LINK_LOCAL = ", a link-local address, which leads there from the same cable or switch only"
 _BACKLOG = 1024
 _LISTENERS = WeakSet[socket.socket]()  # of this process
 
@@ -92,17 +101,32 @@ def open_node(network: Network, slot: int, stopped: Callable[[], bool] = lambda:
         return Node(Identity(slot, address, network.member), carriers, stopped)
 
     thread = NodeThread(make, network.rendezvous)
-    if host_of(endpoint) == (name := socket.gethostname()) and network.advertise is None:
-        thread.node.warn(
-            f"no address of this host is known, as it has no default route, so others look for {name}: where "
-            f"they do not know that name, {ADVERTISE}"
-        )
+    for line in _doubts(network, endpoint):
+        thread.node.warn(line)
     try:
         network.rendezvous.publish(slot, thread.node.directory.own)
     except BaseException:
         thread.close()
         raise
     return thread
+
+
+def _doubts(network: Network, endpoint: str) -> Iterator[str]:
+    """Yield a line for each address that may not lead where it should.
+
+    Args:
+        endpoint: where the others reach this replica.
+    """
+    for host in filter(is_link_local, network.rendezvous.hosts):
+        yield f"federation.rendezvous has {host}{_LINK_LOCAL}"
+    host, name = host_of(endpoint), socket.gethostname()
+    if is_link_local(host):
+        yield f"others look for this job at {host}{_LINK_LOCAL}; where they are elsewhere, {ADVERTISE}"
+    if host == name and network.advertise is None:
+        yield (
+            f"no address of this host is known, as it has no default route, so others look for {name}: where "
+            f"they do not know that name, {ADVERTISE}"
+        )
 
 
 def _announced(network: Network, listener: socket.socket | None) -> str:
@@ -149,10 +173,10 @@ def _free_port(network: Network, port: int) -> str:
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens at a port: with the host "*" of IPv4, and of IPv6 where there is IPv6."""
     both = host == "*" and socket.has_dualstack_ipv6()
-    family, place = socket.AF_INET6 if both else socket.AF_INET, ("", port)
+    family: int = socket.AF_INET6 if both else socket.AF_INET
+    place: Any = ("", port)
     if host != "*":
-        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        place = (str(found[0]), port)
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     made.setblocking(False)
     _LISTENERS.add(made)

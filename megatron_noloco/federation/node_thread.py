@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ _SELDOM = (
     10  # every so many looks are taken although others are there, so that two halves find each other again
 )
 _WAIT_SECONDS = 0.02
+_MOST_NAMED = 3  # seeds at which nobody answers
 
 
 class ThreadFailedError(RuntimeError):
@@ -148,18 +149,18 @@ class NodeThread:
                     if found.missing:
                         raise OSError(found.missing)
                     if alone and looks % _SELDOM == 0:
-                        await self._name_nobody(found.endpoints)
+                        await self._name_nobody()
                 except OSError as error:  # known addresses stay in use
                     node.warn(f"federation.rendezvous: {error}")
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _name_nobody(self, endpoints: Sequence[str]) -> None:
+    async def _name_nobody(self) -> None:
         """Say why there may be nobody."""
         node = self.node
         if line := await asyncio.to_thread(self._rendezvous.other_runs):
             node.warn(f"federation.rendezvous: {line}")
-        if endpoints and not node.dialling.has_answers:
+        if (reasons := list(node.dialling.unanswered.values())) and not node.dialling.has_answers:
             node.warn(
-                f"nobody answers at {', '.join(endpoints)} (federation.rendezvous): does a job listen there, and "
-                "is the port open?"
+                f"federation.rendezvous: {'; '.join(reasons[:_MOST_NAMED])}; does a job listen there, and is the "
+                "port open?"
             )

@@ -14,6 +14,7 @@ from megatron_noloco.federation.messages import Address
 from megatron_noloco.federation.sealing import Checksum, Cipher
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.tcp import VERSION
+from megatron_noloco.job.join import is_link_local
 
 PLACES = "with a HOST that is a name, an IPv4 address, or an IPv6 address in [], and a PORT from 1 to 65535"
 ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
@@ -142,7 +143,13 @@ class Seeds:
         for entry in map(str.strip, text.split(",")):
             if not is_endpoint(f"tcp://{entry}"):
                 raise UserError(f'federation.rendezvous: "{entry}" is not HOST:PORT, {PLACES}')
-            places.append(split(entry))
+            host, port = split(entry)
+            if is_link_local(host) and ":" in host and "%" not in host:
+                raise UserError(
+                    f'federation.rendezvous: "{entry}" is a link-local address, which needs the name of the '
+                    f"interface that leads to it, such as [{host}%eth0]:{port}"
+                )
+            places.append((host, port))
         return cls(places)
 
     @property

@@ -14,7 +14,8 @@ A `Carrier` opens streams: `tcp` between hosts, and the tests' carrier inside on
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -45,6 +46,11 @@ class Stream(ABC):
 
     is_member = True
     close_seconds = 5.0
+
+    @property
+    def received(self) -> int:
+        """Bytes that were received, also by a `fill` that is under way; 0 where nothing is sent in packets."""
+        return 0
 
     @abstractmethod
     async def send(self, *buffers: Buffer) -> None:
@@ -107,6 +113,16 @@ class Stream(ABC):
             self.abort(f"was not closed: {reason_of(failure)}")
             if not isinstance(failure, TimeoutError | ConnectionError):
                 raise
+
+
+@asynccontextmanager
+async def within(seconds: float, why: str) -> AsyncIterator[None]:
+    """Raise TimeoutError, which says why, where the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise TimeoutError(why) from None
 
 
 def reason_of(error: BaseException) -> str:

@@ -32,14 +32,13 @@ from megatron_noloco.federation.delivery import (
     part_with,
     pass_on,
     receive_vector,
-    within,
 )
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import LARGEST, Text, packed, receive_json
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.node_thread import NodeThread, ThreadFailedError
-from megatron_noloco.federation.streams import Stream, StreamEndedError
+from megatron_noloco.federation.streams import Stream, StreamEndedError, within
 from megatron_noloco.files import outside
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.agreement import found_by_rank_0, of_all_ranks

@@ -18,6 +18,7 @@ connection is encrypted after them.
 
 import asyncio
 import errno
+import os
 import socket
 import ssl
 from collections import defaultdict, deque
@@ -57,6 +58,8 @@ _LINGER_SECONDS = 2.0  # for a reason to be delivered
 _MOST_STRANGERS = 64  # connections of others on which no stream has begun
 _ACCEPT_PAUSE_SECONDS = 0.5  # when this process has too many open files
 _OTHER_KEY = "the process at {} has another key"
+_NO_ANSWER = "no answer, nor a refusal: its host is off, or a firewall drops what is sent there"
+_SILENT = "{} accepts connections, and says nothing"
 _NO_JOB = "the process at {} is no job with a key, or of another version"
 
 
@@ -68,6 +71,7 @@ class _Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(self) -> None:
+        self._arrived = 0  # bytes of data of the present stream
         self.error: StreamEndedError | None = None
         self._begun = self._served = self._closed = 0  # numbers of streams; closed by the other side
         self._loop = asyncio.get_running_loop()
@@ -107,6 +111,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._begin_frame()
             return
         self._left -= count
+        self._arrived += count * (self._kind == _DATA)
         if self._kind == _ABORT:
             self._reason += self._scratch[:count]
             if not self._left:
@@ -141,6 +146,11 @@ class _Connection(asyncio.BufferedProtocol):
         encrypted = self._transport.get_extra_info("ssl_object")
         return None if encrypted is None else encrypted.getpeercert(binary_form=True)
 
+    @property
+    def received(self) -> int:
+        """See `Stream.received`."""
+        return self._arrived - len(self._early)
+
     async def write(self, *buffers: Buffer) -> None:
         for buffer in buffers:
             content = memoryview(buffer).cast("B")
@@ -169,6 +179,7 @@ class _Connection(asyncio.BufferedProtocol):
         """Begin a stream to the other side."""
         self._write_frame(_BEGIN)
         self._begun += 1
+        self._arrived = 0
 
     async def wait_begin(self) -> None:
         """Wait until the other side begins a stream."""
@@ -199,6 +210,8 @@ class _Connection(asyncio.BufferedProtocol):
         elif self._kind in (_BEGIN, _CLOSE):
             self._begun += self._kind == _BEGIN
             self._closed += self._kind == _CLOSE
+            if self._kind == _BEGIN:
+                self._arrived = 0
             if self._closed not in (self._begun, self._begun - 1) or (self._kind == _BEGIN and self._early):
                 self._end(StreamEndedError("unexpected frame"))
             self._wake()
@@ -256,6 +269,10 @@ class _TcpStream(Stream):
         self._over = over
         self._admit = admit
         self._ended = ""
+
+    @property
+    def received(self) -> int:
+        return self._connection.received
 
     def admit(self) -> None:
         self._admit()
@@ -344,6 +361,7 @@ class TcpCarrier(Carrier):
     async def _connect(self, endpoint: str) -> _Connection:
         context = self._keys.dials if self._keys else None
         loop, nobody = asyncio.get_running_loop(), f"nobody answers at {endpoint}"
+        dialled = None
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 dialled = await _dialled(endpoint)
@@ -362,9 +380,13 @@ class TcpCarrier(Carrier):
         except (ssl.SSLError, ConnectionResetError):  # in the handshake
             raise ConnectionError(_NO_JOB.format(endpoint)) from None
         except TimeoutError:
-            raise ConnectionError(nobody) from None
+            why = f"{nobody}: {_NO_ANSWER}" if dialled is None else _SILENT.format(endpoint)
+            raise ConnectionError(why) from None
         except OSError as error:
-            raise ConnectionError(f"{nobody}: {error.strerror or error}") from None
+            # asyncio has a text of its own; numbers below 0 are those of name servers.
+            number = error.errno or 0
+            reason = os.strerror(number) if number > 0 else error.strerror
+            raise ConnectionError(f"{nobody}: {reason or error}") from None
         if self._keys and not self._keys.matches(connection.certificate):
             connection.abort("another key")
             raise RefusedError(_OTHER_KEY.format(endpoint))

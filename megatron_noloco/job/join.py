@@ -203,11 +203,14 @@ def reachable_address(seeds: Sequence[str] = ()) -> str:
     name = socket.gethostname()
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
-    except OSError:
+    except (OSError, UnicodeError):  # Python's, for a name that is longer than 63 characters
         found = []
     ways = map(_address_towards, ("10.255.255.255", "2001:db8::1"))
-    found.append(next(filter(None, ways), name))  # without a default route
-    return next((address for address in found if not _is_loopback(address)), name)
+    found += filter(None, [next(filter(None, ways), None)])
+    usable = [address for address in found if not _is_loopback(address)]
+    return min(
+        usable, key=is_link_local, default=name
+    )  # the first that leads further; without a route the name
 
 
 def _address_towards(host: str) -> str | None:
@@ -224,6 +227,14 @@ def _address_towards(host: str) -> str | None:
             probe.connect(place)  # sends nothing, but selects the interface
             return str(probe.getsockname()[0])
     return None
+
+
+def is_link_local(host: str) -> bool:
+    """Whether a host is an address that leads to it from the same cable or switch only."""
+    try:
+        return ipaddress.ip_address(host).is_link_local
+    except ValueError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

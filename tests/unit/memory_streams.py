@@ -51,6 +51,10 @@ class MemoryStream(Stream):
         self.into = into
         self._closed = False
 
+    @property
+    def received(self) -> int:
+        return self.into.passed
+
     def admit(self) -> None:
         pass
 

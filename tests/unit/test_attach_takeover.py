@@ -221,7 +221,7 @@ class Refuses(torch.optim.lr_scheduler.ConstantLR):
     ("change", "schedule", "why"),
     [
         (lambda rest: rest.update(inner=[]), None, "its state cannot be read"),
-        (lambda rest: rest["inner"].update(optimizers={}), None, "its state cannot be read"),
+        (lambda rest: rest["inner"].update(optimizers=["AdamW"]), None, "its state cannot be read"),
         (lambda rest: rest["inner"]["optimizers"][0].update(common={"step": "7"}), None, "its step cannot"),
         (lambda rest: rest["inner"]["optimizers"][0].update(named={"x": {"m": None}}), None, "its m cannot"),
         (lambda rest: None, Refuses, "Refuses cannot load its state: 'horizon'"),

@@ -211,7 +211,8 @@ def test_a_process_that_dials_itself_stays(capsys: pytest.CaptureFixture[str]) -
         async with Nodes() as nodes:
             node = await nodes.add(0)
             await node.dialling.visit(node.directory.own.endpoint)
-            assert node.dialling.has_answers
+            assert not node.dialling.has_answers
+            assert not node.dialling.unanswered
             assert not node.links
 
     run(main())
@@ -273,6 +274,45 @@ def test_a_replica_that_falls_silent_is_lost_with_its_conversations() -> None:
             assert not pair[0].present()
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("arrives", "seconds", "is_alive", "is_named"),
+    [
+        (8, 20.0, True, True),  # the length of a vector, and nothing of its first slab
+        (0, 20.0, True, False),  # as where a giver has not come to its next step
+        (2000, 20.0, True, False),  # slow, but large packets arrive
+        (8, 5.0, True, False),
+        (8, 20.0, False, False),
+    ],
+)
+@pytest.mark.parametrize("opener", [0, 1])
+def test_lost_large_packets_are_named_where_small_ones_arrive(
+    opener: int,
+    arrives: int,
+    seconds: float,
+    is_alive: bool,
+    is_named: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def serve(link: Link, stream: Stream) -> None:
+        await stream.send(bytes(arrives))
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        async with Nodes() as nodes:
+            pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
+            await until(lambda: linked(*pair))
+            pair[1 - opener].serves["slabs"] = serve
+            if not is_alive:
+                await pair[1 - opener].links[opener]._sending.acquire()  # it says nothing from now on
+            with pytest.raises((TimeoutError, StreamEndedError)):
+                async with asyncio.timeout(seconds), pair[opener].links[1 - opener].open("slabs") as stream:
+                    await stream.receive(10_000)
+
+    run(main())
+    line = f"replica {opener}: small messages of replica {1 - opener} arrive, large ones do not: is the MTU "
+    assert [text.startswith(line) for text in capsys.readouterr().err.splitlines()] == [True] * is_named
 
 
 @pytest.mark.parametrize("leaves", [0, 1])

@@ -1,0 +1,217 @@
+"""Replicas on ports of this host find each other, and say why where they do not."""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_noloco.federation import tcp
+from megatron_noloco.federation.directory import split
+from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.messages import Member
+from megatron_noloco.federation.network import Network, open_node
+from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.rendezvous import Folder, Seeds
+from megatron_noloco.federation.store import Store
+from megatron_noloco.federation.streams import Stream
+from megatron_noloco.job.join import reachable_address
+from tests.harness import free_port
+
+MEMBER = Member(77)
+SECONDS = 60.0  # for what takes a second
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def replicas(*networks: Network) -> Iterator[list[NodeThread]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(open_node(one, slot))) for slot, one in enumerate(networks)]
+
+
+def folder(path: Path) -> Folder:
+    return Folder(Store.of(f"file://{path}"), MEMBER.run)
+
+
+async def echo(link: Link, stream: Stream) -> None:
+    await stream.send(await stream.receive(5))
+
+
+def talk(one: NodeThread, other: NodeThread) -> None:
+    """Have a conversation that either of two replicas opens, when they have a link."""
+    for own, their in ((one, other), (other, one)):
+        until(lambda own=own, their=their: their.node.slot in own.node.present())
+        their.node.serves["echo"] = echo
+
+        async def ask(link: Link) -> bytes:
+            async with link.open("echo") as stream:
+                await stream.send(b"hello")
+                return await stream.receive(5)
+
+        assert own.call(ask(own.node.links[their.node.slot])).result(SECONDS) == b"hello"
+
+
+# Addresses of IPv6
+
+
+def test_replicas_of_a_folder_listen_at_ipv6(tmp_path: Path) -> None:
+    with replicas(*[Network(folder(tmp_path), MEMBER, "tcp://[::1]:0")] * 2) as (one, other):
+        assert all(thread.node.directory.own.endpoint.startswith("tcp://[::1]:") for thread in (one, other))
+        talk(one, other)
+
+
+@pytest.mark.parametrize("listen", ["tcp://[::1]:{}", "tcp://*:{}"])
+def test_a_seed_and_what_a_replica_advertises_may_be_ipv6(listen: str) -> None:
+    ports = free_port(), free_port()
+    seeds = Seeds.of(f"[::1]:{ports[0]}")
+    networks = [
+        Network(seeds, MEMBER, listen.format(port), advertise=f"tcp://[::1]:{port}") for port in ports
+    ]
+    with replicas(*networks) as (one, other):
+        talk(one, other)
+        assert one.node.directory.addresses[1].endpoint == f"tcp://[::1]:{ports[1]}"
+
+
+# Seeds
+
+
+def visit(thread: NodeThread, seeds: Seeds) -> None:
+    """Do what a replica without others does, at once."""
+    for endpoint in seeds.look().endpoints:
+        thread.call(thread.node.dialling.visit(endpoint)).result(SECONDS)
+    thread.call(thread._name_nobody()).result(SECONDS)
+
+
+def test_a_replica_whose_own_address_is_a_seed_by_several_names_is_linked_to_others_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    port = free_port()
+    seeds = Seeds.of(f"127.0.0.1:{port},localhost:{port},[::1]:{port},{socket.gethostname()}:{port}")
+    with replicas(Network(seeds, MEMBER, f"tcp://*:{port}", advertise=f"tcp://localhost:{port}")) as (own,):
+        visit(own, seeds)
+        assert own.node.links == {}
+        assert not own.node.dialling.has_answers
+        with closing(open_node(Network(seeds, MEMBER, "tcp://127.0.0.1:0"), 1)) as other:
+            talk(own, other)
+            assert other.node.dialling.has_answers
+    assert capfd.readouterr().err == ""
+
+
+@contextmanager
+def nobody(how: str) -> Iterator[str]:
+    """Give a HOST:PORT at which nobody answers."""
+    with ExitStack() as stack:
+        backlog = 0 if how == "dropped" else 100
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=backlog))
+        place = "{}:{}".format(*listener.getsockname())
+        if how == "refused":
+            listener.close()
+        if how == "dropped":  # a full queue, whose host drops what comes
+            for _ in range(4):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(listener.getsockname())
+        yield "no-such-host.invalid:1" if how == "unknown" else place
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("refused", "nobody answers at tcp://{}: Connection refused"),
+        (
+            "dropped",
+            "nobody answers at tcp://{}: no answer, nor a refusal: its host is off, or a firewall drops",
+        ),
+        ("silent", "tcp://{} accepts connections, and says nothing"),
+        ("unknown", "nobody answers at tcp://{}: Name or service not known"),
+        ("no route", "nobody answers at tcp://{}: No route to host"),
+    ],
+)
+def test_nobody_at_a_seed_is_named_with_the_reason(
+    how: str, why: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_route(endpoint: str) -> socket.socket:
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    monkeypatch.setattr(tcp, "_OPEN_SECONDS", 0.3)
+    if how == "no route":
+        monkeypatch.setattr(tcp, "_dialled", no_route)
+    with nobody(how) as place:
+        seeds = Seeds.of(place)
+        with replicas(Network(seeds, MEMBER, "tcp://127.0.0.1:0")) as (own,):
+            visit(own, seeds)
+        (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"replica 0: federation.rendezvous: {why.format(place)}")
+    assert line.endswith("; does a job listen there, and is the port open?")
+
+
+def test_a_seed_that_answers_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
+    first = Network(Seeds.of("127.0.0.1:1"), MEMBER, "tcp://127.0.0.1:0")
+    with nobody("refused") as gone, replicas(first) as (one,):
+        seeds = Seeds.of(f"{gone},{one.node.directory.own.endpoint.removeprefix('tcp://')}")
+        with closing(open_node(Network(seeds, MEMBER, "tcp://127.0.0.1:0"), 1)) as own:
+            talk(one, own)
+            visit(own, seeds)
+            assert capfd.readouterr().err == ""
+
+
+# Addresses of this host
+
+
+def test_a_host_without_a_route_is_known_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_noloco.job.join._address_towards", lambda host: None)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, None, ("127.0.1.1", 0))])
+    assert reachable_address(["gone"]) == socket.gethostname()
+    monkeypatch.undo()
+    name = socket.gethostname()
+    seeds = Seeds.of("127.0.0.1:1")
+    for advertise in (None, f"tcp://{name}:{(port := free_port())}"):
+        network = Network(seeds, MEMBER, f"tcp://*:{port}", host=lambda: name, advertise=advertise)
+        with replicas(network) as (own,):
+            assert own.node.directory.own.endpoint == f"tcp://{name}:{port}"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"no address of this host is known, as it has no default route, so others look for {name}" in line
+    assert "set federation.advertise" in line
+
+
+def test_a_name_that_is_too_long_for_python_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "a" * 64)
+    assert reachable_address()
+
+
+def test_link_local_addresses_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a seed and of this host; an address that leads further is preferred."""
+    for seed in ("169.254.7.7:9", "[fe80::1%lo]:9"):
+        network = Network(Seeds.of(seed), MEMBER, "tcp://*:0", host=lambda: "169.254.7.8")
+        with replicas(network) as (own,):
+            assert split(own.node.directory.own.endpoint)[0] == "169.254.7.8"
+        of_seed, of_own = capfd.readouterr().err.splitlines()
+        why = "a link-local address, which leads there from the same cable or switch only"
+        assert of_seed == f"replica 0: federation.rendezvous has {split(seed)[0]}, {why}"
+        assert of_own.startswith(
+            f"replica 0: others look for this job at 169.254.7.8, {why}; where they are "
+        )
+        assert "set federation.advertise" in of_own
+    with pytest.raises(ValueError, match="is a link-local address, which needs the name of the interface"):
+        Seeds.of("[fe80::1]:9")
+
+
+def test_an_address_that_leads_further_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(None, None, None, None, (address, 0)) for address in ("127.0.1.1", "169.254.7.8", "10.0.0.4")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr("megatron_noloco.job.join._address_towards", lambda host: None)
+    assert reachable_address() == "10.0.0.4"
+    del found[2]
+    assert reachable_address() == "169.254.7.8"
