@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     StrictFloat,
     StrictInt,
     StrictStr,
@@ -25,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
 
 from megatron_noloco.errors import UserError
 
@@ -52,6 +54,11 @@ class Also(NamedTuple):
     """Annotates a field that takes a word besides, which is replaced before the field is checked."""
 
     word: str
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"const": self.word}]}
 
 
 def field(default: Any, meaning: str, **bounds: Any) -> Any:

@@ -36,6 +36,7 @@ from megatron_noloco.plans.stability import (
 
 MOST_SLOTS = 4096
 _SQUARED = Field(le=1000)  # in rho, which a float must hold
+MOST_WAITING = 0.1  # share of the time, with local_steps "auto"
 SITE_INTERVAL = 8  # of a federation, where replicas at a site come and go
 PAPER: Mapping[str, Any] = {
     "local_steps": 50,
@@ -261,9 +262,9 @@ class TrainerSettings(NolocoSettings):
         f'"paper": {_PAPER}. A run that is continued keeps its groups.',
     )
     local_steps: Annotated[Positive, Also("auto")] = field(
-        10,
-        f'{_K} "auto" (with all replicas in one job): 1 at first, until most_waiting, which is then 0.1, chooses '
-        "k.",
+        "auto",
+        f'{_K} "auto" (with all replicas in one job): as few as can be at first, until most_waiting, which is '
+        f"then {MOST_WAITING}, chooses k. A federation needs a number.",
     )
     most_waiting: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = field(
         None,
@@ -294,8 +295,10 @@ class TrainerSettings(NolocoSettings):
             return given
         if given.get("recipe") == "paper":
             given = {**PAPER, **given}
-        if given.get("local_steps") == "auto":
-            given = {"most_waiting": 0.1, **given, "local_steps": 1}
+        if given.get("local_steps", "auto") == "auto":
+            others = (given.get(name) for name in ("fragments", "overlap_steps"))
+            fewest = max([1, *(number for number in others if isinstance(number, int))])
+            given = {"most_waiting": MOST_WAITING, **given, "local_steps": fewest}
         return given
 
     @property

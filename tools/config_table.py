@@ -33,7 +33,8 @@ def table() -> str:
         "seconds, 1 Gbit/s",
     ]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    rows += [_row(path.name, load_config(str(path))) for path in sorted(README.parent.glob("*.json"))]
+    files = sorted({*README.parent.glob("*.json")} - {README.parent / "schema.json"})
+    rows += [_row(path.name, load_config(str(path))) for path in files]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -20,23 +20,27 @@ def add_commands(commands: Commands) -> None:
     action.add_argument("--explain", nargs="?", const="", metavar="NAME", help=explain)
     check = "check a config file, and that the files which it names are there; starts nothing"
     action.add_argument("--check", metavar="FILE", help=check)
+    schema = "print the JSON schema of a config file, for editors"
+    action.add_argument("--schema", action="store_true", help=schema)
     ranks = "with --check: also check for N ranks"
     config.add_argument("--world-size", type=at_least_one, metavar="N", help=ranks)
     config.set_defaults(run=_config)
 
 
 def _config(args: argparse.Namespace) -> int:
-    from megatron_noloco.config import explain
+    from megatron_noloco.config import explain, schema
 
     if args.world_size is not None and not args.check:
         raise UserError("config: --world-size goes together with --check FILE")
     if args.explain is not None:
         sys.stdout.write(explain(args.explain))
+    elif args.schema:
+        sys.stdout.write(schema())
     elif args.check:
         with naming(args.check):
             _check(args.check, args.world_size)
     else:
-        raise UserError("megatron_noloco config: give --explain or --check FILE")
+        raise UserError("megatron_noloco config: give --explain, --schema or --check FILE")
     return 0
 
 

@@ -3,7 +3,7 @@
 Nothing here imports torch or an engine, but for the rates of a schedule, which DeepSpeed's own schedule gives.
 """
 
-from megatron_noloco.config.explain import explain
+from megatron_noloco.config.explain import explain, schema
 from megatron_noloco.config.load import load_config
 from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.resolve import Resolved, resolve
@@ -20,4 +20,5 @@ __all__ = [
     "facts_in_words",
     "load_config",
     "resolve",
+    "schema",
 ]

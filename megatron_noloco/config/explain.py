@@ -1,6 +1,7 @@
 """Every field in words, made from the blocks themselves, so that `config --explain` cannot be out of date."""
 
 import difflib
+import json
 import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from pydantic_core import PydanticUndefined
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.names import names_of_others, quoted
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
-from megatron_noloco.config.run_config import BLOCKS
+from megatron_noloco.config.run_config import BLOCKS, RunConfig
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
 
@@ -54,6 +55,13 @@ def explain(only: str = "") -> str:
         hint = f"did you mean {near[0]}?" if near else blocks
         raise UserError(f"config --explain {only}: there is no such block or field; {hint}")
     return "\n\n".join(parts) + "\n"
+
+
+def schema() -> str:
+    """Return the JSON schema of a config file; the same fields."""
+    found = RunConfig.model_json_schema()
+    found["properties"]["$schema"] = {"type": "string", "description": "Where editors find this schema."}
+    return json.dumps(found, indent=1) + "\n"
 
 
 def as_markdown() -> str:

@@ -190,7 +190,10 @@ def _check_federation(
     if noloco.transport != "auto":
         yield f'noloco.transport "{noloco.transport}": a federation has a transport of its own; leave it out'
     if noloco.most_waiting is not None:
-        yield 'noloco.local_steps "auto" and most_waiting: jobs of a federation cannot agree on it; give a number'
+        yield (
+            'noloco.local_steps "auto": jobs of a federation cannot agree on it; give a number, such as the one '
+            "that `megatron-noloco plan FILE --bandwidth RATE --step TIME` shows"
+        )
     if noloco.routing != "off" and parallel.pipeline_model_parallel_size > 1:
         yield (
             f'noloco.routing "{noloco.routing}": a local step would wait for replicas that are '

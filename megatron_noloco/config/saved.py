@@ -56,7 +56,8 @@ def upgrade_saved_config(saved: dict[str, Any]) -> dict[str, Any]:
         data.pop("split", None)  # it had no effect
     # Up to version 0.2.0 special tokens that a text spells out were tokens; bytes spell out none.
     data.setdefault("split_special_tokens", data.get("tokenizer_type", "byte") == "byte")
-    return saved | {name: block for name, block in blocks.items() if block} | _with_peak(saved)
+    of_today: dict[str, Any] = {name: block for name, block in blocks.items() if block or name in saved}
+    return saved | of_today | _with_peak(saved)
 
 
 def _with_peak(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_noloco.config.saved import upgrade_saved_config
 from tests.harness import call, run_ranks
 from tests.integration.tiny import metrics, run_whole
 
@@ -25,6 +26,7 @@ def test_a_run_of_an_earlier_release_goes_on_as_it_would_have(
     release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = unpack(release, tmp_path)
+    config.write_text(json.dumps(upgrade_saved_config(json.loads(config.read_text()))))
     monkeypatch.chdir(config.parent)  # 0.1 compared the path of the text, not the text
     run_ranks(2, run_whole, config.name)
     steps = metrics(config.parent / f"run-{release}")[0]

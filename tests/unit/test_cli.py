@@ -197,7 +197,7 @@ def test_quantities_with_units() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("config", "megatron_noloco config: give --explain or --check FILE"),
+        ("config", "megatron_noloco config: give --explain, --schema or --check FILE"),
         (
             "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-model y --tokenizer-type byte",
             'tokenizer_model does not go together with tokenizer_type "byte"; leave one out',

@@ -84,7 +84,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
     (
         FEDERATION | {"noloco.local_steps": "auto"},
-        'local_steps "auto" and most_waiting: jobs of a federation',
+        'noloco.local_steps "auto": jobs of a federation cannot agree',
     ),
     ({"noloco.local_steps": "auto"}, 'noloco.routing "round" needs a fixed number of noloco.local_steps'),
     (FEDERATION | {"noloco.routing": "round"}, 'noloco.routing "round": a local step would wait for'),

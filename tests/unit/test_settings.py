@@ -197,7 +197,7 @@ def test_what_separate_jobs_need(changes: dict[str, Any], of_method: dict[str, A
 def test_what_the_jobs_of_a_federation_share() -> None:
     own = {"deadline_seconds": 5.0, "slow_weights": "device", "overlap_steps": 2}
     trainers: dict[str, Any] = {"final_average": True, "transport": "mpi"}
-    assert shared(TrainerSettings(**own, **trainers)) == shared(NolocoSettings())  # type: ignore[arg-type]
+    assert shared(TrainerSettings(local_steps=10, **own, **trainers)) == shared(NolocoSettings())  # type: ignore[arg-type]
     assert shared(NolocoSettings(consensus_weight=1.0)) == shared(NolocoSettings())
     assert shared(NolocoSettings(payload="int4")) != shared(NolocoSettings())
 

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from megatron_noloco.config import RunConfig, describe, load_config
+from megatron_noloco.config import RunConfig, describe, load_config, schema
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "configs").glob("*.json"))
+SCHEMA = ROOT / "configs" / "schema.json"
+SHIPPED = sorted({*(ROOT / "configs").glob("*.json")} - {SCHEMA})
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -16,6 +18,26 @@ def test_shipped_configs_parse(path: Path) -> None:
     run = load_config(path)
     assert run.world_size is not None
     assert describe(run, run.topology(run.world_size), run.architecture(257))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_an_editor_accepts_the_shipped_configs(path: Path) -> None:
+    content = json.loads(path.read_text())
+    assert (path.parent / content["$schema"]) == SCHEMA
+    jsonschema.validate(content, json.loads(SCHEMA.read_text()))
+    for wrong in (
+        {"noloko": {}},
+        {"noloco": {"local_step": 5}},
+        {"noloco": {"local_steps": 0}},
+        {"model": {}},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(content | wrong, json.loads(SCHEMA.read_text()))
+    jsonschema.validate(content | {"noloco": {"local_steps": "auto"}}, json.loads(SCHEMA.read_text()))
+
+
+def test_the_schema_is_that_of_the_fields() -> None:
+    assert SCHEMA.read_text() == schema(), "megatron-noloco config --schema > configs/schema.json"
 
 
 PAPERS = {
