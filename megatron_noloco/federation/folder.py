@@ -138,6 +138,9 @@ class FolderCarrier(Carrier):
             await self._persist(self._folder.put, path, sealed)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"nobody listens at {_SCHEME}{inbox} ({error})") from None
+        except OSError as error:  # such as a full disk; the other side may not be told
+            self._say(str(error))
+            raise
 
     async def discard(self, inbox: str, names: list[str]) -> None:
         with suppress(OSError):
@@ -218,7 +221,8 @@ class FolderCarrier(Carrier):
         strays = dict[str, float]()
         for name in names - {_OPEN} - self._reading - self._done:
             if not (found := _FILE.fullmatch(name)):
-                strays[name] = self._strays.get(name, self._now())
+                if not _FILE.match(name):  # else it is being written
+                    self._say(f"{self._inbox.url}/{name} is no file of an exchange, and is left alone")
                 continue
             dialler, number, kind, place = found[1], int(found[2]), found[3], int(found[4])
             stream = self._streams.get(f"{dialler}.{number}")

@@ -39,6 +39,13 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
+    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> "asyncio.Future[Any]":
+        future = super().run_in_executor(executor, function, *arguments)
+        if not isinstance(executor, Worker):  # which counts itself
+            self.count(1)
+            future.add_done_callback(lambda _: self.count(-1))
+        return future
+
     def count(self, change: int) -> None:
         with self.lock:
             self.busy += change
@@ -73,7 +80,9 @@ class Worker(ThreadPoolExecutor):
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
         self._loop.count(1)
         future = super().submit(function, *arguments, **options)
-        future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.count, -1))
+        # Begins when whoever waits for the future was told.
+        after = super().submit(lambda: None)
+        after.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.count, -1))
         return future
 
 
