@@ -4,7 +4,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -21,13 +21,13 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
+from megatron_noloco.outer.peers import Peers
 from megatron_noloco.outer.vectors import number_tensor
 from megatron_noloco.plans.fragments import fragment_after
 
 if TYPE_CHECKING:
     from megatron_noloco.attach.job_state import JobState
-    from megatron_noloco.federation.membership import Membership
-    from megatron_noloco.federation.rounds import Leading
+    from megatron_noloco.federation.node_thread import NodeThread
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 
@@ -62,8 +62,9 @@ class Attached:
         first: dict[str, str],
         state: dict[str, Tensor] | None,
         inner: InnerState | None,
-        membership: "Membership | None" = None,
+        peers: Peers,
         job_state: "JobState | None" = None,
+        tell: Callable[[int, Sequence[RoundReport]], object] = lambda done, reports: None,
     ) -> None:
         self.outer = outer
         self.when_loaded = _refuse_load
@@ -72,17 +73,13 @@ class Attached:
         self._adapter = adapter
         self._first = first
         self._unchecked = [] if inner is None else list(inner.optimizers)
-        self._membership, self._job_state = membership, job_state
-        self._health = None if membership is None else membership.health(outer.weights)
+        self._peers, self._job_state, self._tell = peers, job_state, tell
         self._until_closed = ExitStack()
         self._steps = 0 if adapter.steps is None else adapter.steps()
         if state is not None:
             self.done = int(state["local_steps_done"])
             outer.restore(state)
-        if membership is not None:
-            self.done = membership.begin(self.done, takes=state is None).step
-        leading = None if membership is None else membership.leading
-        self._rows = None if leading is None else RoundRows(leading)
+        self.done = peers.begin(self.done, takes_over=state is None).step
         self._notice_loads()  # last: where this fails before, the model is not attached
         _ATTACHED.add(self)
 
@@ -126,17 +123,13 @@ class Attached:
             self._adapter.check_all()
             while self._unchecked:  # before the first round
                 check_no_weights(self._unchecked.pop(0))
-            if self._health is not None:
-                self._health.check()
         reports = []
         if self.outer.place.replicas != 1:
             with now.doing(f"in the round after local step {self.done}"):
-                reports = self.outer.after_local_step(self.done)
+                reports = self._peers.rounds(self.done)
         self._compare(reports)
-        if self._rows is not None:
-            self._rows.after_step(self.done, reports)
-        if self._membership is not None:
-            self.done = self._membership.between_steps(self.done).step
+        self._tell(self.done, reports)
+        self.done = self._peers.catch_up(self.done).step
         now.part(f"local step {self.done + 1}")
         return reports
 
@@ -190,13 +183,11 @@ class Attached:
         self._check_not_closed()
         self._adapter.check_all()
         self.outer.finish()
-        if self._membership is not None:
-            reports = self._membership.average(self.outer, self.done)
-            for report in reports:
-                if report.missed:
-                    warnings.warn(f"the final average is {report.missed}", stacklevel=2)
-            return reports
-        return self.outer.average_all(self.done)
+        average = self._peers.average(self.done, trained=True, before_waiting=lambda: None)
+        for report in average.reports:
+            if report.missed:
+                warnings.warn(f"the final average is {report.missed}", stacklevel=2)
+        return list(average.reports)
 
     def leave(self) -> list[RoundReport]:
         """Exchange once more before the next round is due, where this job of a federation is told to end.
@@ -208,12 +199,10 @@ class Attached:
         Returns the reports of the rounds that ended. Does nothing in one job. Raises as `step` does.
         """
         self._check_not_closed()
-        reports = list[RoundReport]()
-        if self._membership is not None and self._health is not None:
-            self._adapter.check_all()
-            self._health.check()
-            reports, self.done = self._membership.exchange_once_more(self.outer, self.done)
-        return reports
+        self._adapter.check_all()
+        boundary = self._peers.leave(self.done)
+        self.done = boundary.step
+        return list(boundary.rounds)
 
     def close(self, at_once: bool = False) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.
@@ -226,18 +215,12 @@ class Attached:
         _ATTACHED.discard(self)
         raising = at_once or sys.exception() is not None
         with self._until_closed:
-            if self._membership is not None:
-                self._until_closed.callback(self._membership.leave)
-            if self._membership is not None and self._rounds and not self._rounds_met:
-                warnings.warn(
-                    f"none of this job's {self._rounds} rounds had a partner: it trained alone; lines on stderr "
-                    "say why",
-                    stacklevel=2,
-                )
+            self._until_closed.callback(self._peers.close, raising)
+            summary = self._peers.summary(self._rounds_met, self._rounds)
+            if summary and not self._rounds_met:
+                warnings.warn(f"{summary}; lines on stderr say why", stacklevel=2)
             if not raising:
                 self.outer.finish()
-            elif self._membership is None:  # else all ranks of the replica would have to come here
-                self.outer.wait()
 
     def watch(self, seconds: float) -> None:
         """Until `close`, report on stderr when this rank has stood still for `seconds`.
@@ -281,8 +264,8 @@ class RoundRows:
     The names are those of the trainer's metrics.
     """
 
-    def __init__(self, leading: "Leading") -> None:
-        self._leading = leading
+    def __init__(self, thread: "NodeThread") -> None:
+        self._thread = thread
         self._since, self._steps = time.monotonic(), 0
         self._sent_bytes = self._missed = 0
 
@@ -294,7 +277,7 @@ class RoundRows:
             self._missed += bool(report.exchange.missed)
         if not reports:
             return
-        slot, last, at = self._leading.thread.node.slot, reports[-1], time.monotonic()
+        slot, last, at = self._thread.node.slot, reports[-1], time.monotonic()
         row = {
             "kind": "step",
             "step": done,
@@ -304,11 +287,11 @@ class RoundRows:
             "round/partners": [other for other in last.exchange.group if other != slot],
             "round/pause_seconds": last.pause_seconds,
             "round/spread": last.spread,
-            "round/deadline_seconds": self._leading.partners.deadline_seconds,
+            "round/deadline_seconds": last.exchange.deadline_seconds,
             "total/sent_bytes": self._sent_bytes,
             "total/missed_rounds": self._missed,
         }
         if last.exchange.missed:
             row["round/missed"] = last.exchange.missed
         self._since, self._steps = at, 0
-        self._leading.thread.tell_row(json.dumps(row))
+        self._thread.tell_row(json.dumps(row))

@@ -9,15 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful, copies_in
-from megatron_noloco.attach.attached import Attached, check_not_attached
+from megatron_noloco.attach.attached import Attached, RoundRows, check_not_attached
 from megatron_noloco.attach.checks import check_arguments, check_start, digests_of, start_report
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.other_state import model_of
 from megatron_noloco.attach.replica_groups import this_rank, topology_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.errors import UserError
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import of_all_ranks, vote
 from megatron_noloco.outer import OuterOptimizer
+from megatron_noloco.outer.health import Health
+from megatron_noloco.outer.peers import JobPeers
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_problem
 from megatron_noloco.transport.torch_dist import TorchTransport
@@ -98,10 +100,11 @@ def attach(
     first = {name: found[rank % len(found)] for name, found in digests.items()}
     if federation is None:
         outer = OuterOptimizer(adapter.weights, TorchTransport(), place, settings, seed)
-        return Attached(adapter, outer, first, state, own_inner)
+        return Attached(adapter, outer, first, state, own_inner, JobPeers(outer))
 
     from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.compatibility import Alike
+    from megatron_noloco.federation.federation_peers import FederationPeers
     from megatron_noloco.federation.membership import join_federation
 
     held = starts[rank].held
@@ -120,17 +123,19 @@ def attach(
     membership = join_federation(federation, settings, Place(slot, None), compared, stopped=stops)
     try:
         copies = copies_in([one.held or [] for one in starts], rank)
-        apart = membership.replica(adapter.weights, seed, None if held is None else (held, copies))
-        outer = OuterOptimizer(adapter.weights, None, membership.place, settings, seed, apart)
-        job_state = JobState(outer, apart.movement, own_inner, adapter)
-        membership.keeper = job_state
+        jobs = membership.replica(adapter.weights, seed, None if held is None else (held, copies))
+        outer = OuterOptimizer(adapter.weights, None, membership.place, settings, seed, jobs)
+        job_state = JobState(outer, jobs.movement, own_inner, adapter)
+        peers = FederationPeers(membership, jobs, outer, job_state, Health(outer.weights, vote))
         membership.say = partial(warnings.warn, stacklevel=5)
         done = 0 if state is None else int(state["local_steps_done"])
         if done:  # others that wait for this job must not find it behind
             membership.announce(done)
         if not membership.wait_for_start(done):
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
-        return Attached(adapter, outer, first, state, own_inner, membership, job_state)
+        leading = membership.leading
+        tell = [] if leading is None else [RoundRows(leading.thread).after_step]
+        return Attached(adapter, outer, first, state, own_inner, peers, job_state, *tell)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise

@@ -16,7 +16,8 @@ The files from the bottom up; each imports only those of its own line and above:
 | `movement`, `gather`, `swap`, `delivery` | vectors slab by slab: inside a replica, of a pair, one way |
 | `rounds` | a round that counts for both partners or for neither |
 | `takeover`, `catch_up`, `final_mean` | the state of another job; where a replica goes on; the mean at the end |
-| `membership` | a job of a federation, as a training loop has it |
+| `membership` | how a job enters a federation |
+| `federation_peers` | the other jobs, as a training loop meets them |
 | `ticket`, `invitation`, `joining` | a machine without the key joins: the line, the job's side, its own side |
 
 A replica has a *slot*, and each later process of it a larger *incarnation*. Rank 0 of a replica is its *leader*,

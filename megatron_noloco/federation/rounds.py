@@ -188,6 +188,8 @@ class PairExchange:
             if not ended.counts:
                 self.report.skip(self._replica.place.replica, f"replica {self._partner} {ended.why}")
                 self.report.in_doubt = ended.in_doubt
+        if self._replica.leading is not None:
+            self.report.deadline_seconds = self._replica.leading.partners.deadline_seconds
         yield MeanPiece(0, len(self._vector), self._mean if ended.counts else self._vector)
 
     def _choice(self, number: int) -> tuple[int | None, str]:

@@ -59,7 +59,7 @@ class Metrics:
     ) -> None:
         self.replica = replica
         self._group = group
-        self._writers = writers
+        self.writers = [*writers]
         self._counters: dict[str, Any] = dict(counters or {})
         self._samples: dict[str, list[Sample]] = {}
 
@@ -98,7 +98,7 @@ class Metrics:
     def write(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
         """Write one row of numbers that are the same on all ranks of the replica, without communication."""
         row = {"kind": kind, "step": step, "replica": self.replica, **numbers}
-        for writer in self._writers:
+        for writer in self.writers:
             writer.write(row)
 
     def count(self, name: str, value: float | None) -> None:
@@ -116,7 +116,7 @@ class Metrics:
         }
 
     def close(self) -> None:
-        for writer in self._writers:
+        for writer in self.writers:
             writer.close()
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_noloco.monitor.console import Console
 from megatron_noloco.monitor.evaluation import Evaluation
 from megatron_noloco.monitor.metrics import Metrics, Record
-from megatron_noloco.outer import ExchangeReport, RoundReport
+from megatron_noloco.outer import RoundReport
+from megatron_noloco.outer.peers import Average, Boundary
 from megatron_noloco.plans.sample_order import BatchPlan
 
 
@@ -64,6 +65,7 @@ class Monitor:
 
     Attributes:
         evaluated: the last evaluation.
+        rounds_ended: rounds of this process; `rounds_met` of them had a partner.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Monitor:
         self.fragments = fragments
         self.throughput = throughput
         self.console = console
-        self._rounds = self._rounds_met = 0
+        self.rounds_ended = self.rounds_met = 0
         self._uncommitted = dict[int, float]()  # by step, the pause for the save
         self.evaluated: Evaluation | None = None
         self.begin()
@@ -94,7 +96,7 @@ class Monitor:
         self._steps += 1
         self.rounds(reports)
 
-    def rounds(self, reports: list[RoundReport]) -> None:
+    def rounds(self, reports: Sequence[RoundReport]) -> None:
         """Record rounds that have ended."""
         self._exchanged(
             sum(report.exchange.bytes_sent for report in reports),
@@ -104,19 +106,20 @@ class Monitor:
             for report in reports:
                 self._round(report)
 
-    def averaged(self, reports: Sequence[ExchangeReport], seconds: float, separate_jobs: bool) -> None:
-        """Record the exchanges after the last round that made all replicas equal.
+    def averaged(self, average: Average) -> None:
+        """Record the mean of all replicas after the last round. To wait for the last replicas is no training."""
+        in_exchanges = sum(report.seconds for report in average.reports)
+        self._exchanged(sum(report.bytes_sent for report in average.reports), in_exchanges)
+        self._interval_started += average.seconds - in_exchanges
+        self.say(*average.lines)
 
-        Args:
-            seconds: of all, and of waiting for the last jobs of a federation, which is no training.
-            separate_jobs: whether the replicas are separate jobs, of which some may not be in the mean.
-        """
-        for report in reports if separate_jobs else ():
-            replicas = f"replica{'s' * (len(report.group) > 1)} {', '.join(map(str, report.group))}"
-            self.say(f" final average of {replicas} |" + f" {report.missed} |" * bool(report.missed))
-        in_exchanges = sum(report.seconds for report in reports)
-        self._exchanged(sum(report.bytes_sent for report in reports), in_exchanges)
-        self._interval_started += seconds - in_exchanges
+    def boundary(self, boundary: Boundary) -> None:
+        """Record what happened between two local steps."""
+        if boundary.rounds:
+            self.rounds(boundary.rounds)
+        for name, value in boundary.numbers.items():
+            self.metrics.record(name, value)
+        self.say(*boundary.lines)
 
     def _exchanged(self, sent_bytes: int, pause_seconds: float) -> None:
         self.metrics.record("total/sent_bytes", sent_bytes)
@@ -138,8 +141,10 @@ class Monitor:
         record("round/poisoned_elements", exchange.poisoned_elements)
         record("round/payload_error", exchange.payload_error, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements)
-        self._rounds += 1
-        self._rounds_met += len(exchange.group) > 1
+        if exchange.deadline_seconds is not None:
+            record("round/deadline_seconds", exchange.deadline_seconds)
+        self.rounds_ended += 1
+        self.rounds_met += len(exchange.group) > 1
         if exchange.missed:
             record("round/missed", exchange.missed)
             record("total/missed_rounds", 1)
@@ -147,39 +152,10 @@ class Monitor:
                 record("total/rounds_in_doubt", 1)
             self.say(f" round {report.round_index} skipped | {exchange.missed} |")
 
-    def skipped(self, done: int, step: int, notable: bool) -> None:
-        """Record local steps `done` + 1 to `step`, which the other replicas have done and this one leaves out.
-
-        Args:
-            notable: whether the console shows this at once.
-        """
-        self.metrics.record("total/skipped_ahead", step - done)
-        if notable:
-            self.say(
-                f" continuing at iteration {step + 1} with the other replicas | left out: {done + 1} to {step} |"
-            )
-
-    def left(self, done: int, step: int, report: ExchangeReport) -> None:
-        """Record a last exchange after `done` local steps, in place of the one that was due after `step`."""
-        self.metrics.record("total/skipped_ahead", step - done)
-        replicas = " and ".join(map(str, report.group))
-        self.say(f" replicas {replicas} exchanged once more | left out: {done + 1} to {step} |")
-
-    def took(self, done: int, step: int, giver: int, line: str) -> None:
-        """Record that the state of replica `giver` after `step` local steps was taken over; `line` says it."""
-        own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
-        self.metrics.record("total/skipped_ahead", step - done)
-        self.metrics.record("handover/giver", giver)
-        self.say(f" {line}{own} |")
-
-    def gave(self, done: int, pause_seconds: float) -> None:
-        """Note that the state was copied for a replica that starts, or was away for long."""
-        self.say(f" state after iteration {done} given to another replica | pause: {pause_seconds:.2f} s |")
-
-    def say(self, line: str) -> None:
-        """Show a line that is no row of numbers."""
+    def say(self, *lines: str) -> None:
+        """Show lines that are no row of numbers."""
         if self.console is not None:
-            self.console.say(line)
+            self.console.say(*lines)
 
     def chosen(self, counter: str, value: int, line: str) -> None:
         """Record a setting that the run has chosen, also for checkpoints, and show it."""
@@ -227,19 +203,18 @@ class Monitor:
             self._uncommitted = {later: pause for later, pause in self._uncommitted.items() if later > step}
         return not self._uncommitted
 
-    def summary(self, done: int, stopped_by: str | None, unsaved: int, separate_jobs: bool) -> None:
-        """Show the closing table; in a federation also how many rounds had a partner.
+    def summary(self, done: int, stopped_by: str | None, unsaved: int, of_peers: str = "") -> None:
+        """Show the closing table.
 
         Args:
             stopped_by: why the run ends early; None where it does not.
             unsaved: ranks whose last checkpoint failed.
+            of_peers: a line about the other replicas.
         """
         if self.console is not None:
             failed = f"{unsaved} of {dist.get_world_size()} ranks" if unsaved else None
             self.console.summary(done, stopped_by, failed, self.evaluated)
-            if separate_jobs and self._rounds:
-                alone = "" if self._rounds_met else ": it trained alone"
-                self.say(f"{self._rounds_met} of this job's {self._rounds} rounds had a partner{alone}")
+            self.say(*filter(None, [of_peers]))
 
     def close(self) -> None:
         self.metrics.close()

@@ -46,6 +46,7 @@ class ExchangeReport:
         resent_elements: sent in fp32 after the code, which could not hold them.
         missed: the partner that was not exchanged with, and why; empty if the round took place.
         in_doubt: whether a partner may have used the mean of a round that was skipped here.
+        deadline_seconds: for which a partner would be waited for now; None where it does not change.
         started: when it began, on the clock `time.perf_counter`.
     """
 
@@ -60,6 +61,7 @@ class ExchangeReport:
     resent_elements: int = 0
     missed: str = ""
     in_doubt: bool = False
+    deadline_seconds: float | None = None
     started: float = field(default_factory=time.perf_counter, repr=False)
 
     def add(self, other: "ExchangeReport") -> None:

@@ -281,7 +281,7 @@ def schemes(
     def scheme(name: str, block: TrainerSettings) -> Scheme:
         found = scheme_of(name, block, largest, topology, network, step_seconds)
         if block.most_waiting is not None and step_seconds is not None:
-            # As `training.averaging.LocalStepsChoice` chooses by the seconds of the first rounds.
+            # As `training.choices.LocalStepsChoice` chooses by the seconds of the first rounds.
             steps = fewest_steps(found.seconds_per_exchange, step_seconds, block.most_waiting)
             steps = max(steps, block.fragments, block.first_overlap_steps)
             chosen = block.replace(local_steps=min(steps, config.training.train_iters))

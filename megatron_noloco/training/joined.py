@@ -21,10 +21,7 @@ from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
-from megatron_noloco.federation.directory import is_endpoint
-from megatron_noloco.federation.invitation import INVITE, Invitations
-from megatron_noloco.federation.keys import fingerprint_of
-from megatron_noloco.federation.membership import Membership, join_federation
+from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
@@ -37,12 +34,12 @@ from megatron_noloco.job.join import (
 from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.plans.topology import Place, Topology
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
-from megatron_noloco.preflight.newcomer import offered
 from megatron_noloco.settings import shared
-from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
+from megatron_noloco.training.prepare import Prepared
+from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
 
 
@@ -51,18 +48,16 @@ class Joined(NamedTuple):
 
     Attributes:
         config, by_recipe: the settings of the run, see `Resolved`.
-        transport: for exchanges between the replicas of one job; None in a federation.
+        link: to the other replicas: messages inside one job, or the other jobs of a federation.
         start: where the training begins or continues.
-        membership: in a federation; None where all replicas are one job.
         stopping: whether this job is to stop.
         training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
     config: RunConfig
     by_recipe: dict[str, Any]
-    transport: Transport | None
+    link: Transport | Membership
     start: Start
-    membership: Membership | None
     stopping: Stopping
     training_data: dict[str, int]
 
@@ -86,7 +81,7 @@ def join_job(prepared: Prepared) -> Joined:
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
     training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
-    settings, membership = checkpoint_settings(config, topology, training_data, prepared.tokenizer), None
+    settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
     tokenizer_copy = tokenizer_folder(settings.folder.parent)
     notes += _check_tokenizer(prepared, tokenizer_copy)
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
@@ -100,51 +95,22 @@ def join_job(prepared: Prepared) -> Joined:
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
     save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
     stopping = Stopping(limit_minutes, output_dir, old_stop_request, save_seconds)
-    transport: Transport | None = None
+    link: Transport | Membership
     if topology.separate_jobs:
-        steps, place = config.training.train_iters, Place(topology.slot, None)
-        digest = of_rank_0(first_weights(config, prepared.architecture) if dist.get_rank() == 0 else None)
-        alike = with_first_weights(prepared.alike, digest)
-        membership = join_federation(
-            config.federation, config.noloco, place, alike, steps, stopping.is_requested
-        )
-        if config.federation.encryption == "tls":
-            _invite(membership, config, prepared.tokenizer)
-        if not membership.wait_for_start(start.step):
+        link = meet(prepared, config, stopping)
+        if not link.wait_for_start(start.step):
             notes.append("started, though fewer replicas than federation.start_with are there")
         if any(of_all_ranks(stopping.is_requested())):
-            membership.leave()
+            link.leave()
             stopping.close(start.step)
             raise StoppedAtStartError(stopping.reason)
     else:
-        transport = choose_transport(config.noloco.transport, prepared.world)
+        link = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
     if dist.get_rank() == 0:
         prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
-    return Joined(config, by_recipe, transport, start, membership, stopping, training_data)
-
-
-def _invite(membership: Membership, config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Have the leader make invitations for processes with the key, and let newcomers in."""
-    if membership.leading is None or config.federation.encryption == "none":
-        return
-    fingerprint = fingerprint_of(Path(str(config.federation.key_file)))
-    thread, slot = membership.leading.thread, membership.place.replica
-    node = thread.node
-
-    def endpoints() -> dict[int, str]:
-        places = {slot: address.endpoint for slot, address in node.directory.addresses.items()}
-        return {slot: place if is_endpoint(place) else "" for slot, place in places.items()}
-
-    def begin() -> None:
-        path = config.training.folder_of(slot) / "invitations.json"
-        invitations = Invitations(
-            partial(offered, config, tokenizer, fingerprint), endpoints, slot, path, node.warn
-        )
-        node.visitors[INVITE], node.strangers = invitations.invite, invitations.welcome
-
-    thread.do(begin)
+    return Joined(config, by_recipe, link, start, stopping, training_data)
 
 
 def check_ranks(prepared: Prepared) -> None:

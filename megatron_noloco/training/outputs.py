@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,46 +16,17 @@ from megatron_noloco.config import RunConfig, describe, facts_in_words
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.node_thread import NodeThread
-from megatron_noloco.files import outside, write_text
+from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
 from megatron_noloco.monitor.monitor import Monitor, Throughput
-from megatron_noloco.monitor.numbers import Row
-from megatron_noloco.monitor.writers import METRICS, OTHERS, ReplicaFiles, WandbRun, Writer, without_nan
+from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
 from megatron_noloco.training.joined import Joined
 from megatron_noloco.training.prepare import Prepared
-
-
-class OtherJobs:
-    """Tells the other jobs the rows of this one, and writes theirs below the folder of this replica.
-
-    So `watch` and `report` show the federation anywhere. Only numbers of `metrics.jsonl` leave a job. What cannot
-    be written is lost, as `ReplicaFiles` says for the same disk.
-    """
-
-    def __init__(self, thread: NodeThread, folder: Path) -> None:
-        self._thread, self._folder = thread, folder / OTHERS
-
-    def write(self, row: Row) -> None:
-        self._thread.tell_row(json.dumps(row))
-        self._keep()
-
-    def close(self) -> None:
-        self._keep()
-
-    def _keep(self) -> None:
-        for slot, text in self._thread.rows():
-            with suppress(ValueError, RecursionError, OSError):
-                line = json.dumps(without_nan(outside(json.loads(text))))
-                folder = self._folder / f"replica_{slot:02d}"
-                folder.mkdir(parents=True, exist_ok=True)
-                with (folder / METRICS).open("a") as file:
-                    file.write(line + "\n")
 
 
 def build_monitor(
@@ -73,8 +43,6 @@ def build_monitor(
     if dist.get_rank() == 0:
         console = _console(prepared, joined, progress)
         writers.append(console)
-        if joined.membership is not None and joined.membership.leading is not None:
-            writers.append(OtherJobs(joined.membership.leading.thread, config.training.folder_of(at.replica)))
         _write_facts(prepared, start.step)
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start)
@@ -183,8 +151,7 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield from describe(prepared.config, prepared.topology, prepared.architecture, joined.by_recipe)
     yield f"data: {prepared.datasets.summary}"
-    name = "federation" if joined.transport is None else joined.transport.name
-    yield f"started by {prepared.world.launcher}; exchanges over {name}"
+    yield f"started by {prepared.world.launcher}; exchanges over {joined.link.name}"
     yield from joined.start.notes
     if same_data(joined.training_data, joined.start.counters) is False:
         yield "changed: the training data have other contents than those of the checkpoint, or another order"

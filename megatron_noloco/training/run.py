@@ -4,19 +4,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
-from megatron_noloco.outer import ExchangeReport, OuterOptimizer, Rounds
 from megatron_noloco.outer.health import Health
-from megatron_noloco.training.averaging import Choice, FinalAverage
+from megatron_noloco.outer.peers import Average, Boundary, Peers
+from megatron_noloco.training.choices import Choice
 from megatron_noloco.training.evaluator import Evaluator
 
 _COMMIT_SECONDS = 10.0
@@ -37,6 +37,7 @@ class Schedule:
     save_interval: int
     evaluation_interval: int
     evaluates: bool = True
+    averages: bool = False  # the replicas, after the last local step
 
     def logs(self, before: int, done: int) -> bool:
         return self._due(before, done, self.log_interval)
@@ -59,16 +60,14 @@ class Run:
     schedule: Schedule
     start_step: int
     engine: ReplicaEngine
-    outer: Rounds
+    peers: Peers
     loader: StepLoader
     evaluator: Evaluator
     checkpointer: Checkpointer
     monitor: Monitor
     stopping: Stopping
     health: Health
-    final_average: FinalAverage | None = None
     choices: Sequence[Choice] = ()  # of settings that the run has still to choose, one after the other
-    membership: Membership | None = None  # of a federation
     takes_over: bool = False  # at the beginning, the state of a replica that is far ahead
 
     def train(self) -> bool:
@@ -81,7 +80,7 @@ class Run:
         """
         try:
             done, stopped = self._loop()
-            self.outer.wait()  # a partner may still be waiting for our messages
+            self.peers.outer.wait()  # a partner may still be waiting for our messages
         finally:
             self.loader.close()
             failed_save = self.checkpointer.close()
@@ -90,13 +89,12 @@ class Run:
             self.monitor.close()
         if failed_save is not None:
             sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
-        if self.membership is not None:
-            self.membership.leave()
+        self.peers.close(at_once=False)
         saved = not self.checkpointer.last_save_failed
         unsaved = self.stopping.close(done, saved)
-        reason, separate_jobs = self.stopping.reason if stopped else None, self.membership is not None
-        self.monitor.summary(done, reason, unsaved, separate_jobs)
-        diverged = self.monitor.evaluated.diverged if self.monitor.evaluated is not None else []
+        monitor, reason = self.monitor, self.stopping.reason if stopped else None
+        monitor.summary(done, reason, unsaved, self.peers.summary(monitor.rounds_met, monitor.rounds_ended))
+        diverged = monitor.evaluated.diverged if monitor.evaluated is not None else []
         if diverged and dist.get_rank() == 0:
             replicas = ", ".join(map(str, diverged))
             sys.stderr.write(
@@ -107,26 +105,17 @@ class Run:
 
     def _loop(self) -> tuple[int, bool]:
         """Run local steps; return how many are done since the beginning, and whether the run was asked to stop."""
-        before = done = self.start_step
-        if self.membership is not None:
-            took = self.membership.begin(done, self.takes_over).took
-            if took is not None:
-                self.monitor.took(done, took.step, took.slot, str(took))
-                before = done = took.step
+        before = done = self._cross(self.peers.begin(self.start_step, self.takes_over))
         self.monitor.begin()
         while done < self.schedule.steps:
             if dist.get_rank() == 0:
                 self.checkpointer.place.check()
             if self.stopping.before_step(done):
-                if self.membership is not None and self.stopping.leaves:
-                    done = self._exchange_once_more(self.membership, done)
-                with now.doing(f"saving after local step {done}, at which it was asked to stop"):
-                    self._leave(done)
-                return done, True
+                return self._stop(done, leaves=self.stopping.leaves), True
             if self.stopping.saves_before_step(done) and self.checkpointer.saved_step != done:
                 with now.doing(f"saving after local step {done}"):
                     self._save(done, last=False)
-            before, step = done, self._next_step(done)
+            before, step = done, self._cross(self.peers.catch_up(done))
             if step >= self.schedule.steps:  # the state of a replica at its end was taken over
                 done = step
                 break
@@ -135,8 +124,6 @@ class Run:
             with now.doing(f"computing local step {done}"):
                 losses = self.engine.train_batch(*self.loader.step(step))
             self.health.after_step([loss.loss for loss in losses], self.engine.lost_step)
-            if self.membership is not None and self.membership.sends_after(done):
-                self.health.check()
             with now.doing(f"in the round after local step {done}"):
                 self._round(done, time.perf_counter() - started)
             if done < self.schedule.steps:
@@ -144,29 +131,26 @@ class Run:
         self.health.check_run()
         return done, not self._end(before, done)
 
-    def _end(self, before: int, done: int) -> bool:
-        """Average, evaluate and save after the last local step; return False where it was asked to stop meanwhile.
+    def _cross(self, boundary: Boundary) -> int:
+        """Note what happened between two local steps; return the index of the next one, from 0."""
+        if boundary.left_out:
+            self.engine.skip(boundary.left_out)
+        self.monitor.boundary(boundary)
+        return boundary.step
 
-        A job of a federation that continues where it was at its end does so as well, if there are others.
-        """
-        reports = list[ExchangeReport]()
-        if self.final_average is not None and (before < done or self.membership is not None):
+    def _end(self, before: int, done: int) -> bool:
+        """Average, evaluate and save after the last local step; return False if asked to stop meanwhile."""
+        average, trained = Average(), before < done
+        if self.schedule.averages:
             with now.doing(f"averaging after local step {done}"):
-                self.monitor.rounds(self.outer.finish())
-                if (
-                    self.membership is not None  # it may wait long for the others, and be stopped meanwhile
-                    and self.schedule.saves(before, done)
-                    and self.checkpointer.saved_step != done
-                ):
-                    self._save(done)
-                started = time.perf_counter()
-                reports = self.final_average(done)
-                if self.membership is not None and not reports:
-                    self._leave(done)
+                self.monitor.rounds(self.peers.outer.finish())
+                saves = partial(self._save_once, done) if self.schedule.saves(before, done) else lambda: None
+                average = self.peers.average(done, trained, saves)
+                if average.stopped:
+                    self._stop(done)
                     return False
-                seconds = time.perf_counter() - started
-                self.monitor.averaged(reports, seconds, separate_jobs=self.membership is not None)
-        if before < done or any(len(report.group) > 1 for report in reports):
+                self.monitor.averaged(average)
+        if trained or any(len(report.group) > 1 for report in average.reports):
             return self._after_round(before, done)
         return True
 
@@ -183,25 +167,6 @@ class Run:
                 self._save(done, last=done == self.schedule.steps)
         return evaluated
 
-    def _next_step(self, done: int) -> int:
-        """Return the index of the next local step, from 0. In a federation some may be left out.
-
-        A job of a federation that has asked for the present state is given it.
-        """
-        if self.membership is None:
-            return done
-        started = time.perf_counter()
-        step, gave, took = self.membership.between_steps(done)
-        if gave:
-            self.monitor.gave(done, time.perf_counter() - started)
-        if took is not None:
-            self.monitor.took(done, took.step, took.slot, str(took))
-        elif step > done:
-            self.engine.skip(step - done)
-            notable = step - done >= self.membership.noloco.local_steps
-            self.monitor.skipped(done, step, notable)
-        return step
-
     def _round(self, done: int, step_seconds: float) -> None:
         """Run or merge the round that is due, if any, and choose settings where the run does."""
         choice = self.choices[0] if self.choices else None
@@ -209,10 +174,7 @@ class Run:
             self.monitor.chosen(choice.counter, chosen, choice.line(done))
             self.choices = self.choices[1:]
             choice = None
-        reports = self.outer.after_local_step(done)
-        if reports and self.membership is not None and self.membership.leading is not None:
-            deadline = self.membership.leading.partners.deadline_seconds
-            self.monitor.metrics.record("round/deadline_seconds", deadline)
+        reports = self.peers.rounds(done)
         self.monitor.local_step(reports)
         if choice is not None:
             for report in reports:
@@ -226,22 +188,21 @@ class Run:
             self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
         return evaluation is not None
 
-    def _exchange_once_more(self, membership: Membership, done: int) -> int:
-        """Exchange before the next round is due; return after how many local steps a resume goes on."""
-        if not isinstance(self.outer, OuterOptimizer):
-            return done
-        self.health.check()
-        with now.doing(f"exchanging once more after local step {done}, at which it was asked to stop"):
-            reports, step = membership.exchange_once_more(self.outer, done)
-        self.monitor.rounds(reports)
-        if step > done:
-            self.engine.skip(step - done)
-            self.monitor.left(done, step, reports[-1].exchange)
-        return step
+    def _stop(self, done: int, leaves: bool = False) -> int:
+        """Log and save what is not saved yet; return after how many local steps a resume goes on.
 
-    def _leave(self, done: int) -> None:
-        """Log and save what is not saved yet, because the run was asked to stop."""
-        self.monitor.log(done)
+        Args:
+            leaves: whether this job gives the others what it has learned since its last round.
+        """
+        if leaves:
+            with now.doing(f"exchanging once more after local step {done}, at which it was asked to stop"):
+                done = self._cross(self.peers.leave(done))
+        with now.doing(f"saving after local step {done}, at which it was asked to stop"):
+            self.monitor.log(done)
+            self._save_once(done)
+        return done
+
+    def _save_once(self, done: int) -> None:
         if self.checkpointer.saved_step != done:
             self._save(done)
 

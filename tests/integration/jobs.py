@@ -20,6 +20,7 @@ from megatron_noloco.attach import Attached, attach
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.messages import Member
 from megatron_noloco.federation.movement import movement_of
 from megatron_noloco.federation.network import Network
@@ -133,9 +134,9 @@ def member_of_attach(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options
 
 def node_of(noloco: Attached) -> Node:
     """Return the node of a job's leader."""
-    assert noloco._membership is not None
-    assert noloco._membership.leading is not None
-    return noloco._membership.leading.thread.node
+    assert isinstance(noloco._peers, FederationPeers)
+    assert noloco._peers._membership.leading is not None
+    return noloco._peers._membership.leading.thread.node
 
 
 def until(condition: Callable[[], object]) -> None:

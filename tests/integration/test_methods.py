@@ -59,7 +59,7 @@ def run_for_copies(rank: int, world_size: int, config: str) -> Tensor:
     already_joined()
     run = trained(config)
     dist.barrier()
-    slow = run.outer.state()["slow_weights"]
+    slow = run.peers.outer.state()["slow_weights"]
     return torch.cat([slow[:0], *(slow[start:stop] for start, stop in run.engine.weights.copied())])
 
 

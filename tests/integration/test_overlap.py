@@ -14,7 +14,7 @@ from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.training.averaging import LocalStepsChoice, OverlapChoice
+from megatron_noloco.training.choices import LocalStepsChoice, OverlapChoice
 from tests.harness import run_ranks
 from tests.integration.chaos import Run
 from tests.integration.tiny import build, metrics, microbatch, tiny

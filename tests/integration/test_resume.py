@@ -351,7 +351,7 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     """What a rank begins its first step with."""
     already_joined()
     run = build_run(arguments[arguments.index("--config") + 1])
-    return {name: tensor.clone() for name, tensor in run.outer.state().items()}
+    return {name: tensor.clone() for name, tensor in run.peers.outer.state().items()}
 
 
 def test_a_finished_run_has_saved_its_model(tmp_path: Path) -> None:

@@ -36,29 +36,27 @@ def exchanges(folder: Path) -> None:
     """In place of the training: rounds of weights that are known, and differ from replica to replica."""
 
     def train(run: Run) -> bool:
-        outer, membership = run.outer, run.membership
+        outer, peers = run.peers.outer, run.peers
         assert isinstance(outer, OuterOptimizer)
-        assert membership is not None
-        membership.begin(0, takes=False)
+        peers.begin(0, takes_over=False)
+        own = outer.place.replica
         holding = Holding(*run.engine.held())
         first = 0.02 * noise(holding_length(holding), seed=9)
         fill(outer.slow_weights, holding, first)
         for index in range(ROUNDS):
             weights = run.engine.weights.read()
-            fill(
-                weights, holding, first + 0.01 * noise(len(first), seed=10 * index + membership.place.replica)
-            )
+            fill(weights, holding, first + 0.01 * noise(len(first), seed=10 * index + own))
             with run.engine.weights.writing() as write:
                 write(0, weights)
             report = outer.run_round(index).exchange
             assert len(report.group) == 2, report.missed
         if dist.get_rank() == 0:
-            (folder / f"rounds_of_{membership.place.replica}").touch()
+            (folder / f"rounds_of_{own}").touch()
         blocks = holding.between(0, len(first))
         parts = [(block, outer.slow_weights[block.own : block.own + block.size].clone()) for block in blocks]
-        torch.save(parts, folder / f"slow_{membership.place.replica}_{dist.get_rank()}")
+        torch.save(parts, folder / f"slow_{own}_{dist.get_rank()}")
         dist.barrier()
-        membership.leave()
+        peers.close(at_once=False)
         return True
 
     Run.train = train  # type: ignore[method-assign]

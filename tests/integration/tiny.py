@@ -233,8 +233,8 @@ def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
     dist.barrier()
     return {
         "master": run.engine.weights.read(),
-        "slow": run.outer.state()["slow_weights"].clone(),
-        "momentum": run.outer.state().get("outer_momentum"),
+        "slow": run.peers.outer.state()["slow_weights"].clone(),
+        "momentum": run.peers.outer.state().get("outer_momentum"),
     }
 
 

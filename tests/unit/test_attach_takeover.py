@@ -23,7 +23,7 @@ from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.other_state import fingerprints_of
 from megatron_noloco.attach.torch_module import torch_adapter
-from megatron_noloco.federation.membership import Membership
+from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.takeover import NotTakenError, State
 from megatron_noloco.outer import ExchangeReport, RoundReport
@@ -155,7 +155,7 @@ def test_an_attach_that_fails_leaves_the_federation_and_the_model(
     model = nn.Linear(2, 2)
     begin = partial(attach, model, NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)
     with monkeypatch.context() as failing:
-        failing.setattr(Membership, "begin", Mock(side_effect=KeyboardInterrupt))
+        failing.setattr(FederationPeers, "begin", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             begin()
     assert "federation" not in {thread.name for thread in threading.enumerate()}
@@ -167,12 +167,11 @@ def test_steps_that_are_left_out_make_a_job_no_faster(monkeypatch: pytest.Monkey
     """4 steps in 8 seconds, with which it has come from local step 0 to 10."""
     clock, told = iter((0.0, 8.0)), list[dict[str, Any]]()
     monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    thread = SimpleNamespace(
+    thread: Any = SimpleNamespace(
         node=SimpleNamespace(slot=0), tell_row=lambda text: told.append(json.loads(text))
     )
-    leading: Any = SimpleNamespace(thread=thread, partners=SimpleNamespace(deadline_seconds=1.0))
     report = RoundReport(0, ExchangeReport((0, 1)), 0.5, 1.0)
-    rows = attached.RoundRows(leading)
+    rows = attached.RoundRows(thread)
     for done, reports in ((1, []), (2, []), (9, []), (10, [report])):
         rows.after_step(done, reports)
     assert [(row["step"], row["speed/seconds_per_step"]) for row in told] == [(10, 2.0)]

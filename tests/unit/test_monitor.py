@@ -1,12 +1,16 @@
 """What the loop knows about a run becomes rows: time and speed."""
 
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from typing import Any
 
 from megatron_noloco.monitor import monitor
+from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.evaluation import Evaluation
 from megatron_noloco.monitor.monitor import Monitor, Throughput
 from megatron_noloco.outer import ExchangeReport, RoundReport
+from megatron_noloco.outer.peers import Average, Boundary
 from megatron_noloco.plans.sample_order import BatchPlan
 from tests.harness import run_ranks
 from tests.unit.rows import Rows, begin
@@ -48,7 +52,7 @@ def train(rank: int, world_size: int) -> Rows:
             watched.saved(done, 7.0, "No space left on device")
             assert watched.committed(lambda: 3)
     clock.now += 40  # of which 36 are spent waiting for others
-    watched.averaged([ExchangeReport((0, 1), seconds=4.0)], 40.0, separate_jobs=True)
+    watched.averaged(Average([ExchangeReport((0, 1), seconds=4.0)], 40.0))
     watched.log(4)
     return rows
 
@@ -79,6 +83,29 @@ def test_one_replica_has_no_rounds_in_its_rows() -> None:
     ((row,),) = run_ranks(1, train_alone)
     assert not [name for name in row if name.startswith("round/")]
     assert row["time/exchange_seconds"] == 0.5, "outer steps take time all the same"
+
+
+def cross(rank: int, world_size: int) -> tuple[Rows, str]:
+    """A boundary at which a round ended early, and the steps up to the 9th were left out."""
+    metrics, rows = begin()
+    with redirect_stdout(StringIO()) as said:
+        console = Console("lines", 10, 0, RunFacts(0.0, 0.0, "", "", ()))
+        watched = Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), console)
+        exchange = ExchangeReport((0, 1), bytes_sent=8, deadline_seconds=5.0)
+        boundary = Boundary(
+            9, 2, [RoundReport(4, exchange, 0.5, 0.5)], (" left |",), {"total/skipped_ahead": 2}
+        )
+        watched.boundary(boundary)
+        watched.local_step([])
+        watched.log(10)
+    return rows, said.getvalue()
+
+
+def test_a_row_has_what_happened_between_two_steps() -> None:
+    (((row,), said),) = run_ranks(1, cross)
+    assert said == " left |\n"
+    assert (row["round/index"], row["round/deadline_seconds"]) == (4, 5.0)
+    assert (row["total/skipped_ahead"], row["total/sent_bytes"]) == (2, 8)
 
 
 def test_the_speed_of_a_step() -> None:

@@ -16,7 +16,7 @@ from megatron_noloco.federation.streams import StreamEndedError
 from megatron_noloco.files import outside
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.monitor.watch import run_table
-from megatron_noloco.training.outputs import OtherJobs
+from megatron_noloco.training.separate_jobs import OtherJobs
 from tests.unit.memory_streams import MemoryCarrier
 from tests.unit.nodes import Nodes, address_of, run, until
 from tests.unit.test_reading import step

@@ -22,10 +22,9 @@ from megatron_noloco.data.sources import Needs, Source, TextSource
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.families import Parameter, table_of
-from megatron_noloco.outer import NoRounds, RoundReport, Rounds, TorchWeights
+from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, Rounds, TorchWeights
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.training.averaging import build_final_average, build_outer
 from tools.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
@@ -147,11 +146,12 @@ class Simulation:
 
     def _outer(self) -> list[Rounds]:
         """Return the trainer's outer optimizers, one per replica, over messages between threads."""
-        if self.sparse is not None:
+        noloco, seed = self.config.noloco, self.config.training.seed
+        if self.sparse is not None or not noloco.enabled:
             return [NoRounds(TorchWeights([row])) for row in self.weights]
         transports = loopback_world(self.replicas, turn=self._turn)
         return [
-            build_outer(self.config, TorchWeights([row]), transport, Place(replica, self.replicas))
+            OuterOptimizer(TorchWeights([row]), transport, Place(replica, self.replicas), noloco, seed)
             for replica, (row, transport) in enumerate(zip(self.weights, transports, strict=True))
         ]
 
@@ -233,11 +233,10 @@ class Simulation:
 
     def _final_average(self, outer: Rounds) -> int:
         """Take part in the final average; returns the bytes that the replica sends."""
-        average = build_final_average(self.config, outer)
-        if average is None:
+        if isinstance(outer, NoRounds) or not self.config.noloco.final_average:
             return 0
         reports = [report.exchange for report in outer.finish()]
-        reports += average(self.config.training.train_iters)
+        reports += outer.average_all(self.config.training.train_iters)
         return sum(report.bytes_sent for report in reports)
 
     def _local_step(self, step: int) -> None:

@@ -1,59 +1,14 @@
-"""The rounds of a run: the outer optimizer, the final average, and what the first rounds choose."""
+"""Settings of the outer optimizer that the first rounds of a run choose."""
 
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job import agreement
-from megatron_noloco.outer import (
-    ExchangeReport,
-    NoRounds,
-    OuterOptimizer,
-    RoundReport,
-    Rounds,
-    SeparateJobs,
-    Weights,
-)
+from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, Rounds
 from megatron_noloco.plans.fragments import fewest_steps
-from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.interface import Transport
-
-FinalAverage = Callable[[int], list[ExchangeReport]]
-"""final_average(done): called on all ranks after the last local step; makes all replicas equal to their mean.
-
-In a federation it returns no reports where the job was asked to stop while it waited for others.
-"""
-
-
-def build_outer(
-    config: RunConfig,
-    weights: Weights,
-    transport: Transport | None,
-    place: Place,
-    separate_jobs: SeparateJobs | None = None,
-) -> Rounds:
-    """Return the outer optimizer of this rank, or `NoRounds` where `noloco.enabled` is false.
-
-    Args:
-        separate_jobs: see `OuterOptimizer`.
-    """
-    if not config.noloco.enabled:
-        return NoRounds(weights)
-    return OuterOptimizer(weights, transport, place, config.noloco, config.training.seed, separate_jobs)
-
-
-def build_final_average(
-    config: RunConfig, outer: Rounds, membership: Membership | None = None
-) -> FinalAverage | None:
-    """Return the average that follows the last local step; None where the config asks for none."""
-    if not config.noloco.final_average or isinstance(outer, NoRounds):
-        return None
-    if membership is not None:
-        return lambda done: membership.average(outer, done)
-    return outer.average_all
 
 
 class Choice(ABC):

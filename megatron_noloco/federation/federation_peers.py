@@ -1,0 +1,193 @@
+"""The other jobs of a federation, as a training loop meets them."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megatron_noloco.federation.catch_up import AtEnd, AtItsEnd, UntrainedError
+from megatron_noloco.federation.final_mean import FINAL, FinalMean
+from megatron_noloco.federation.membership import Membership
+from megatron_noloco.federation.rounds import Replica
+from megatron_noloco.federation.takeover import Keeper, Taken
+from megatron_noloco.job.activity import now
+from megatron_noloco.job.agreement import found_by_rank_0, of_rank_0
+from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport
+from megatron_noloco.outer.health import Health
+from megatron_noloco.outer.peers import Average, Boundary
+from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
+
+_LOOK_SECONDS = 0.05
+
+
+class FederationPeers:
+    """The other jobs, as one rank of this job meets them; see `outer.peers.Peers`.
+
+    The first rank of the replica decides, and tells the others.
+
+    Args:
+        replica: what `Membership.replica` returned, which makes the exchanges of `outer`.
+        keeper: copies this job's state, and uses another.
+        health: ends this replica before a round where its weights are no longer finite.
+    """
+
+    def __init__(
+        self, membership: Membership, replica: Replica, outer: OuterOptimizer, keeper: Keeper, health: Health
+    ) -> None:
+        self._membership, self._replica, self.outer = membership, replica, outer
+        self._keeper, self._health = keeper, health
+        self._states, self._catch_up = membership.states, membership.catch_up
+        self._schedule = membership.noloco.local_steps, membership.noloco.fragments
+
+    def begin(self, done: int, takes_over: bool) -> Boundary:
+        """Announce that this replica trains on after `done` local steps.
+
+        With `takes_over`, it takes the state of the replica that is furthest before, where that is more than
+        `rounds_behind` rounds ahead, and trains on from there. Until it trains it has begun no round, so
+        replicas that are as far ahead do not wait for it, and those that begin with it do.
+        """
+        taken = self._take_over(done) if takes_over else None
+        boundary = Boundary(done) if taken is None else _taken_over(done, taken)
+        self._membership.announce(boundary.step)
+        return boundary
+
+    def catch_up(self, done: int) -> Boundary:
+        """Return where the training goes on; gives the state to jobs that wait for it. Raises UntrainedError."""
+        started = time.perf_counter()
+        told = of_rank_0(self._look(done))
+        assert told is not None
+        wanted, step, problem = told
+        if problem:
+            raise UntrainedError(problem)
+        lines: tuple[str, ...] = ()
+        if wanted and self._states.give(self._keeper, done):
+            pause = time.perf_counter() - started
+            lines = (f" state after iteration {done} given to another replica | pause: {pause:.2f} s |",)
+        if step is not None:
+            if step - done >= self._membership.noloco.local_steps:
+                left_out = f"left out: {done + 1} to {step}"
+                lines += (f" continuing at iteration {step + 1} with the other replicas | {left_out} |",)
+            return _left_out(done, step, lines)
+        if self._membership.leading is not None:  # no replica waits for this one until it goes on
+            thread = self._membership.leading.thread
+            thread.do(thread.node.go_on, -1, "behind")
+        taken = self._take_over(done)
+        if taken is None:  # it is tried again; nobody exchanges with this replica until then
+            return Boundary(done, lines=lines)
+        self._membership.announce(taken.step)
+        return _taken_over(done, taken, lines)
+
+    def rounds(self, done: int) -> list[RoundReport]:
+        """Run the rounds that are due. Raises NotFiniteError where one begins and a weight is not finite."""
+        if fragment_after(done, *self._schedule) is not None:
+            self._health.check()
+        return self.outer.after_local_step(done)
+
+    def average(self, done: int, trained: bool, before_waiting: Callable[[], object]) -> Average:
+        """Make all replicas that come to their end equal to their mean; see `FinalMean`.
+
+        A replica that ended more than `rounds_behind` rounds before the furthest gets the mean, and is not in it.
+        """
+        before_waiting()
+        started = time.perf_counter()
+        end = self._wait_at_end(done)
+        self._states.trains_from(0)
+        if end is None:
+            return Average(stopped=True)
+        mean = FinalMean(self._replica, end, self._membership.noloco.deadline_seconds)
+        reports = self.outer.settle(mean, [end.group], FINAL)
+        if mean.stopped:
+            return Average(stopped=True)
+        seconds = time.perf_counter() - started
+        return Average(reports, seconds, lines=tuple(map(_averaged, reports)))
+
+    def leave(self, done: int) -> Boundary:
+        """Run the next round before it is due, so that the partner keeps half of what was learned since the last.
+
+        Waits for a partner `leave_seconds` at most. Where the round counts, a resume goes on after the local steps
+        after which it would have been due. Raises NotFiniteError.
+        """
+        self._health.check()
+        membership, reports, step = self._membership, self.outer.finish(), done
+        at, seconds = next_after(done, *self._schedule), membership.federation.leave_seconds
+        due = due_after(*at, *self._schedule)
+        has_round = fragment_after(done, *self._schedule) is not None
+        if seconds and not has_round and not (membership.steps is not None and due > membership.steps):
+            if membership.leading is not None:
+                membership.leading.thread.node.leave_in(seconds)
+            reports.append(self.outer.run_round(*at))
+            step = due if len(reports[-1].exchange.group) > 1 else done
+        if step == done:
+            return Boundary(done, rounds=reports)
+        replicas = " and ".join(map(str, reports[-1].exchange.group))
+        line = f" replicas {replicas} exchanged once more | left out: {done + 1} to {step} |"
+        return _left_out(done, step, (line,), reports)
+
+    def summary(self, met: int, rounds: int) -> str:
+        alone = "" if met else ": it trained alone"
+        return f"{met} of this job's {rounds} rounds had a partner{alone}" if rounds else ""
+
+    def close(self, at_once: bool) -> None:
+        """Disconnect, without waiting for other ranks of this job."""
+        self._membership.leave()
+
+    def _take_over(self, done: int) -> Taken | None:
+        membership = self._membership
+        least = done + membership.federation.rounds_behind * membership.noloco.local_steps + 1
+        with now.doing("taking over the state of another replica"):
+            return self._states.take_over(
+                self._keeper, least, membership.noloco.deadline_seconds, membership.say
+            )
+
+    def _look(self, done: int) -> tuple[bool, int | None, str] | None:
+        """Return what the leader decides: whether to give, the next step, and why it cannot go on."""
+        if self._catch_up is None:
+            return None
+        wanted = self._states.wanted(done)
+        try:
+            step = self._catch_up.next_step(done)
+        except UntrainedError as error:
+            return wanted, done, str(error)
+        leading = self._membership.leading
+        assert leading is not None
+        if step is not None and leading.thread.node.phase == "behind":  # the others are no longer ahead
+            self._membership.announce(step)
+        return wanted, step, ""
+
+    def _wait_at_end(self, done: int) -> AtEnd | None:
+        """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
+        waiting = None if self._catch_up is None else self._catch_up.at_end(done)
+        now.part("waiting for the other replicas at the end")
+        while True:
+            wanted, end = found_by_rank_0(partial(self._look_at_end, waiting, done))
+            if wanted:
+                self._states.give(self._keeper, done)
+            if end is not None or not wanted:
+                return end
+
+    def _look_at_end(self, waiting: AtItsEnd | None, done: int) -> tuple[bool, AtEnd | None]:
+        """Wait for news; return whether a state is wanted, and who forms the mean; neither if this job stops."""
+        leading = self._membership.leading
+        assert waiting is not None
+        assert leading is not None
+        while not leading.thread.node.is_leaving:
+            wanted, end = self._states.wanted(done), waiting.look()
+            if wanted or end is not None:
+                return wanted, end
+            time.sleep(_LOOK_SECONDS)
+        return False, None
+
+
+def _left_out(done: int, step: int, lines: tuple[str, ...], rounds: Sequence[RoundReport] = ()) -> Boundary:
+    numbers = {"total/skipped_ahead": step - done} if step > done else {}
+    return Boundary(step, step - done, rounds, lines, numbers)
+
+
+def _taken_over(done: int, taken: Taken, lines: tuple[str, ...] = ()) -> Boundary:
+    own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
+    numbers = {"handover/giver": taken.slot, "total/skipped_ahead": taken.step - done}
+    return Boundary(taken.step, lines=(*lines, f" {taken}{own} |"), numbers=numbers)
+
+
+def _averaged(report: ExchangeReport) -> str:
+    replicas = f"replica{'s' * (len(report.group) > 1)} {', '.join(map(str, report.group))}"
+    return f" final average of {replicas} |" + f" {report.missed} |" * bool(report.missed)
