@@ -123,8 +123,9 @@ class FederationPeers:
         return _left_out(done, step, (line,), reports)
 
     def summary(self, met: int, rounds: int) -> str:
-        alone = "" if met else ": it trained alone"
-        return f"{met} of this job's {rounds} rounds had a partner{alone}" if rounds else ""
+        if rounds and not met:
+            return f"none of this job's {rounds} rounds had a partner: it trained alone"
+        return f"{met} of this job's {rounds} rounds had a partner" if rounds else ""
 
     def close(self, at_once: bool) -> None:
         """Disconnect, without waiting for other ranks of this job."""
