@@ -29,7 +29,6 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
 FIRST_SECONDS = 5.0  # for another job, which may have a state to give
 TOGETHER_SECONDS = 30.0  # for others that are started again with this job
-_LOOK_SECONDS = 0.05
 
 
 class Membership:

@@ -202,6 +202,11 @@ def number_of(name: str) -> Number:
     return number
 
 
+def numbers_in(chart: str) -> list[Number]:
+    """Return the numbers of a chart, in the order of the table."""
+    return [number for number in TABLE.values() if number.chart == chart]
+
+
 def shown(row: Row, name: str) -> str:
     """Format a number of a row: "" where the row has none or does not show it, "nan" where it is null."""
     if name not in row:

@@ -10,7 +10,7 @@ import numpy as np
 from plotly import graph_objects
 from plotly.colors import qualitative
 
-from megatron_noloco.monitor.numbers import BYTES, LOSS, SPREAD, TABLE, TIME, Number, Row
+from megatron_noloco.monitor.numbers import BYTES, LOSS, SPREAD, TIME, Number, Row, numbers_in
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 
@@ -133,7 +133,7 @@ def _curves(run: RunLog, chart: str) -> Iterator[Any]:
     """Yield the numbers of a chart: lines of steps, points of evaluations, a dashed line for all replicas."""
     for place, log in enumerate(run.replicas):
         name = f"replica {log.replica}"
-        for number in _numbers_in(chart):
+        for number in numbers_in(chart):
             rows = log.rows_of("evaluation" if number.reduction is None else "step")
             if number.of_all or not (curve := _curve(rows, number.name))[0]:
                 continue
@@ -142,7 +142,7 @@ def _curves(run: RunLog, chart: str) -> Iterator[Any]:
                 yield points.update(showlegend=False)
             else:
                 yield _line(curve, name, place)
-    for number in _numbers_in(chart):
+    for number in numbers_in(chart):
         rows = run.replicas[0].rows_of("evaluation")
         if number.of_all and (curve := _curve(rows, number.name))[0]:
             yield _line(curve, number.label, mode="lines+markers", dash="dash")
@@ -157,7 +157,7 @@ def _beside_rates(run: RunLog, curves: list[Any]) -> Iterator[Any]:
 
 
 def _bytes(run: RunLog) -> Iterator[Any]:
-    for place, number in enumerate(_numbers_in(BYTES)):
+    for place, number in enumerate(numbers_in(BYTES)):
         steps, sent = _means(run, number.name)
         if any(sent):
             yield _line((steps, [size / 1e6 for size in sent]), number.label, place)
@@ -172,19 +172,15 @@ def phases_of(run: RunLog) -> tuple[list[int], dict[str, list[float]]]:
 
     def layers(whole: Number) -> Iterator[tuple[str, list[float]]]:
         """Yield the parts of a number, and last what they leave of it."""
-        parts = [number for number in _numbers_in(TIME) if number.part_of == whole.name]
+        parts = [number for number in numbers_in(TIME) if number.part_of == whole.name]
         for part in parts:
             yield from layers(part)
         totals = (_means(run, number.name)[1] for number in (whole, *parts))
         yield whole.label, [max(0.0, total - sum(taken)) for total, *taken in zip(*totals, strict=True)]
 
-    (whole,) = (number for number in _numbers_in(TIME) if not number.part_of)
+    (whole,) = (number for number in numbers_in(TIME) if not number.part_of)
     steps, _ = _means(run, whole.name)
     return steps, {label: seconds for label, seconds in layers(whole) if any(seconds)}
-
-
-def _numbers_in(chart: str) -> list[Number]:
-    return [number for number in TABLE.values() if number.chart == chart]
 
 
 def pairings_of(run: RunLog) -> list[Any]:

@@ -9,7 +9,7 @@ from plotly import graph_objects, offline
 
 from megatron_noloco import __version__
 from megatron_noloco.monitor import figures
-from megatron_noloco.monitor.numbers import Row, shown
+from megatron_noloco.monitor.numbers import BYTES, Row, numbers_in, shown
 from megatron_noloco.monitor.plots import Plot, plots_of_one, plots_of_several
 from megatron_noloco.monitor.run_log import SAID, RunLog
 from megatron_noloco.monitor.watch import notes
@@ -76,9 +76,9 @@ def _facts(run: RunLog) -> dict[str, str]:
         found[f"validation loss, replica {int(first.replica)}"] = f"{own} nats per token"
         if (mean := row.get("validation/mean_model_loss")) is not None:
             found["validation loss, mean model"] = f"{figures.loss(mean)} nats per token"
-    for name, words in (("sent", "exchanges"), ("routed", "routed activations")):
-        if size := sum(row.get(f"total/{name}_bytes") or 0 for row in steps):
-            found[f"sent in {words}, all replicas"] = f"{figures.megabytes(size)} MB"
+    for number in numbers_in(BYTES):
+        if size := sum(row.get(number.name) or 0 for row in steps):
+            found[f"sent in {number.label}, all replicas"] = f"{number.shown(size)} MB"
     return found
 
 
