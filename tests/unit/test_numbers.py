@@ -50,8 +50,8 @@ def test_one_entry_and_one_report_show_a_number_everywhere(extended: None, tmp_p
     run, shown = run_log.RunLog(tmp_path), io.StringIO()
     Console(file=shown, width=100).print(watch.run_table(run))
     _, heading, cells, note = (" ".join(text.split()) for text in shown.getvalue().splitlines()[-4:])
-    assert heading == "replica step tokens/s loss Eggs age"
-    assert cells.startswith("00 4 1000 2.6000 3.0 ")
+    assert heading == "replica step loss tokens/s Eggs age"
+    assert cells.startswith("00 4 2.6000 1000 3.0 ")
     assert note == "replica 00: 6.0 eggs laid"
     charts = {plot.title: plot.traces for plot in plots.plots_of_one(run)}
     assert list(charts[SPREAD][0].y) == [3.0, 3.0]

@@ -151,7 +151,7 @@ def test_the_table_fits_into_80_characters(tmp_path: Path) -> None:
     more = {"round/pause_seconds": 1.2345, "speed/mfu": 0.417, "train/loss": None}
     evaluation = {"kind": "evaluation", "step": 123456, "validation/loss": 2.5}
     write(tmp_path, "00", step(123456, **(meeting(1234, 12) | more)), evaluation)
-    row = "00 123456 41.7 % 1000 nan 1234 12 1234.5 2.000E-03 2.5000 75s"
+    row = "00 123456 nan 1000 41.7 % 1234 12 1234.5 2.000E-03 2.5000 75s"
     assert row in shown(tmp_path, 80), "nan: a loss that was not finite"
 
 
@@ -160,9 +160,9 @@ def test_the_table_has_a_line_for_each_replica_and_what_is_wrong(run: Path) -> N
     (run / "running").write_text("process 7 on another host\n")
     first, headings, zero, one, *more = shown(run)
     assert first == f"{run}: step 2 of 10, 16s of training left"
-    assert headings == "replica step tokens/s loss round with pause ms spread valid. age"
-    assert zero == "00 4 1000 2.6000 1 none 100.0 2.5000 75s"
-    assert one.startswith("01 2 1000 2.8000 0 0 100.0 2.000E-03 ")
+    assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
+    assert zero == "00 4 2.6000 1000 1 none 100.0 2.5000 75s"
+    assert one.startswith("01 2 2.8000 1000 0 0 100.0 2.000E-03 ")
     assert more == [
         "validation at step 4: mean model 2.4000",
         "last checkpoint: step 2",
