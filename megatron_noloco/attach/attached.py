@@ -43,6 +43,10 @@ def _addresses(weights: Weights) -> set[int]:
     return {part.data_ptr() for part in weights.parts() if part.numel()}
 
 
+def tell_nobody(done: int, reports: Sequence[RoundReport]) -> None:
+    """Tell no other job of the rounds after a local step."""
+
+
 class Attached:
     """Runs the rounds of one rank. All ranks of all replicas call its methods at the same places of their loops.
 
@@ -64,7 +68,7 @@ class Attached:
         inner: InnerState | None,
         peers: Peers,
         job_state: "JobState | None" = None,
-        tell: Callable[[int, Sequence[RoundReport]], object] = lambda done, reports: None,
+        tell: Callable[[int, Sequence[RoundReport]], object] = tell_nobody,
     ) -> None:
         self.outer = outer
         self.when_loaded = _refuse_load
@@ -283,15 +287,9 @@ class RoundRows:
             "step": done,
             "replica": slot,
             "speed/seconds_per_step": (at - self._since) / self._steps,
-            "round/index": last.round_index,
-            "round/partners": [other for other in last.exchange.group if other != slot],
-            "round/pause_seconds": last.pause_seconds,
-            "round/spread": last.spread,
-            "round/deadline_seconds": last.exchange.deadline_seconds,
             "total/sent_bytes": self._sent_bytes,
             "total/missed_rounds": self._missed,
+            **{name: value for name, value, _ in last.numbers(slot)},
         }
-        if last.exchange.missed:
-            row["round/missed"] = last.exchange.missed
         self._since, self._steps = at, 0
         self._thread.tell_row(json.dumps(row))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.attach.adapter import EngineAdapter, Stateful, copies_in
-from megatron_noloco.attach.attached import Attached, RoundRows, check_not_attached
+from megatron_noloco.attach.attached import Attached, RoundRows, check_not_attached, tell_nobody
 from megatron_noloco.attach.checks import check_arguments, check_start, digests_of, start_report
 from megatron_noloco.attach.inner import inner_state
 from megatron_noloco.attach.other_state import model_of
@@ -134,8 +134,8 @@ def attach(
         if not membership.wait_for_start(done):
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
         leading = membership.leading
-        tell = [] if leading is None else [RoundRows(leading.thread).after_step]
-        return Attached(adapter, outer, first, state, own_inner, peers, job_state, *tell)
+        tell = tell_nobody if leading is None else RoundRows(leading.thread).after_step
+        return Attached(adapter, outer, first, state, own_inner, peers, job_state, tell)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise

@@ -128,25 +128,14 @@ class Monitor:
 
     def _round(self, report: RoundReport) -> None:
         record, exchange = self.metrics.record, report.exchange
-        record("round/index", report.round_index)
+        for name, value, weight in report.numbers(self.metrics.replica):
+            record(name, value, weight)
         if self.fragments > 1:
             record("round/fragment", report.fragment)
             record(f"fragment/spread of {report.fragment}", report.spread, exchange.compared_elements)
-        record("round/partners", [other for other in exchange.group if other != self.metrics.replica])
-        record("round/exchange_seconds", exchange.seconds)
-        record("round/wait_seconds", exchange.wait_seconds)
-        record("round/pause_seconds", report.pause_seconds)
-        record("round/sent_bytes", exchange.bytes_sent)
-        record("round/spread", report.spread, exchange.compared_elements)
-        record("round/poisoned_elements", exchange.poisoned_elements)
-        record("round/payload_error", exchange.payload_error, exchange.squared_deviation)
-        record("round/resent_elements", exchange.resent_elements)
-        if exchange.deadline_seconds is not None:
-            record("round/deadline_seconds", exchange.deadline_seconds)
         self.rounds_ended += 1
         self.rounds_met += len(exchange.group) > 1
         if exchange.missed:
-            record("round/missed", exchange.missed)
             record("total/missed_rounds", 1)
             if exchange.in_doubt:
                 record("total/rounds_in_doubt", 1)

@@ -38,6 +38,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,6 +116,24 @@ class RoundReport:
     spread: float
     pause_seconds: float
     fragment: int = 0
+
+    def numbers(self, replica: int) -> Iterator[tuple[str, Any, float]]:
+        """Yield the numbers of the round for the log of this replica: name, value, and weight among the ranks."""
+        exchange = self.exchange
+        yield "round/index", self.round_index, 1
+        yield "round/partners", [other for other in exchange.group if other != replica], 1
+        yield "round/exchange_seconds", exchange.seconds, 1
+        yield "round/wait_seconds", exchange.wait_seconds, 1
+        yield "round/pause_seconds", self.pause_seconds, 1
+        yield "round/sent_bytes", exchange.bytes_sent, 1
+        yield "round/spread", self.spread, exchange.compared_elements
+        yield "round/poisoned_elements", exchange.poisoned_elements, 1
+        yield "round/payload_error", exchange.payload_error, exchange.squared_deviation
+        yield "round/resent_elements", exchange.resent_elements, 1
+        if exchange.deadline_seconds is not None:
+            yield "round/deadline_seconds", exchange.deadline_seconds, 1
+        if exchange.missed:
+            yield "round/missed", exchange.missed, 1
 
 
 class Round:
