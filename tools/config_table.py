@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron_noloco.config import RunConfig, load_config, resolve
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.preflight.plan import Network, plan_of
+from megatron_noloco.preflight.plan import plan_of
+from megatron_noloco.preflight.schemes import Network
 
 README = Path(__file__).parents[1] / "configs" / "README.md"
 BEGIN, END = "<!-- tools/config_table.py -->\n", "<!-- end -->"

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli import preflight
 from megatron_noloco.cli.options import Commands, add_command, duration, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, write_text
@@ -20,7 +19,6 @@ from megatron_noloco.job.leaving import FAILURE
 
 if TYPE_CHECKING:
     from megatron_noloco.federation.invitation import Made, Wish
-    from megatron_noloco.federation.joining import LinkSpeed
     from megatron_noloco.federation.network import Network
 
 _STDIN = "-"
@@ -175,7 +173,8 @@ def _join(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", *newcomer.arguments_of(path.absolute(), ranks, bundle.slot)]
     script = path.with_name("start.sh")
     write_text(script, f"exec {shlex.join(command)}\n")
-    ready = _looked_at(path, speed)
+    ready, lines = newcomer.looked_at(path, speed)
+    say(*lines)
     if args.start and ready:
         say("", f"Starting it; later: sh {script}")
         sys.stdout.flush()
@@ -185,20 +184,6 @@ def _join(args: argparse.Namespace) -> int:
         return FAILURE
     say("", f"Start it with: sh {script}")
     return 0
-
-
-def _looked_at(config: Path, speed: "LinkSpeed") -> bool:
-    """Run `doctor` and `plan` with the measured link; return whether the machine is ready."""
-    network = ["--bandwidth", f"{speed.rate * 8 / 1e6:.3f}Mbit", "--latency", f"{speed.latency * 1e3:.3f}ms"]
-    say("", f"The link to the machine that invites: {network[1]} the slower way, {network[3]} one way")
-    parser = argparse.ArgumentParser()
-    preflight.add_commands(parser.add_subparsers())
-    ready = True
-    for command in (["doctor", "--seconds", "0", *network], ["plan", str(config), *network]):
-        say("", f"$ megatron-noloco {shlex.join(command)}")
-        args = parser.parse_args(command)
-        ready = args.run(args) == 0 and ready
-    return ready
 
 
 def _field(text: str) -> tuple[str, str]:

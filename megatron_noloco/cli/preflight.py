@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from megatron_noloco.model.architecture import Architecture
     from megatron_noloco.preflight.accelerators import Accelerator
     from megatron_noloco.preflight.departures import Departures
-    from megatron_noloco.preflight.machine import Finding
-    from megatron_noloco.preflight.plan import Network, Plan
+    from megatron_noloco.preflight.plan import Plan
+    from megatron_noloco.preflight.schemes import Network
 
 _JSON = "one JSON object for scripts"
 _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
@@ -96,6 +95,7 @@ def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config, resolve
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preflight.plan import computing_seconds, plan_of
+    from megatron_noloco.preflight.plan_text import departure_lines, fit_lines, fits, memory_lines, time_lines
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
         raise UserError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
@@ -118,27 +118,27 @@ def _plan(args: argparse.Namespace) -> int:
     plan = plan_of(config, architecture, topology, network, step)
     departures = _departures(args, config, architecture, plan, step)
     if args.json:
-        more: dict[str, object] = {} if accelerator is None else {"fits": _fits(plan, accelerator)}
+        more: dict[str, object] = {} if accelerator is None else {"fits": fits(plan, accelerator)}
         if departures:
             more |= {"without_notice": asdict(departures[0]), "with_notice": asdict(departures[1])}
         say(json.dumps(plan.as_json() | more))
-    else:
-        _show_memory(plan)
-        if accelerator is not None:
-            _show_fit(plan, config, architecture, accelerator)
-            if step is None:
-                say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
-        _show_time(plan, network, on_gpu=accelerator is not None)
-        if network is not None and step is None and config.noloco.most_waiting is not None:
-            say("", 'noloco.local_steps "auto": --step or --gpu shows what a run would choose')
-        if departures:
-            _show_departures(departures, args.notice, config.federation.leave_seconds)
+        return 0
+    say(*memory_lines(plan))
+    if accelerator is not None:
+        say(*fit_lines(plan, config, architecture, accelerator))
+        if step is None:
+            say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
+    say(*time_lines(plan, on_gpu=accelerator is not None))
+    if network is not None and step is None and config.noloco.most_waiting is not None:
+        say("", 'noloco.local_steps "auto": --step or --gpu shows what a run would choose')
+    if departures:
+        say(*departure_lines(departures, args.notice, config.federation.leave_seconds))
     return 0
 
 
 def _network(args: argparse.Namespace, ranks: int, replica_size: int) -> "Network | None":
     """Return the links that the options give; raises UserError for options without effect."""
-    from megatron_noloco.preflight.plan import Network
+    from megatron_noloco.preflight.schemes import Network
 
     if args.bandwidth is None:
         for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
@@ -180,132 +180,9 @@ def _accelerator(name: str) -> "Accelerator":
     return found
 
 
-def _show_memory(plan: "Plan") -> None:
-    from megatron_noloco.monitor import figures
-
-    topology, memory = plan.topology, plan.memory
-    say(
-        f"{topology.in_words(topology.replicas)}; a rank of stage {plan.stage}, which needs most, has "
-        f"{plan.held.parameters:,} weights and exchanges {plan.held.owned:,}",
-        "",
-    )
-    small = memory.device_bytes < 1e9
-    shown = figures.megabytes if small else _gigabytes
-    _table(
-        ("memory of this rank", "MB" if small else "GB"),
-        [
-            *((part, shown(size)) for part, size in memory.device.items() if size),
-            ("total on its device", shown(memory.device_bytes)),
-            ("beside it on a GPU, NCCL", shown(memory.nccl)),
-            *((f"{part}, in host memory", shown(size)) for part, size in memory.host.items()),
-        ],
-    )
-
-
-def _show_fit(
-    plan: "Plan", config: "RunConfig", architecture: "Architecture", accelerator: "Accelerator"
-) -> None:
-    from megatron_noloco.preflight.fit import changes_that_save
-
-    name, size = accelerator.words, accelerator.gigabytes
-    if _fits(plan, accelerator):
-        say("", f"fits {name} of {size:g} GB; libraries and the allocator take some GB besides")
-        return
-    say("", f"too much for {name} of {size:g} GB, of which libraries and the allocator take a tenth")
-    rows = [
-        (change, str(ranks), _gigabytes(needed))
-        for change, ranks, needed in changes_that_save(config, architecture, plan.topology)
-    ]
-    if rows:
-        say("Changes that help:")
-        _table(("change", "ranks of a replica", "GB"), rows)
-
-
-def _fits(plan: "Plan", accelerator: "Accelerator") -> bool:
-    from megatron_noloco.preflight.memory import USABLE
-
-    return plan.memory.gpu_bytes / 1e9 <= USABLE * accelerator.gigabytes
-
-
-def _show_time(plan: "Plan", network: "Network | None", on_gpu: bool) -> None:
-    from megatron_noloco.monitor.figures import megabytes, percent
-
-    step = plan.step_seconds
-    if step is not None:
-        say("", f"a local step computes for {step:.3g} s")
-    if plan.round_core_seconds and plan.topology.ensemble != 1:
-        say(
-            f"a round takes {plan.round_core_seconds:.2g} s of one core of the host, less if a rank has more cores"
-        )
-        if on_gpu:
-            to_host, to_gpu = map(megabytes, plan.bus_bytes)
-            say(f"    and moves {to_host} MB from the GPU to the host, {to_gpu} MB back")
-    if plan.gathered_bytes:
-        say(
-            f"rank 0 of a replica exchanges for all of its ranks: in a round they send it "
-            f"{megabytes(plan.gathered_bytes)} MB, and get back as much"
-        )
-    if network is not None and network.ranks_per_node > 1:
-        say(f"{network.ranks_per_node} ranks share a node's link (--gpus-per-node)")
-    if plan.routed_bytes:
-        say(f"routing sends {megabytes(plan.routed_bytes)} MB of each replica to others in a local step")
-    if plan.routed_seconds is not None:
-        say(f'    which takes {plan.routed_seconds:.3g} s here; noloco.routing "off" saves it')
-    if not plan.schemes:
-        if network is not None:
-            say("", "nothing is exchanged: there is one replica")
-        return
-    head = ["", "every", f"MB per {'replica' if plan.topology.separate_jobs else 'rank'}", "seconds"]
-    across = any(scheme.bytes_across is not None for scheme in plan.schemes)
-    head += ["MB from site to site"] * across
-    head += [] if step is None else ["time lost", "< 1 % from k ="]
-    rows = []
-    for scheme in plan.schemes:
-        row = [scheme.name, str(scheme.local_steps)]
-        row += [megabytes(scheme.bytes_per_exchange), f"{scheme.seconds_per_exchange:.3g}"]
-        if across:
-            row.append("" if scheme.bytes_across is None else megabytes(scheme.bytes_across))
-        if step is not None:
-            enough = "" if scheme.name == "synchronous" else f"{scheme.enough_steps(step):,}"
-            row += [percent(plan.share_lost(scheme, step)), enough]
-        rows.append(row)
-    say("")
-    _table(head, rows)
-
-
-def _show_departures(departures: Sequence["Departures"], notice: float, leave_seconds: float) -> None:
-    from megatron_noloco.monitor.figures import megabytes, percent
-
-    rows = [
-        (name, f"{found.lost_steps:.2f}", percent(found.share_lost))
-        for name, found in zip(("without notice", f"{notice:g} s of notice"), departures, strict=True)
-        if name == "without notice" or notice
-    ]
-    say("")
-    _table(("machines that are taken away", "local steps lost each time", "of all local steps"), rows)
-    if notice > leave_seconds:
-        say(f"of the notice federation.leave_seconds uses {leave_seconds:g} s")
-    say(f"a replica that comes back without its disk takes over {megabytes(departures[0].state_bytes)} MB")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, title in enumerate(head):
-        table.add_column(title, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=140, highlight=False).print(table)
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.3f}"
-
-
 def _doctor(args: argparse.Namespace) -> int:
     """Return 1 where there is a problem."""
+    from megatron_noloco.federation.joining import LinkSpeed
     from megatron_noloco.preflight import machine
     from megatron_noloco.preflight.mpi_check import check_mpi
 
@@ -315,47 +192,15 @@ def _doctor(args: argparse.Namespace) -> int:
         raise UserError("--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out")
     if args.latency and args.bandwidth is None:
         raise UserError("--latency: give --bandwidth as well")
-    findings = [*machine.check_packages(), *machine.check_gpus(), *machine.check_network()]
-    findings += machine.check_shared_memory()
+    link = None if args.bandwidth is None else LinkSpeed(args.bandwidth, args.latency)
+    findings = [*machine.check_machine(link)]
     if args.seconds:
         findings += check_mpi(args.hostfile, args.seconds)
     if args.rendezvous is not None:
-        findings.append(_try_folder(args.rendezvous))
-    if args.bandwidth is not None:
-        findings += machine.check_buffers(args.bandwidth, args.latency)
-    problems = [finding for finding in findings if finding.state == "problem"]
+        findings.append(machine.check_folder(args.rendezvous))
+    ready = machine.is_ready(findings)
     if args.json:
-        say(json.dumps({"ready": not problems, "findings": [asdict(finding) for finding in findings]}))
+        say(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}))
     else:
-        say(*map(_line, findings), "", _verdict(findings))
-    return FAILURE if problems else 0
-
-
-def _try_folder(url: str) -> "Finding":
-    """Use a shared folder as a federation does. Raises UserError for a URL that names no folder."""
-    from megatron_noloco.federation.store import Store, seconds_of_calls
-    from megatron_noloco.preflight.machine import Finding
-
-    if "://" not in url or url.startswith("tcp://"):
-        raise UserError(f"--rendezvous {url}: neither file://FOLDER nor a bucket such as s3://bucket/run")
-    try:
-        seconds = seconds_of_calls(Store.of(url))
-    except OSError as error:
-        advice = "every job must be able to write, list, read and remove files there"
-        return Finding("rendezvous", "problem", str(error), advice)
-    took = ", ".join(f"{verb} {duration * 1e3:.1f} ms" for verb, duration in seconds.items())
-    return Finding("rendezvous", "ok", f"{url}, a file of 1 MiB: {took}", figures=seconds)
-
-
-def _line(finding: "Finding") -> str:
-    advice = f"\n{'':20}-> {finding.advice}" if finding.advice else ""
-    return f"{finding.state:8}{finding.area:12}{finding.what}{advice}"
-
-
-def _verdict(findings: Sequence["Finding"]) -> str:
-    """Return what to fix first."""
-    for state, verdict in (("problem", "Fix first"), ("note", "Ready. Improve next")):
-        for finding in findings:
-            if finding.state == state and finding.advice:
-                return f"{verdict}: {finding.area}: {finding.what}. {finding.advice}"
-    return "Ready."
+        say(*map(str, findings), "", machine.verdict(findings))
+    return 0 if ready else FAILURE

@@ -37,11 +37,15 @@ def most_under_way(local_steps: int, fragments: int, overlap_steps: int) -> int:
     return -(-max(1, overlap_steps) * fragments // local_steps)
 
 
-def fewest_steps(exchange_seconds: float, step_seconds: float, most_waiting: float) -> int:
+def fewest_steps(
+    exchange_seconds: float, step_seconds: float, most_waiting: float, least: int = 1, most: float = math.inf
+) -> int:
     """Return the fewest local steps between rounds with which exchanges take at most a share of the time.
 
     Args:
         exchange_seconds: of all fragments together.
         most_waiting: the share.
+        least, most: numbers of local steps that the run can have.
     """
-    return max(1, math.ceil(exchange_seconds * (1 - most_waiting) / (most_waiting * step_seconds)))
+    enough = math.ceil(exchange_seconds * (1 - most_waiting) / (most_waiting * step_seconds))
+    return int(min(max(enough, least, 1), most))

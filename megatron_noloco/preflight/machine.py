@@ -3,7 +3,7 @@
 import platform
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from ipaddress import ip_address
@@ -12,6 +12,10 @@ from typing import Any, Literal
 
 import psutil
 import torch
+
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation.joining import LinkSpeed
+from megatron_noloco.federation.store import Store, seconds_of_calls
 
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFERS = {f"net.ipv4.{name}": Path("/proc/sys/net/ipv4") / name for name in ("tcp_wmem", "tcp_rmem")}
@@ -36,6 +40,47 @@ class Finding:
     what: str
     advice: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        advice = f"\n{'':20}-> {self.advice}" if self.advice else ""
+        return f"{self.state:8}{self.area:12}{self.what}{advice}"
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return what to fix first."""
+    for state, found in (("problem", "Fix first"), ("note", "Ready. Improve next")):
+        for finding in findings:
+            if finding.state == state and finding.advice:
+                return f"{found}: {finding.area}: {finding.what}. {finding.advice}"
+    return "Ready."
+
+
+def is_ready(findings: Sequence[Finding]) -> bool:
+    """Return whether there is no problem."""
+    return all(finding.state != "problem" for finding in findings)
+
+
+def check_machine(link: LinkSpeed | None = None) -> Iterator[Finding]:
+    """Report packages, GPUs, network interfaces, shared memory, and buffers for a link."""
+    yield from check_packages()
+    yield from check_gpus()
+    yield from check_network()
+    yield from check_shared_memory()
+    if link is not None:
+        yield from check_buffers(*link)
+
+
+def check_folder(url: str) -> Finding:
+    """Use a shared folder as a federation does. Raises UserError for a URL that names no folder."""
+    if "://" not in url or url.startswith("tcp://"):
+        raise UserError(f"--rendezvous {url}: neither file://FOLDER nor a bucket such as s3://bucket/run")
+    try:
+        seconds = seconds_of_calls(Store.of(url))
+    except OSError as error:
+        advice = "every job must be able to write, list, read and remove files there"
+        return Finding("rendezvous", "problem", str(error), advice)
+    took = ", ".join(f"{verb} {duration * 1e3:.1f} ms" for verb, duration in seconds.items())
+    return Finding("rendezvous", "ok", f"{url}, a file of 1 MiB: {took}", figures=seconds)
 
 
 def check_packages() -> Iterator[Finding]:

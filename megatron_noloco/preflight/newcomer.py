@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import divided, names_in
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
@@ -19,9 +19,15 @@ from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.directory import can_listen
 from megatron_noloco.federation.invitation import DATA, JoinBundle, JoinRequirements, Offer
+from megatron_noloco.federation.joining import LinkSpeed
 from megatron_noloco.federation.keys import Keys, fingerprint_of
 from megatron_noloco.files import outside, write_text
+from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
+from megatron_noloco.preflight.plan import plan_of
+from megatron_noloco.preflight.plan_text import memory_lines, time_lines
+from megatron_noloco.preflight.schemes import Network
 
 
 def offered(config: RunConfig, tokenizer: Tokenizer, fingerprint: str) -> Offer:
@@ -184,8 +190,39 @@ def proposed(config: RunConfig, gpus: tuple[int, ...]) -> tuple[RunConfig, int]:
 
 
 def _gpu_bytes(config: RunConfig, ranks: int) -> int:
+    return fullest_stage(config, _architecture(config), config.topology(ranks))[2].gpu_bytes
+
+
+def _architecture(config: RunConfig) -> Architecture:
     tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.data.tokenizer).vocab_size
-    return fullest_stage(config, config.architecture(tokens), config.topology(ranks))[2].gpu_bytes
+    return config.architecture(tokens)
+
+
+def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:
+    """Return whether this machine is ready for the job of a config, and what `doctor` and `plan` say of it.
+
+    Args:
+        speed: of the link to the machine that invites.
+    """
+    findings = [*check_machine(speed)]
+    config = load_config(path)
+    topology = config.topology(config.parallel.replica_size)
+    plan = plan_of(
+        config, _architecture(config), topology, Network(speed.rate, speed.latency, topology.replica_size)
+    )
+    return is_ready(findings), [
+        "",
+        f"The link to the machine that invites: {speed.rate * 8 / 1e6:.3f} Mbit/s the slower way, "
+        f"{speed.latency * 1e3:.3f} ms one way",
+        "",
+        "This machine, as `megatron-noloco doctor` says:",
+        *map(str, findings),
+        verdict(findings),
+        "",
+        "The job, as `megatron-noloco plan` says:",
+        *memory_lines(plan),
+        *time_lines(plan, on_gpu=False),
+    ]
 
 
 def arguments_of(config: Path, ranks: int, slot: int) -> list[str]:

@@ -92,8 +92,8 @@ class LocalStepsChoice(Choice):
 
     def wanted(self, step_seconds: float, exchange_seconds: Sequence[float]) -> int:
         seconds = self.outer.settings.fragments * statistics.median(exchange_seconds)
-        steps = fewest_steps(seconds, step_seconds, self.most_waiting)
-        return min(max(steps, self.outer.settings.fragments, self.outer.overlap_steps), self.most)
+        least = max(self.outer.settings.fragments, self.outer.overlap_steps)
+        return fewest_steps(seconds, step_seconds, self.most_waiting, least, self.most)
 
     def take(self, number: int) -> None:
         self.outer.local_steps = number

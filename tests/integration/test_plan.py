@@ -14,7 +14,7 @@ import pytest
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.preflight import fit
 from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
-from megatron_noloco.preflight.plan import exchange_bytes
+from megatron_noloco.preflight.schemes import exchange_bytes
 from megatron_noloco.training.joined import join_job
 from megatron_noloco.training.prepare import prepare
 from tests.harness import by_hand, run_ranks

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import RankParameters
-from megatron_noloco.preflight.plan import Network, scheme_of
+from megatron_noloco.preflight.schemes import Network, scheme_of
 from megatron_noloco.settings import TrainerSettings
 from tools.netlab.lab import lab
 from tools.netlab.network import Link
