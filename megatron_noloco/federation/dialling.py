@@ -157,9 +157,9 @@ class Dialling:
         except (ConnectionError, TimeoutError) as error:
             late = asyncio.get_running_loop().time() - attempts.apart_since > _UNANSWERED_SECONDS
             if late and attempts.endpoint not in self._answered:
+                where = "" if attempts.endpoint in str(error) else f" at {attempts.endpoint}"
                 self._node.warn(
-                    f"no link to replica {slot} at {attempts.endpoint}: {error}; is its job there, and that port "
-                    "open to this host?"
+                    f"no link to replica {slot}{where}: {error}; is its job there, and its port open to this host?"
                 )
 
     async def _link_on(self, dial: Callable[[], Awaitable[Stream]], is_seed: bool = False) -> str:
