@@ -18,7 +18,7 @@ from megatron_noloco.attach.inner import PREFIX, InnerState
 from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.federation.takeover import FAST_WEIGHTS, NotTakenError, State
+from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State
 from megatron_noloco.files import outside
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
 from megatron_noloco.outer.vectors import HOST, number_tensor
@@ -28,7 +28,7 @@ _KIND = "others"  # the trainer's name for groups that Muon does not train
 
 
 class JobState:
-    """Copies the state of this rank, and uses that of another job; implements `federation.takeover.Keeper`.
+    """Copies the state of this rank, and uses that of another job; implements `federation.states.Keeper`.
 
     The state is weights, buffers, the outer optimizer's, and that of the inner optimizer.
 

@@ -15,7 +15,7 @@ The files from the bottom up; each imports only those of its own line and above:
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
 | `movement`, `gather`, `swap`, `delivery` | vectors slab by slab: inside a replica, of a pair, one way |
 | `rounds` | a round that counts for both partners or for neither |
-| `takeover`, `catch_up`, `final_mean` | the state of another job; where a replica goes on; the mean at the end |
+| `states`, `takeover`, `catch_up`, `final_mean` | a state taken over; which step comes; the mean at the end |
 | `membership` | how a job enters a federation |
 | `federation_peers` | the other jobs, as a training loop meets them |
 | `ticket`, `invitation`, `joining` | a machine without the key joins: the line, the job's side, its own side |

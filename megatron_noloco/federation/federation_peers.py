@@ -8,7 +8,8 @@ from megatron_noloco.federation.catch_up import AtEnd, AtItsEnd, UntrainedError
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.rounds import Replica
-from megatron_noloco.federation.takeover import Keeper, Taken
+from megatron_noloco.federation.states import Keeper
+from megatron_noloco.federation.takeover import Taken
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import found_by_rank_0, of_rank_0
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport

@@ -18,11 +18,10 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
 from megatron_noloco.federation.delivery import (
     COME_SECONDS,
@@ -38,68 +37,18 @@ from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import LARGEST, Text, packed, receive_json
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.node_thread import NodeThread, ThreadFailedError
+from megatron_noloco.federation.states import Keeper, NotTakenError, State
 from megatron_noloco.federation.streams import Stream, StreamEndedError, within
 from megatron_noloco.files import outside
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.agreement import found_by_rank_0, of_all_ranks
 
 STATE = "state"  # the kind of conversation
-FAST_WEIGHTS = "fast_weights"  # the vector that every state has beside those of the outer optimizer
 _BACK_SECONDS = 10.0  # for a replica that was lost to come back
 _GIVING, _TAKING = 2**20, 2**20 + 2**10  # first tags inside the replica, beyond those of rounds
 _LONGEST_OFFER = 2**21  # bytes
 _NO_STATE = "has no state to give"
 Value = TypeVar("Value")
-
-
-class NotTakenError(Exception):
-    """Raised for a state that is not taken over. The message says why.
-
-    Attributes:
-        is_lost: whether the giver was lost, and may be asked again.
-    """
-
-    def __init__(self, why: str, is_lost: bool = False) -> None:
-        super().__init__(why)
-        self.is_lost = is_lost
-
-
-class State(NamedTuple):
-    """The state of a replica after `step` local steps, as one of its ranks has it.
-
-    Attributes:
-        facts: for JSON; the leader's are given.
-        vectors: what this rank has of each canonical vector, fp32 in host memory, by name; all ranks have the same
-            names in the same order.
-        rest: what is no such vector; the leader's is given.
-    """
-
-    step: int
-    facts: dict[str, Any]
-    vectors: dict[str, Tensor]
-    rest: bytes = b""
-
-
-class Keeper(Protocol):
-    """What a job does with states. All methods are called on all ranks of the replica.
-
-    Attributes:
-        movement: where the elements of this rank's vectors lie.
-    """
-
-    movement: Movement
-
-    def copy(self, done: int) -> State:
-        """Return a copy of the state after `done` local steps."""
-        ...
-
-    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-        """Return where the vectors of these names go; raises NotTakenError where such a state does not fit."""
-        ...
-
-    def use(self, state: State) -> None:
-        """Continue with a state that has come as a whole. Raises NotTakenError where `rest` does not fit."""
-        ...
 
 
 class Taken(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.federation.takeover import FAST_WEIGHTS, NotTakenError, State
+from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State
 from megatron_noloco.files import outside
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import table_of
@@ -44,7 +44,7 @@ _FACTS = TypeAdapter(Facts)
 
 
 class ReplicaState:
-    """Copies the state of this rank, and uses that of another replica; implements `federation.takeover.Keeper`.
+    """Copies the state of this rank, and uses that of another replica; implements `federation.states.Keeper`.
 
     The state is the fast weights, the vectors of the outer and the inner optimizer, and their numbers: counters,
     schedule, loss scale. The counters of the monitor and the place in the data stay the job's own.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation import membership
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.takeover import State
+from megatron_noloco.federation.states import State
 from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.training.replica_state import ReplicaState

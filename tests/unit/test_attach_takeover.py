@@ -25,7 +25,7 @@ from megatron_noloco.attach.other_state import fingerprints_of
 from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.takeover import NotTakenError, State
+from megatron_noloco.federation.states import NotTakenError, State
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.outer.weights import TorchWeights
 from megatron_noloco.settings import FederationSettings, NolocoSettings

@@ -11,24 +11,22 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from megatron_noloco.federation.delivery import COME_SECONDS, Taker, part_with, pass_on, receive_vector
+from megatron_noloco.federation.delivery import (
+    COME_SECONDS,
+    EVERYTHING,
+    Taker,
+    part_with,
+    pass_on,
+    receive_vector,
+)
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import send_json
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.node import Node
+from megatron_noloco.federation.states import NotTakenError, State
 from megatron_noloco.federation.streams import Serve, Stream
-from megatron_noloco.federation.takeover import (
-    _OFFER,
-    EVERYTHING,
-    STATE,
-    NotTakenError,
-    Offer,
-    State,
-    Taken,
-    TakeOver,
-    furthest,
-)
+from megatron_noloco.federation.takeover import _OFFER, STATE, Offer, Taken, TakeOver, furthest
 from tests.unit.fleet import noise
 from tests.unit.memory_streams import Faults, MemoryCarrier
 from tests.unit.nodes import NodeOfWorkers, Nodes, Worker, address_of, run, until

@@ -1,0 +1,60 @@
+"""The state of a replica, as its ranks copy it for another job, and use that of another job (`takeover`)."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from megatron_noloco.federation.movement import Movement
+
+FAST_WEIGHTS = "fast_weights"  # the vector that every state has beside those of the outer optimizer
+
+
+class NotTakenError(Exception):
+    """Raised for a state that is not taken over. The message says why.
+
+    Attributes:
+        is_lost: whether the giver was lost, and may be asked again.
+    """
+
+    def __init__(self, why: str, is_lost: bool = False) -> None:
+        super().__init__(why)
+        self.is_lost = is_lost
+
+
+class State(NamedTuple):
+    """The state of a replica after `step` local steps, as one of its ranks has it.
+
+    Attributes:
+        facts: for JSON; the leader's are given.
+        vectors: what this rank has of each canonical vector, fp32 in host memory, by name; all ranks have the same
+            names in the same order.
+        rest: what is no such vector; the leader's is given.
+    """
+
+    step: int
+    facts: dict[str, Any]
+    vectors: dict[str, Tensor]
+    rest: bytes = b""
+
+
+class Keeper(Protocol):
+    """What a job does with states. All methods are called on all ranks of the replica.
+
+    Attributes:
+        movement: where the elements of this rank's vectors lie.
+    """
+
+    movement: Movement
+
+    def copy(self, done: int) -> State:
+        """Return a copy of the state after `done` local steps."""
+        ...
+
+    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+        """Return where the vectors of these names go; raises NotTakenError where such a state does not fit."""
+        ...
+
+    def use(self, state: State) -> None:
+        """Continue with a state that has come as a whole. Raises NotTakenError where `rest` does not fit."""
+        ...
