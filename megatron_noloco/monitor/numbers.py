@@ -44,8 +44,8 @@ def _positive(value: Any, row: Row) -> bool:
     return bool(value > 0)  # False for nan
 
 
-def _finite(value: Any, row: Row) -> bool:
-    return math.isfinite(value)
+def _measured(value: Any, row: Row) -> bool:
+    return not math.isnan(value)
 
 
 def _with_partner(value: Any, row: Row) -> bool:
@@ -178,10 +178,10 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
     Number("validation/perplexity", None, "{:.2f}".format, "of this replica"),
     Number("validation/replica_losses", None, f.losses, "of all replicas of the job", "replicas: {}"),
     Number("validation/mean_model_loss", None, f.loss, "of the mean of all replicas; null in a federation",
-           "mean model: {}", where=_finite, chart=LOSS, label="mean model, validation", of_all=True),
+           "mean model: {}", where=_measured, chart=LOSS, label="mean model, validation", of_all=True),
     Number("validation/spread", None, f.scientific,
            "standard deviation of the slow weights over all replicas; null in a federation",
-           "spread: {}", where=_finite),
+           "spread: {}", where=_measured),
     Number("validation/loss of N", None, f.loss, "of a blend, on the dataset of this name"),
     Number("validation/replica_losses of N", None, f.losses, "of a blend, on the dataset of this name"),
     Number("validation/mean_model_loss of N", None, f.loss, "of a blend, on the dataset of this name"),
@@ -230,8 +230,8 @@ def line_parts(row: Row, of_round: bool | None = None) -> list[str]:
         if number.where(value := row[number.name], row):
             line = number.line
             text = line(value) if callable(line) else line.format(number.shown(value))
-            if text.startswith(" "):
+            if parts and text.startswith(" "):
                 parts[-1] += text
             else:
-                parts.append(text)
+                parts.append(text.strip())
     return parts
