@@ -7,6 +7,7 @@ import codecs
 import json
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,15 @@ def writing(path: Path | str, option: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; give another {option}") from None
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raise UserError if no file can be made in the folder, or in the existing one that will contain it."""
+    with writing(folder, option):
+        absolute = folder.absolute()
+        there = next(path for path in (absolute, *absolute.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
 
 
 @contextmanager

@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.corpus import standard_library_files
-from megatron_noloco.data.inputs import find_inputs
+from megatron_noloco.data.inputs import find_inputs, standard_library_files
 from megatron_noloco.data.preprocess import Encoding, Job, preprocess
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
@@ -81,7 +80,7 @@ def compare(folder: Path, encoding: Encoding, repeats: int, megabytes: float) ->
         wall, cpu = raw_seconds(folder / "text.jsonl", encoding)
         raw.append(wall)
         raw_cpu.append(cpu)
-        job = Job(find_inputs([str(folder / "text.jsonl")]), folder / f"out{repeat}", encoding)
+        job = Job(find_inputs([str(folder / "text.jsonl")], "--input"), folder / f"out{repeat}", encoding)
         started, cpu_before = time.perf_counter(), time.process_time()
         preprocess(job, lambda _: None)
         ours.append(time.perf_counter() - started)

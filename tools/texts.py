@@ -16,8 +16,8 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_noloco.data.corpus import standard_library_files
 from megatron_noloco.data.folders import files_below
+from megatron_noloco.data.inputs import standard_library_files
 from tools.options import command_line
 
 MOST_BYTES, LONGEST = 6_000_000, 200_000  # of a kind, of a file

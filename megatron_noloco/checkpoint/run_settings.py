@@ -20,7 +20,7 @@ _SAME_DATA = (
     "data.split_special_tokens",
     "data.prepend_bos",
 )
-_BY_FILE = "training_data_3"  # see `BY_FILE` in data/datasets.py
+_BY_FILE = "training_data_3"  # see `BY_FILE` in data/opening.py
 _SPLIT = "data.split"
 # Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
 _FIXED = ("model", "data", "training.seed", "optimizer.type", "bf16.enabled", "fp16", "data_types")
@@ -32,6 +32,7 @@ _EXCEPTED = (
     "model.recompute_method",
     "model.recompute_num_layers",
     "model.recompute_modules",
+    "data.cache",
 )
 # Settings whose changes are allowed and not reported.
 _NOT_REPORTED = (
@@ -39,6 +40,7 @@ _NOT_REPORTED = (
     "checkpoint",
     "evaluation",
     "tensorboard",
+    "data.cache",
     "parallel.replicas",
     "noloco.deadline_seconds",
     "noloco.transport",

@@ -54,13 +54,11 @@ def add_commands(commands: Commands) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
+    from megatron_noloco.data.division import spelled_out
     from megatron_noloco.data.folders import dead_links, read_once
     from megatron_noloco.data.inputs import find_inputs
-    from megatron_noloco.data.open_datasets import spelled_out
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
+    from megatron_noloco.data.progress import Progress
     from megatron_noloco.data.sources import TokenizerChoice
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
@@ -70,36 +68,32 @@ def _preprocess(args: argparse.Namespace) -> int:
         args.tokenizer_type, args.tokenizer_model, args.split_special_tokens, args.prepend_bos
     )
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     try:
-        job = Job(find_inputs(args.input), args.output_prefix, encoding)
+        job = Job(find_inputs(args.input, "--input"), args.output_prefix, encoding)
         check(job)
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("preprocess", total=sum(item.bytes for item in job.inputs))
-            tally = preprocess(job, lambda read_bytes: progress.advance(task, read_bytes))
+        with Progress("preprocess", job.bytes) as progress:
+            counts = preprocess(job, progress.advance)
     except KeyboardInterrupt:
         sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
-    left_out = [f"{tally.empty} empty documents"] * bool(tally.empty)
-    left_out += [f"{tally.not_text} files that are not UTF-8 text"] * bool(tally.not_text)
+    left_out = [f"{counts['empty']} empty documents"] * bool(counts["empty"])
+    left_out += [f"{counts['not_text']} files that are not UTF-8 text"] * bool(counts["not_text"])
     notes = f"; left out: {', '.join(left_out)}" if left_out else ""
     notes += read_once(sum(item.further_paths for item in job.inputs))
     notes += dead_links(Path(given).expanduser() for given in args.input)
-    notes += spelled_out(tally.special_tokens, args.split_special_tokens)
-    beside = f", {tally.beside_records} of them from files of text beside records" * (
-        tally.beside_records > 0
-    )
-    say(f"{tally.documents} documents{beside}, {tally.tokens} tokens{notes}")
+    notes += spelled_out(counts["special_tokens"], args.split_special_tokens)
+    text = counts["beside_records"]
+    beside = f", {text} of them from files of text beside records" * (text > 0)
+    say(f"{counts['documents']} documents{beside}, {counts['tokens']} tokens{notes}")
     say(*(str(job.output(key)) for key in args.json_keys))
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.indexed import IndexedTokens, report
+    from megatron_noloco.data.indexed import Indexed, report
     from megatron_noloco.data.sources import TokenizerChoice
     from megatron_noloco.data.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice(args.tokenizer_type, args.tokenizer_model))
-    say(*report(IndexedTokens(args.prefix), tokenizer, args.samples))
+    say(*report(Indexed(args.prefix), tokenizer, args.samples))
     return 0

@@ -8,8 +8,8 @@ from pydantic import field_validator, model_validator
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.sources import (
-    Blend,
     IndexedSource,
+    Prefixes,
     RecordSource,
     Source,
     Split,
@@ -70,6 +70,11 @@ class DataConfig(Settings):
         "949,50,1",
         "Weights of the training, validation and test parts, as in Megatron; a missing weight is 0.",
     )
+    cache: FilePath | None = field(
+        None,
+        "A folder for the datasets that are made of text and records, once per host; `data cache` shows and "
+        "clears it. null: megatron_noloco/data in the user's cache folder.",
+    )
 
     reset_attention_mask: bool = field(
         False,
@@ -89,7 +94,7 @@ class DataConfig(Settings):
     @classmethod
     def _is_a_blend(cls, paths: Paths | None) -> Paths | None:
         if paths is not None:
-            Blend.parse(paths)
+            Prefixes.parse(paths)
         return paths
 
     @field_validator("split")
@@ -127,14 +132,14 @@ class DataConfig(Settings):
     def source(self) -> Source:
         """Return what is read, of the fields that say it."""
         if self.text is not None:
-            return TextSource(self.text, Split.parse(self.split))
+            return TextSource(self.text, Split.parse(self.split), self.cache)
         if self.data_path is not None:
-            return IndexedSource(Blend.parse(self.data_path), None, Split.parse(self.split))
+            return IndexedSource(Prefixes.parse(self.data_path), None, Split.parse(self.split))
         if self.sft_data_path is not None:
-            return RecordSource(self.sft_data_path, Split.parse(self.split), self.sft_packing)
+            return RecordSource(self.sft_data_path, Split.parse(self.split), self.sft_packing, self.cache)
         assert self.train_data_path is not None  # one of the four is there
-        validation = None if self.valid_data_path is None else Blend.parse(self.valid_data_path)
-        return IndexedSource(Blend.parse(self.train_data_path), validation, None)
+        validation = None if self.valid_data_path is None else Prefixes.parse(self.valid_data_path)
+        return IndexedSource(Prefixes.parse(self.train_data_path), validation, None)
 
     @property
     def separate_documents(self) -> bool:

@@ -1,5 +1,6 @@
 """A Hugging Face fast tokenizer, from its files."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -79,6 +80,15 @@ class FastTokenizer:
     def digest(self) -> str:
         """Hex SHA-256 of all that decides which tokens a text gets, with the tokens of begin and end."""
         return sha256_of([self._content, self.beginning_of_document, self.end_of_document])
+
+    @property
+    def files_digest(self) -> str:
+        """Hex SHA-256 of the files, of which also depends what a template writes and how tokens are decoded."""
+        files = [self.folder / name for name in (_TOKENIZER, _CONFIG, _TOKENS_MAP, _TEMPLATE)]
+        files += sorted((self.folder / _MORE_TEMPLATES).glob("*.jinja"))
+        return sha256_of(
+            {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+        )
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

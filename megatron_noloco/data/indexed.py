@@ -1,5 +1,7 @@
 """Read and write Megatron's indexed datasets: tokens in `PREFIX.bin`, where texts begin in `PREFIX.idx`.
 
+Records for fine-tuning have a mask of what is learnt in `PREFIX.mask`: a byte, 0 or 1, for each token.
+
 The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compare both ways. Megatron-core itself
 is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
@@ -8,14 +10,16 @@ import fcntl
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from megatron_noloco.data.encode import Sequence
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, put_in_place, write_text, write_whole
@@ -30,8 +34,26 @@ _PIECE = 1 << 16  # numbers of an index that are compared at once
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
-class IndexedTokens:
-    """The tokens under a prefix, memory-mapped, as one stream; incomplete files are refused.
+@dataclass(frozen=True)
+class Dataset:
+    """Sequences of tokens, one after the other; of an indexed dataset, or of a part of it, memory-mapped.
+
+    Attributes:
+        tokens: shape [tokens].
+        offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first token
+            has the first offset. None: one sequence.
+        mask: whether each token has a loss, shape [tokens]; None: each has.
+        name: for the user.
+    """
+
+    tokens: np.ndarray
+    offsets: "np.ndarray | Offsets | None" = None
+    mask: np.ndarray | None = None
+    name: str = "dataset"
+
+
+class Indexed:
+    """The indexed dataset under a prefix, memory-mapped; incomplete files are refused.
 
     A document is one or more sequences (here: pieces of a long text). A split consists of whole sequences.
     """
@@ -65,16 +87,23 @@ class IndexedTokens:
                 f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
             )
         self.tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
+        mask = _mask_of(prefix)
+        self.mask = np.memmap(mask, dtype=np.bool_, mode="r") if mask.exists() else None
+        if self.mask is not None and len(self.mask) != tokens:
+            raise UserError(
+                f"{mask}: {len(self.mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
+            )
 
     @property
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, int64 [documents]."""
         return np.diff(self.offsets[self.document_bounds])
 
-    def part(self, first: int, stop: int) -> np.ndarray:
-        """Return the tokens of sequences `first` to `stop`, as a view of the file."""
+    def part(self, first: int, stop: int, name: str = "dataset") -> Dataset:
+        """Return sequences `first` to `stop`, as views of the files."""
         start, end = self.offsets[np.array([first, stop])]
-        return self.tokens[start:end]
+        mask = None if self.mask is None else self.mask[start:end]
+        return Dataset(self.tokens[start:end], self.offsets.part(first, stop), mask, name)
 
 
 class Offsets:
@@ -126,8 +155,8 @@ def _ascend(numbers: np.ndarray) -> bool:
     return all((piece[1:] >= piece[:-1]).all() for piece in pieces)
 
 
-def open_indexed(prefix: str, tokenizer: Tokenizer) -> IndexedTokens:
-    """Open a dataset; raises UserError as `IndexedTokens` does, and where it was made with another tokenizer.
+def open_indexed(prefix: str, tokenizer: Tokenizer) -> Indexed:
+    """Open a dataset; raises UserError as `Indexed` does, and where it was made with another tokenizer.
 
     A rank reads an index once, however often it opens the dataset, unless the files have changed.
     """
@@ -144,8 +173,12 @@ def open_indexed(prefix: str, tokenizer: Tokenizer) -> IndexedTokens:
 
 
 @lru_cache(maxsize=64)
-def _open(prefix: str, stamps: tuple[object, ...]) -> IndexedTokens:
-    return IndexedTokens(prefix)
+def _open(prefix: str, stamps: tuple[object, ...]) -> Indexed:
+    return Indexed(prefix)
+
+
+def _mask_of(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.mask")
 
 
 def _record_of(prefix: str | Path) -> Path:
@@ -179,31 +212,58 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 class IndexedWriter:
     """Writes one dataset; both files have another name until `finish`, so nobody can read half a dataset."""
 
-    def __init__(self, prefix: Path, vocab_size: int) -> None:
-        """Raises UserError where the dataset exists, or another process is writing it."""
+    def __init__(self, prefix: Path, vocab_size: int, masked: bool = False) -> None:
+        """Raises UserError where the dataset exists, or another process is writing it.
+
+        Args:
+            masked: whether the dataset says which tokens have a loss.
+        """
         self.prefix = prefix
         self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
         self._partial = Path(f"{prefix}.bin.partial")
         self._tokens = _open_alone(self._partial)
+        self._mask = Path(f"{_mask_of(prefix)}.partial").open("wb") if masked else None  # noqa: SIM115
         if Path(f"{prefix}.idx").exists():
             self.discard()
             raise UserError(f"{prefix}.idx exists already; remove it or give another --output-prefix")
         self._lengths, self._bounds = array("i"), array("q", [0])
 
-    def add(self, tokens: np.ndarray, ends_document: bool) -> None:
-        """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document."""
+    def __len__(self) -> int:
+        """Return the number of sequences so far."""
+        return len(self._lengths)
+
+    def add(self, tokens: np.ndarray, ends_document: bool, mask: np.ndarray | None = None) -> None:
+        """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document.
+
+        Args:
+            mask: whether each token has a loss, bool [tokens]; of a dataset that is masked.
+        """
         with naming_file(self._partial):
             self._tokens.write(tokens.astype(self._dtype).data)
+            if self._mask is not None and mask is not None:
+                self._mask.write(mask.data)
         self._lengths.append(len(tokens))
         if ends_document:
             self._bounds.append(len(self._lengths))
 
+    def write(self, sequences: Iterable[Sequence]) -> None:
+        """Write all of these sequences."""
+        for tokens, ends, mask in sequences:
+            self.add(tokens, ends, mask)
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
+
     def discard(self) -> None:
         """Remove what is not finished."""
-        if not self._tokens.closed:  # else the partial file is of another process
-            self._partial.unlink(missing_ok=True)
-            with suppress(OSError):  # of what a full disk does not take, and nobody needs
-                self._tokens.close()
+        for file in filter(None, (self._tokens, self._mask)):
+            if not file.closed:  # else the partial file is of another process
+                Path(file.name).unlink(missing_ok=True)
+                with suppress(OSError):  # of what a full disk does not take, and nobody needs
+                    file.close()
 
     def finish(self, tokenizer: Tokenizer | None = None) -> None:
         """Put the tokens in place, then the index, each after it is synced to disk.
@@ -211,10 +271,12 @@ class IndexedWriter:
         Args:
             tokenizer: with which they were made, which `open_indexed` compares; Megatron ignores the file.
         """
-        with naming_file(self._partial):
-            self._tokens.flush()
-            put_in_place(self._partial, Path(f"{self.prefix}.bin"))
-        self._tokens.close()  # and unlock it, which must have its name by then
+        for file in filter(None, (self._mask, self._tokens)):
+            partial = Path(file.name)
+            with naming_file(partial):
+                file.flush()
+                put_in_place(partial, partial.with_suffix(""))
+            file.close()  # and unlock it, which must have its name by then
         if tokenizer is not None:
             write_text(_record_of(self.prefix), f"{tokenizer.digest}\n")
         code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
@@ -254,7 +316,7 @@ def _open_alone(path: Path) -> IO[bytes]:
 _PREVIEW_TOKENS = 60  # of a document
 
 
-def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
+def report(indexed: Indexed, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
     """Yield lines that describe a dataset, then one line for each of its first `samples` documents."""
     lengths = indexed.document_lengths
     yield f"dataset: {indexed.prefix} ({indexed.tokens.nbytes / 1e6:.1f} MB, {indexed.dtype} tokens)"
@@ -266,7 +328,7 @@ def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterat
     )
     for number in range(min(samples, len(lengths))):
         first, stop = indexed.document_bounds[number : number + 2]
-        yield f"document {number}: {_preview(indexed.part(first, stop)[:_PREVIEW_TOKENS], tokenizer)}"
+        yield f"document {number}: {_preview(indexed.part(first, stop).tokens[:_PREVIEW_TOKENS], tokenizer)}"
 
 
 def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:

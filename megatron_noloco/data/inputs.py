@@ -1,7 +1,9 @@
-"""Read the inputs of preprocessing: text, JSON lines and Parquet, plain or compressed, files or folders."""
+"""Find and read inputs: text, JSON lines and Parquet, plain or compressed, files or folders."""
 
 import io
 import json
+import platform
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,21 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from megatron_noloco.data.corpus import PIECE_BYTES, read_piece
 from megatron_noloco.data.folders import COMPRESSIONS, JSON_LINES, PARQUET, files_below, once, plain_name
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_utf_8, check_whole_characters, is_utf_8, without_mark
 
+STANDARD_LIBRARY = "python-stdlib"  # as data.text: the sources of Python's standard library on this machine
+PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this size
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file to preprocess."""
+    """One file to read."""
 
     path: Path
     folder: Path | None  # the given folder in which the file was found; None: the file itself was given
     further_paths: int = 0  # to the same file, which is read once
+
+    @property
+    def name(self) -> str:
+        """Name that is the same wherever the given file or folder lies."""
+        return self.path.name if self.folder is None else self.path.relative_to(self.folder).as_posix()
 
     @property
     def kind(self) -> Literal["text", "jsonl", "parquet"]:
@@ -31,6 +40,11 @@ class Input:
         if name.endswith(PARQUET):
             return "parquet"
         return "jsonl" if name.endswith(JSON_LINES) else "text"
+
+    @property
+    def is_plain_text(self) -> bool:
+        """Whether the name says neither records nor a compression."""
+        return self.kind == "text" and self.path.suffix.lower() not in COMPRESSIONS
 
     @property
     def bytes(self) -> int:
@@ -41,23 +55,127 @@ class Input:
 class Piece(NamedTuple):
     """A document, or a piece of a long text."""
 
-    texts: list[str]  # of each key; "" for null
+    text: str
     read_bytes: int  # of the input on disk since the piece before
     begins: bool = True  # whether it is the first of its document
     ends: bool = True  # whether it is the last
 
 
-class _RepeatedKeyError(UserError):
-    """An object of JSON has a key twice, of which Python's parser would keep the last."""
+def find_inputs(places: Iterable[str], option: str) -> list[Input]:
+    """Return the files at `places`; folders are searched recursively, without hidden files.
+
+    Raises UserError, which names the option that gave the places, when a place does not exist.
+    """
+    found: list[tuple[Path, Path | None]] = []
+    for place in places:
+        if place == STANDARD_LIBRARY and option != "--input":
+            found += [(file, standard_library()) for file in standard_library_files()]
+            continue
+        path = Path(place).expanduser()
+        if not path.exists():
+            raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()})")
+        found += [(file, path) for file in files_below(path)] if path.is_dir() else [(path, None)]
+    folders = dict(reversed(found))
+    files = once([file for file, _ in found])
+    return [Input(file, folders[file], further) for file, further in files.items()]
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    held = dict(pairs)
-    if len(held) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for place, name in enumerate(names) if name in names[:place])
-        raise _RepeatedKeyError(f'the key "{repeated}" is there twice; leave one out')
-    return held
+def standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def standard_library_files() -> list[Path]:
+    """Return the sources of Python's standard library, without its tests: text that every machine has."""
+    files = files_below(standard_library(), _SKIPPED_FOLDERS)
+    return [path for path in files if path.suffix == ".py" and begins_as_text(path)]
+
+
+def name_of_text(text: str) -> str:
+    """Return the name of a text for the user; the standard library differs between versions of Python."""
+    return f"{text} {platform.python_version()}" if text == STANDARD_LIBRARY else text
+
+
+def begins_as_text(path: Path) -> bool:
+    """Return whether a file begins with UTF-8 text."""
+    with path.open("rb") as file:
+        content = without_mark(_read_piece(file))
+    return content != b"" and is_utf_8([content])
+
+
+def is_text(item: Input, decompressed: bool = True) -> bool:
+    """Return whether a file is UTF-8 text from beginning to end."""
+    with opened(item.path, decompressed) as (_, file):
+        return is_utf_8(iter(partial(file.read, PIECE_BYTES), b""))
+
+
+# Reading
+
+
+def read_pieces(item: Input, key: str) -> Iterator[Piece]:
+    """Read the documents of one input in order, without blank lines.
+
+    Raises UserError that names the file, and the line or row, when the input cannot be read.
+
+    Args:
+        key: of JSON, or the column of a Parquet file.
+    """
+    if item.kind == "text":
+        yield from read_text(item)
+        return
+    for place, row, read_bytes in read_rows(item, [key]):
+        try:
+            text = _text(row, key)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from None
+        yield Piece(text, read_bytes)
+
+
+def read_rows(item: Input, columns: Iterable[str] | None = None) -> Iterator[tuple[str, Any, int]]:
+    """Yield of each row of Parquet, or line of JSON that is not blank: its place, its content, the bytes read.
+
+    JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
+    type under a key in every line. Raises UserError that names the place.
+
+    Args:
+        columns: of Parquet, which must be there; None: all.
+    """
+    if item.kind == "parquet":
+        yield from _read_parquet(item, columns)
+        return
+    with opened(item.path) as (raw, file):
+        yield from _read_lines(item, raw, file)
+
+
+def read_text(item: Input, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+    """Read a text as one document, a long one in pieces of whole lines.
+
+    Args:
+        stop: the byte after the last one; None: all is read, decompressed.
+    """
+    with opened(item.path, stop is None) as (raw, file):
+        if start:
+            file.seek(start)
+        rest = partial(_read_piece, file, raw.tell, stop)
+        begins, before, piece = True, start, rest() if start else without_mark(rest())
+        try:
+            if stop is None:  # else the file was checked before it was divided
+                check_utf_8(piece)
+            while piece or begins:
+                following, place = rest(), raw.tell()
+                yield Piece(piece.decode(), place - before, begins, not following)
+                begins, before, piece = False, place, following
+        except UnicodeDecodeError as error:
+            raise UserError(f"{item.path}: not UTF-8 text ({error.reason})") from None
+        except UserError as error:
+            raise UserError(f"{item.path}: {error}") from None
+
+
+def _read_piece(file: IO[bytes], place: Any = None, stop: int | None = None) -> bytes:
+    """Read `PIECE_BYTES` and the rest of the last line, up to byte `stop`; return b"" at the end."""
+    if stop is None:
+        return file.read(PIECE_BYTES) + file.readline()
+    piece = file.read(min(PIECE_BYTES, stop - place()))
+    return piece + file.readline(stop - place())
 
 
 def parse_json(line: bytes) -> Any:
@@ -77,87 +195,39 @@ def parse_json(line: bytes) -> Any:
     raise UserError(problem)
 
 
+class _RepeatedKeyError(UserError):
+    """An object of JSON has a key twice, of which Python's parser would keep the last."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    held = dict(pairs)
+    if len(held) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for place, name in enumerate(names) if name in names[:place])
+        raise _RepeatedKeyError(f'the key "{repeated}" is there twice; leave one out')
+    return held
+
+
 def _text(fields: Any, key: str) -> str:
     if not isinstance(fields, dict):
         raise UserError("not a JSON object; each line must hold one")
+    other = "`data preprocess --json-keys` takes another"
     if key not in fields:
-        raise UserError(f"no key {key!r}; there are {', '.join(fields)} (--json-keys)")
+        raise UserError(f"no key {key!r}; there are {', '.join(fields)} ({other})")
     text = fields[key]
     if text is not None and not isinstance(text, str):
-        raise UserError(f"{key!r} holds {type(text).__name__}, not text (--json-keys)")
+        raise UserError(f"{key!r} holds {type(text).__name__}, not text ({other})")
     check_whole_characters(text or "")
     return text or ""
 
 
-def find_inputs(paths: Iterable[str]) -> list[Input]:
-    """Return the files named by `paths`; folders are searched recursively, without hidden files.
-
-    Raises UserError when a path is missing or there is nothing to read.
-    """
-    found: list[tuple[Path, Path | None]] = []
-    for given in paths:
-        path = Path(given).expanduser()
-        if not path.exists():
-            raise UserError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
-        found += [(file, path) for file in files_below(path)] if path.is_dir() else [(path, None)]
-    folders, files = dict(reversed(found)), once([file for file, _ in found])
-    inputs = [Input(file, folders[file], further) for file, further in files.items()]
-    if not any(item.bytes for item in inputs):
-        raise UserError(f"--input {' '.join(paths)}: holds no files with text")
-    return inputs
-
-
-def read_pieces(item: Input, keys: tuple[str, ...]) -> Iterator[Piece]:
-    """Read the documents of one input in order, without blank lines.
-
-    Raises UserError that names the file, and the line or row, where it cannot.
-
-    Args:
-        keys: of JSON, or columns of a Parquet file.
-    """
-    if item.kind == "text":
-        with opened(item.path) as (raw, file):
-            yield from _read_text(item, raw, file)
-        return
-    for place, row, read_bytes in read_rows(item, keys):
-        try:
-            texts = [_text(row, key) for key in keys]
-        except ValueError as error:
-            raise UserError(f"{place}: {error}") from None
-        yield Piece(texts, read_bytes)
-
-
-def read_rows(item: Input, columns: Iterable[str] | None = None) -> Iterator[tuple[str, Any, int]]:
-    """Yield of each row of Parquet, or line of JSON that is not blank: its place, its content, the bytes read.
-
-    JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
-    type under a key in every line. Raises UserError that names the place.
-
-    Args:
-        columns: of Parquet, which must be there; None: all.
-    """
-    if item.kind == "parquet":
-        yield from _read_parquet(item, columns)
-        return
-    with opened(item.path) as (raw, file):
-        yield from _read_lines(item, raw, file)
-
-
-def is_text(item: Input) -> bool:
-    """Return whether a file is read; one that was found in a folder must be UTF-8 text, no picture or archive."""
-    if item.kind != "text" or item.folder is None:
-        return True
-    with opened(item.path) as (_, file):
-        return is_utf_8(iter(partial(file.read, PIECE_BYTES), b""))
-
-
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file, and what it holds before compression; raises UserError where it cannot be decompressed."""
+def opened(path: Path, decompressed: bool = True) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file, and what it holds before compression; raises UserError when it cannot be decompressed."""
     try:
         with path.open("rb") as raw:
             compression = COMPRESSIONS.get(path.suffix.lower())
-            if compression is None:
+            if compression is None or not decompressed:
                 yield raw, raw
             else:
                 import pyarrow  # optional
@@ -184,21 +254,6 @@ def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[tuple[
                     raise UserError(f"{place}: {error}") from None
                 yield place, content, read
                 read = 0
-
-
-def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Piece]:
-    """Read a file as one document, a long one in pieces of whole lines."""
-    begins, before, piece = True, 0, without_mark(read_piece(file))
-    try:
-        check_utf_8(piece)
-        while piece or begins:
-            following, place = read_piece(file), raw.tell()
-            yield Piece([piece.decode()], place - before, begins, not following)
-            begins, before, piece = False, place, following
-    except UnicodeDecodeError as error:
-        raise UserError(f"{item.path}: not UTF-8 text ({error.reason})") from None
-    except UserError as error:
-        raise UserError(f"{item.path}: {error}") from None
 
 
 def _read_parquet(item: Input, columns: Iterable[str] | None) -> Iterator[tuple[str, Any, int]]:

@@ -148,7 +148,7 @@ class Reader:
         }
 
 
-class StepLoader:
+class Loader:
     """Microbatches and routes, step by step; a thread reads one step ahead.
 
     On a machine with a GPU, microbatches are in pinned memory, so that the copy to the device is asynchronous.

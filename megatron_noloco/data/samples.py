@@ -1,24 +1,23 @@
 """Samples: the tokens of a dataset cut to equal lengths.
 
-The training data of an indexed dataset is shuffled twice:
+Text is cut in the order of the files. The training data of an indexed dataset is shuffled twice:
 
-- `ShuffledDataset` lays the sequences (documents, or pieces of long ones) end to end in an order drawn from the
+- `ShuffledSamples` lays the sequences (documents, or pieces of long ones) end to end in an order drawn from the
   run's seed, and cuts them into samples, so that neighbours in the files do not share samples.
 - `plans/sample_order.py` shuffles the samples, anew in every epoch.
 
 Megatron-core's GPTDataset shuffles both as well, and keeps the orders in index files. Here every element of an
 order is computed when it is needed, so there are no index files to build, share or verify.
+
+Records for fine-tuning become samples in `record_samples.py`.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_noloco.data.indexed import Offsets
+from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.errors import UserError
 from megatron_noloco.plans.draws import Shuffle, Stream
@@ -37,6 +36,14 @@ class Sample(NamedTuple):
     documents: np.ndarray | None  # the number of each token's document in the sample; None: not separated
 
 
+class Array(Protocol):
+    """What can be read in stretches."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> np.ndarray: ...
+
+
 class SampleDataset(Protocol):
     """A dataset of which microbatches are made."""
 
@@ -48,26 +55,35 @@ class SampleDataset(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
-class TokenDataset:
+class Samples:
     """Samples in the order of the tokens: sample i is cut from tokens[i*S : i*S + S + 1], where S = `seq_length`.
 
     The first S of these are its tokens, the last S its labels. Neighbouring samples share one token, so that each
     token but the first is a label once; a rest shorter than a sample is left out.
+
+    Attributes:
+        hashed_as: the type of tokens in checksums; None: that of the dataset.
     """
 
-    def __init__(self, tokens: np.ndarray, needs: Needs, name: str = "dataset") -> None:
+    hashed_as: type[np.generic] | None = None
+
+    def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raises UserError when there are fewer than S + 1 tokens."""
         self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
-        if len(tokens) < self.seq_length + 1:
+        self.tokens, self.name = dataset.tokens, dataset.name
+        if len(self.tokens) < self.seq_length + 1:
             raise UserError(
-                f"corpus too small: {name} has {len(tokens)} tokens, one sample needs "
+                f"corpus too small: {self.name} has {len(self.tokens)} tokens, one sample needs "
                 f"seq_length + 1 = {self.seq_length + 1}"
             )
-        self.tokens = tokens
-        self.name = name
 
     @property
-    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
+    def labels(self) -> Array:
+        """All tokens that have a loss."""
+        return self.tokens
+
+    @property
+    def contents(self) -> tuple[Array, ...]:
         """All that samples are made of: first the tokens."""
         return (self.tokens,)
 
@@ -96,26 +112,21 @@ class TokenDataset:
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64), []
 
 
-class ShuffledDataset(TokenDataset):
+class ShuffledSamples(Samples):
     """Samples of sequences that are laid end to end in an order drawn from the seed.
 
-    There are as many as in a TokenDataset of the same tokens, and each token is a label at most once.
+    There are as many as without shuffling, and each token is a label at most once.
     """
 
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray | Offsets, needs: Needs, name: str) -> None:
-        """Raises UserError where there is no whole sample.
-
-        Args:
-            tokens: the tokens of all sequences, in the order of the file, shape [tokens].
-            offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first
-                token has the first offset.
-        """
-        super().__init__(tokens, needs, name)
-        self._offsets, self._first = offsets, int(offsets[:1][0])
-        self._order = Shuffle(len(offsets) - 1, needs.seed, Stream.DOCUMENTS)
+    def __init__(self, dataset: Dataset, needs: Needs) -> None:
+        """Raises UserError when there is no whole sample."""
+        super().__init__(dataset, needs)
+        assert dataset.offsets is not None
+        self._offsets, self._first = dataset.offsets, int(dataset.offsets[:1][0])
+        self._order = Shuffle(len(dataset.offsets) - 1, needs.seed, Stream.DOCUMENTS)
 
     @property
-    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
+    def contents(self) -> tuple[Array, ...]:
         return self.tokens, self._offsets
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
@@ -151,23 +162,6 @@ class ShuffledDataset(TokenDataset):
             for _, lengths in [self._sequences(first, first + step)]
         ]
         return np.cumsum(np.concatenate(sums))
-
-
-class JoinedDataset:
-    """The samples of one or several datasets, one dataset after the other."""
-
-    def __init__(self, parts: Sequence[SampleDataset]) -> None:
-        self.parts = parts
-        self.seq_length = parts[0].seq_length
-        self.name = "the blend of " * (len(parts) > 1) + ", ".join(part.name for part in parts)
-        self._ends = list(accumulate(map(len, parts)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Sample:
-        number = bisect_right(self._ends, index)
-        return self.parts[number][index - (self._ends[number - 1] if number else 0)]
 
 
 def check_index(dataset: SampleDataset, index: int) -> None:

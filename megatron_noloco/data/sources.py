@@ -47,13 +47,13 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Blend:
-    """Datasets and their shares, which add up to 1."""
+class Prefixes:
+    """Prefixes of indexed datasets and their shares, which add up to 1."""
 
     parts: tuple[tuple[str, float], ...]  # prefix, share
 
     @classmethod
-    def parse(cls, paths: str | Sequence[str | float]) -> "Blend":
+    def parse(cls, paths: str | Sequence[str | float]) -> "Prefixes":
         """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises UserError."""
         if isinstance(paths, str):
             words = paths.split()
@@ -81,15 +81,22 @@ class TextSource:
 
     text: str
     split: Split
+    cache: str | None = None  # the folder of its dataset; None: the user's cache folder
 
 
 @dataclass(frozen=True)
 class IndexedSource:
     """Megatron's indexed datasets: one blend cut by `split`, or a blend each for training and validation."""
 
-    train: Blend
-    validation: Blend | None  # None: not given; with `split` it is the same blend as `train`
+    train: Prefixes
+    validation: Prefixes | None  # None: not given; with `split` it is the same blend as `train`
     split: Split | None  # None: `train` and `validation` are read whole
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The prefix of each dataset, once."""
+        blends = filter(None, (self.train, self.validation))
+        return list(dict.fromkeys(prefix for blend in blends for prefix, _ in blend.parts))
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class RecordSource:
     path: str
     split: Split
     packed: bool  # several records in one sample, as separate documents
+    cache: str | None = None  # as of a `TextSource`
 
 
 Source = TextSource | IndexedSource | RecordSource
@@ -123,6 +131,7 @@ class Needs:
     seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledDataset`)
     evaluates: bool = True  # whether validation datasets are built
     documents: DocumentBorders | None = None  # None: documents are not separated
+    shown: bool = True  # whether this process shows progress while a dataset is made
 
 
 @dataclass(frozen=True)

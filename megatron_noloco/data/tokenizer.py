@@ -34,6 +34,7 @@ class ByteTokenizer:
     special_tokens: dict[str, int] = {}  # noqa: RUF012 (read only)
     vocab_size = BYTES + 1
     digest = hashlib.sha256(b"UTF-8 bytes, 256 ends a document").hexdigest()
+    files_digest = ""
     chat_template = ChatTemplate(None, None)
 
     def encode(self, text: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
-from megatron_noloco.data.open_datasets import validation_datasets, whole_dataset
+from megatron_noloco.data.opening import open_validation, open_whole
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.errors import UserError
@@ -115,14 +115,15 @@ def open_weights(
     needs = Needs(architecture.vocab_size, architecture.seq_length, documents=documents)
     datasets: Sequence[SampleDataset]
     if data is not None:
-        dataset, notes = whole_dataset(data, tokenizer, needs)
-        datasets = [dataset]
+        cache = source.config.data.cache if source else None
+        samples, notes = open_whole(data, tokenizer, needs, cache)
+        datasets = [samples]
         if notes:
             sys.stderr.write(f"--data {data}: {notes}\n")
     else:
         assert source is not None
         counters = source.saved.manifests[0].counters
-        datasets = validation_datasets(source.config.data.source, tokenizer, needs, counters)
+        datasets = open_validation(source.config.data.source, tokenizer, needs, counters).parts
     if architecture.seq_length > trained.seq_length:
         sys.stderr.write(
             f"--seq-length {architecture.seq_length}: the model's context is {trained.seq_length} tokens; it was "

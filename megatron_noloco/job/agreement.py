@@ -120,18 +120,18 @@ def announce(subject: str, number: int) -> None:
     _store().set(f"{subject}/{dist.get_rank()}", str(number))
 
 
-def announced(subject: str) -> list[int]:
+def announced(subject: str, patience_seconds: float = PATIENCE_SECONDS) -> list[int]:
     """Wait until all ranks have announced their number; return the numbers in rank order.
 
-    Raises RuntimeError when a rank has announced none within `PATIENCE_SECONDS`, or the store is lost.
+    Raises RuntimeError when a rank has announced none within `patience_seconds`, or the store is lost.
     """
     names = [f"{subject}/{rank}" for rank in range(dist.get_world_size())]
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + patience_seconds
     shared = _store()
     # A blocking `wait` would keep the other threads of this process from the store.
     while not shared.check(names):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"a rank has not answered for {PATIENCE_SECONDS:.0f} s")
+            raise RuntimeError(f"a rank has not answered for {patience_seconds:.0f} s")
         time.sleep(_POLL_SECONDS)
     return [int(shared.get(name)) for name in names]
 

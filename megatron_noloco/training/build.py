@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
+from megatron_noloco.data.microbatches import Loader, MicrobatchSource, Reader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -59,15 +59,15 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         restore(start.saved, engine, outer, settings)
 
     slot = topology.slot if topology.separate_jobs else None
-    order = prepared.datasets.order(config.training.seed, slot)
-    source = MicrobatchSource(prepared.datasets.train, order, plan)
+    training = joined.data.training
+    source = MicrobatchSource(training, training.order(config.training.seed, slot), plan)
     reader = Reader.at(topology, groups.position, stage.separate_documents)
     return Run(
         schedule=_schedule(config),
         start_step=start.step,
         engine=engine,
         peers=peers,
-        loader=StepLoader(source, routing, config.noloco.local_steps, reader, record),
+        loader=Loader(source, routing, config.noloco.local_steps, reader, record),
         evaluator=_evaluator(prepared, joined, engine, outer),
         checkpointer=checkpointer,
         monitor=monitor,
@@ -100,7 +100,7 @@ def _evaluator(prepared: Prepared, joined: Joined, engine: ReplicaEngine, outer:
         )
         losses = own_losses, mean_losses
         means = partial(mean_model, outer, weights) if config.evaluation.mean_model else None
-    evaluator = Evaluator(engine, config.routing(topology), prepared.validation, losses, means)
+    evaluator = Evaluator(engine, config.routing(topology), joined.validation, losses, means)
     evaluator.stops_before = joined.stopping.before_part
     return evaluator
 

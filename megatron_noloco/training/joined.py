@@ -1,5 +1,6 @@
 """Joins this rank to the others: the job, the transport between replicas, and the step where all start."""
 
+import math
 import os
 import socket
 import sys
@@ -18,11 +19,14 @@ from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
 from megatron_noloco.config.saved import upgrade_saved_config
 from megatron_noloco.data.auto_tokenizer import folder_problem
+from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.opening import Data
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
-from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
+from megatron_noloco.job import activity
+from megatron_noloco.job.agreement import announce, announced, of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
     choose_transport,
@@ -38,7 +42,7 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.settings import shared
-from megatron_noloco.training.prepare import Prepared
+from megatron_noloco.training.prepare import Prepared, read_data
 from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
 
@@ -51,6 +55,8 @@ class Joined(NamedTuple):
         link: to the other replicas: messages inside one job, or the other jobs of a federation.
         start: where the training begins or continues.
         stopping: whether this job is to stop.
+        data: the data of the run.
+        validation: microbatches of each dataset of the blend.
         training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
@@ -59,6 +65,8 @@ class Joined(NamedTuple):
     link: Transport | Membership
     start: Start
     stopping: Stopping
+    data: Data
+    validation: list[ValidationSource]
     training_data: dict[str, int]
 
 
@@ -76,11 +84,12 @@ def join_job(prepared: Prepared) -> Joined:
     """
     config, topology = prepared.config, prepared.topology
     notes, host = _join_ranks(prepared)
-    check_ranks(prepared)
+    data, validation = _wait_for_data(prepared)
+    check_ranks(prepared, data)
     hosts = of_all_ranks(socket.gethostname())[:: topology.replica_size]
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
-    training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
+    training_data = of_rank_0(data.checksums if dist.get_rank() == 0 else {})
     settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
     tokenizer_copy = tokenizer_folder(settings.folder.parent)
     notes += _check_tokenizer(prepared, tokenizer_copy)
@@ -110,22 +119,32 @@ def join_job(prepared: Prepared) -> Joined:
     if dist.get_rank() == 0:
         prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
-    return Joined(config, by_recipe, link, start, stopping, training_data)
+    return Joined(config, by_recipe, link, start, stopping, data, validation, training_data)
 
 
-def check_ranks(prepared: Prepared) -> None:
+def check_ranks(prepared: Prepared, data: Data) -> None:
     """Raise UserError on all ranks of the job unless they have read the same config, tokenizer and data.
 
     Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
     another rank has read.
     """
-    compared = {"noloco": shared(prepared.config.noloco), "data": prepared.datasets.fingerprint}
+    compared = {"noloco": shared(prepared.config.noloco), "data": data.fingerprint}
     told = of_all_ranks(digests_of(compared) | prepared.alike.digests)
     for rank, digests in enumerate(told):
         if names := differences(told[0], digests):
             raise UserError(
                 f"rank {rank} differs from rank 0 in {names}: all ranks of a job need the same config and files"
             )
+
+
+def _wait_for_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
+    """Return the data, once all ranks of the job have them: a host that has no dataset makes it first."""
+    with activity.now.doing("preparing the data"):
+        read = read_data(prepared)
+        activity.now.part("waiting for other hosts, which prepare theirs")
+        announce("data", 1)
+        announced("data", math.inf)
+    return read
 
 
 class _Host(NamedTuple):

@@ -118,7 +118,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
     config, start, training = prepared.config, joined.start, prepared.config.training
     program, run = f"{os.path.relpath(sys.executable)} -m megatron_noloco", shlex.quote(training.output_dir)
     facts = RunFacts(
-        unigram_entropy=prepared.datasets.unigram_entropy,
+        unigram_entropy=joined.data.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
@@ -150,7 +150,7 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield from describe(prepared.config, prepared.topology, prepared.architecture, joined.by_recipe)
-    yield f"data: {prepared.datasets.summary}"
+    yield f"data: {joined.data.summary}"
     yield f"started by {prepared.world.launcher}; exchanges over {joined.link.name}"
     yield from joined.start.notes
     if same_data(joined.training_data, joined.start.counters) is False:

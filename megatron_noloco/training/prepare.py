@@ -1,7 +1,6 @@
 """Checks and reads what one process can alone, before it joins the others."""
 
 import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -20,20 +19,15 @@ from megatron_noloco.checkpoint.catalog import (
 from megatron_noloco.checkpoint.run_settings import tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
-from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_text, find_text
-from megatron_noloco.data.datasets import Datasets
-from megatron_noloco.data.folders import check_outside
-from megatron_noloco.data.indexed import open_indexed
 from megatron_noloco.data.microbatches import ValidationSource
-from megatron_noloco.data.open_datasets import build_datasets
-from megatron_noloco.data.records import record_files
-from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, TextSource
+from megatron_noloco.data.opening import Data, check_source, open_data
+from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import Alike
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
-from megatron_noloco.files import writing
+from megatron_noloco.files import check_writable
 from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.launcher import World, read_world
@@ -56,9 +50,7 @@ class Prepared:
     world: World
     topology: Topology
     architecture: Architecture
-    datasets: Datasets
     plan: BatchPlan
-    validation: list[ValidationSource]  # one per dataset of the blend
     alike: Alike  # what the jobs of a federation must have alike besides the settings of the method
 
     @property
@@ -70,7 +62,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:
-    """Check the config against the launch and the data; raises UserError, one line per problem.
+    """Check the config against the launch; raises UserError, one line per problem.
 
     Args:
         replica: in a federation, the number of this job's replica.
@@ -79,9 +71,8 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     world = read_world(environ)
     topology = _topology(config, world, _slot(config, replica))
     tokenizer, architecture = check_start(config)
-    read = _read(config, topology, tokenizer, architecture)
-    alike = _alike(config, tokenizer, architecture)
-    return Prepared(config, tokenizer, world, topology, architecture, *read, alike)
+    plan, alike = _plan(config, topology), _alike(config, tokenizer, architecture)
+    return Prepared(config, tokenizer, world, topology, architecture, plan, alike)
 
 
 def check_sizes(
@@ -95,29 +86,48 @@ def check_sizes(
         _read(config, topology, tokenizer, architecture)
 
 
-def _read(
-    config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
-) -> tuple[Datasets, BatchPlan, list[ValidationSource]]:
-    """Read the data; raises UserError where they are too few."""
+def read_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
+    """Open the data of a run, which one process of each host makes; raises UserError if they are too few.
+
+    Also returns the validation microbatches of each dataset of the blend.
+    """
+    shown = prepared.world.local_rank == 0
+    return _read(prepared.config, prepared.topology, prepared.tokenizer, prepared.architecture, shown)
+
+
+def _plan(config: RunConfig, topology: Topology) -> BatchPlan:
     sizes = topology.dp, config.microbatches, config.micro_batch_size
-    plan = BatchPlan(topology.replicas, *sizes, slot=topology.slot)
+    return BatchPlan(topology.replicas, *sizes, slot=topology.slot)
+
+
+def _read(
+    config: RunConfig,
+    topology: Topology,
+    tokenizer: Tokenizer,
+    architecture: Architecture,
+    shown: bool = True,
+) -> tuple[Data, list[ValidationSource]]:
     evaluation = config.evaluation
     needs = Needs(
         vocab_size=architecture.vocab_size,
         seq_length=architecture.seq_length,
-        global_batch=plan.global_batch,
+        global_batch=_plan(config, topology).global_batch,
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
         documents=config.documents(tokenizer.end_of_document),
+        shown=shown,
     )
-    datasets = build_datasets(config.data.source, tokenizer, needs)
+    data = open_data(config.data.source, tokenizer, needs)
     count = None if evaluation.full else evaluation.iters
     at_once = topology.pp if topology.vpp > 1 else 1  # microbatches that the interleaved schedule takes
-    validation = [
-        ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
-        for part in datasets.validation
-    ]
-    return datasets, plan, validation
+    validation = []
+    if data.validation is not None:
+        parts = zip(data.validation.parts, data.validation.weights, strict=True)
+        validation = [
+            ValidationSource(samples, config.micro_batch_size, count, weight, at_once)
+            for samples, weight in parts
+        ]
+    return data, validation
 
 
 def _topology(config: RunConfig, world: World, slot: int) -> Topology:
@@ -206,7 +216,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     Changes nothing on disk, and reads only the beginning of the data. Raises UserError, one line per problem.
     """
     _check_machine(config)
-    _check_writable(Path(config.training.output_dir))
+    check_writable(Path(config.training.output_dir), "training.output_dir")
     if config.federation.exists:
         network_of(config.federation, config.noloco, Alike({}))
     tokenizer = _tokenizer(config)
@@ -215,7 +225,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    _check_source(config.data.source, tokenizer, Path(config.training.output_dir))
+    check_source(config.data.source, tokenizer, Path(config.training.output_dir))
     _check_load(config.checkpoint.load, Path(config.training.output_dir))
     return tokenizer, architecture
 
@@ -260,15 +270,6 @@ def _check_kernel(optimizer: Optimizer) -> None:
         ) from None
 
 
-def _check_writable(output_dir: Path) -> None:
-    """Raise UserError where no file can be made in the folder, or in the existing one that will contain it."""
-    folder = output_dir.absolute()
-    with writing(output_dir, "training.output_dir"):
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryFile(dir=there):
-            pass
-
-
 def _check_load(load: str, output_dir: Path) -> None:
     """Raise UserError for a checkpoint that lacks manifests; its files are verified once all ranks are there.
 
@@ -296,19 +297,3 @@ def _not_a_step(folder: Path) -> str | None:
     inside = [*steps(folder / "checkpoints"), *steps(folder)]
     example = inside[0] if inside else "OUTPUT_DIR/checkpoints/step_00001000"
     return f'not a step folder; name one, such as {example}, or give "auto" for the newest in training.output_dir'
-
-
-def _check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
-    """Raise UserError where nothing can be read, or what the run writes would be."""
-    if isinstance(source, TextSource):
-        check_text(source.text)
-        if source.text != STANDARD_LIBRARY:
-            check_outside(output_dir, "training.output_dir", find_text(source.text), "data.text")
-        return
-    if isinstance(source, RecordSource):
-        record_files(source.path)
-        check_outside(output_dir, "training.output_dir", Path(source.path), "data.sft_data_path")
-        return
-    for blend in filter(None, (source.train, source.validation)):
-        for prefix, _ in blend.parts:
-            open_indexed(prefix, tokenizer)

@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.data.microbatches import StepLoader
+from megatron_noloco.data.microbatches import Loader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
@@ -61,7 +61,7 @@ class Run:
     start_step: int
     engine: ReplicaEngine
     peers: Peers
-    loader: StepLoader
+    loader: Loader
     evaluator: Evaluator
     checkpointer: Checkpointer
     monitor: Monitor

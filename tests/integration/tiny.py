@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig, load_config
-from megatron_noloco.data.datasets import Datasets
+from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -257,14 +257,14 @@ class SlotOrders:
         return np.concatenate([self.orders[slot].ids(int(place), 1) for slot, place in found])
 
 
-class SlotDatasets(Datasets):
-    """The data of a job whose replicas read as the slots of a federation do."""
+class SlotBlend(Blend):
+    """The training data of a job whose replicas read as the slots of a federation do."""
 
     replicas, batch = 1, 1
 
     def order(self, seed: int, slot: int | None = None) -> Any:
         assert slot is None
-        orders = [super(SlotDatasets, self).order(seed, replica) for replica in range(self.replicas)]
+        orders = [super(SlotBlend, self).order(seed, replica) for replica in range(self.replicas)]
         return SlotOrders(orders, self.batch)
 
 
@@ -272,11 +272,10 @@ def run_as_slots(rank: int, world_size: int, config: str) -> dict[str, Any]:
     """Do as `run_whole` with the samples that the replicas of a federation would read."""
     already_joined()
     prepared = prepare(load_config(config), os.environ)
-    datasets = SlotDatasets(**{one.name: getattr(prepared.datasets, one.name) for one in fields(Datasets)})
-    object.__setattr__(datasets, "replicas", prepared.topology.replicas)
-    object.__setattr__(datasets, "batch", prepared.plan.replica_batch)
-    prepared = replace(prepared, datasets=datasets)
-    run = build_parts(prepared, join_job(prepared))
+    joined = join_job(prepared)
+    training = SlotBlend(joined.data.training.parts, joined.data.training.weights)
+    training.replicas, training.batch = prepared.topology.replicas, prepared.plan.replica_batch
+    run = build_parts(prepared, joined._replace(data=replace(joined.data, training=training)))
     assert run.train()
     dist.barrier()
     return {}

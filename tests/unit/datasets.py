@@ -1,12 +1,20 @@
-"""Indexed datasets of a test."""
+"""Datasets of a test: indexed ones, and what text and records become."""
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.indexed import Indexed, IndexedWriter
+from megatron_noloco.data.made import make
+from megatron_noloco.data.records import encode_records, find_records
+from megatron_noloco.data.sources import Split, TextSource
+from megatron_noloco.data.tokenizer import Tokenizer
 
 
 def write_dataset(
@@ -18,3 +26,29 @@ def write_dataset(
         writer.add(np.array(document), ends_document=True)
     writer.finish(tokenizer)
     return str(prefix)
+
+
+def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
+    """What a text becomes: the tokens of its three splits, and the facts about it."""
+    entry = make(TextSource(text, Split.parse(split), mkdtemp()), tokenizer, shown=False)
+    indexed, facts = Indexed(entry.prefix), entry.facts
+    splits = (indexed.part(*bounds).tokens for bounds in pairwise(facts["splits"]))
+    return SimpleNamespace(**dict(zip(("train", "validation", "test"), splits, strict=True)), **facts)
+
+
+class Learnt(NamedTuple):
+    """What a record becomes; one of several if its turns cannot share a sequence of tokens."""
+
+    tokens: np.ndarray
+    answer: np.ndarray
+    begins: bool
+    joined: int  # answers whose first token reaches into the prompt, so far
+
+
+def load_records(path: str, tokenizer: Tokenizer) -> list[Learnt]:
+    counts, found, begins = Counter[str](), list[Learnt](), True
+    for tokens, ends, mask in encode_records(find_records(path)[0], tokenizer, counts, lambda _: None):
+        assert mask is not None
+        found.append(Learnt(tokens, mask, begins, counts["joined"]))
+        begins = ends
+    return found

@@ -16,11 +16,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from megatron_noloco.data.auto_tokenizer import load_as_written
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.open_datasets import build_datasets
-from megatron_noloco.data.records import Record, load_records
+from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs, RecordSource, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface.whole_model import prompt_tokens
+from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_records import write
 
 TEXT = [
@@ -154,7 +154,7 @@ texts = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def load(tokenizer: Any, *records: Any) -> list[Record]:
+def load(tokenizer: Any, *records: Any) -> list[Learnt]:
     return load_records(write(Path(mkdtemp(dir=PLACES[-1])) / "a.jsonl", *records), tokenizer)
 
 
@@ -235,17 +235,17 @@ def test_what_is_not_as_in_generation_is_counted() -> None:
     needs, split = Needs(1000, 64, evaluates=False), Split.parse("1")
     folder = Path(mkdtemp(dir=PLACES[-1]))
     path = write(folder / "a.jsonl", {"prompt": "fox", "completion": "1"}, {"messages": chat})
-    summary = build_datasets(RecordSource(path, split, True), word_piece, needs).summary
+    summary = open_data(RecordSource(path, split, True), word_piece, needs).summary
     assert summary.endswith(
         "; answers that begin within a token of the prompt: 1, which generation reads apart"
     )
     path = write(folder / "b.jsonl", {"messages": chat * 3}, {"messages": chat})
-    summary = build_datasets(RecordSource(path, split, True), space, needs).summary
+    summary = open_data(RecordSource(path, split, True), space, needs).summary
     assert "2 records (0 longer than a sample)" in summary
     assert summary.endswith("; later turns learnt apart: 2, which read earlier answers as other tokens")
     halves = RecordSource(path, Split.parse("1,1"), False)
-    built = build_datasets(halves, space, Needs(1000, 64))
-    assert [len(part.dataset) for part in (*built.training, *built.validation)] == [3, 1], (
+    built = open_data(halves, space, Needs(1000, 64))
+    assert [len(part) for part in (*built.training.parts, *built.validation.parts)] == [3, 1], (
         "a chat is not divided"
     )
 

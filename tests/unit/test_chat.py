@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.records import Record, load_records
+from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_records import CHAT, TEMPLATE, answers, chat_tokenizer, write
 
 ASKED, ANSWER = {"role": "user", "content": "two"}, {"role": "assistant", "content": "three four"}
@@ -31,7 +31,7 @@ def called(arguments: Any) -> list[dict[str, Any]]:
     ]
 
 
-def load(folder: Path, template: str, *conversations: Any, **others: Any) -> list[Record]:
+def load(folder: Path, template: str, *conversations: Any, **others: Any) -> list[Learnt]:
     tokenizer = FastTokenizer(chat_tokenizer(folder / "tokenizer", template))
     path = write(folder / "a.jsonl", *({"messages": messages, **others} for messages in conversations))
     return load_records(path, tokenizer)

@@ -1,6 +1,8 @@
 """Data: the same text gives the same microbatches on every rank."""
 
 import errno
+import gzip
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -8,39 +10,53 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data.corpus import (
-    STANDARD_LIBRARY,
-    Corpus,
-    _split_by_file,
-    check_text,
-    load_corpus,
-    standard_library_files,
-)
 from megatron_noloco.data.folders import files_below, once
+from megatron_noloco.data.indexed import Dataset
+from megatron_noloco.data.inputs import STANDARD_LIBRARY, Input, standard_library_files
+from megatron_noloco.data.made import make
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
-from megatron_noloco.data.records import record_files
-from megatron_noloco.data.samples import TokenDataset
-from megatron_noloco.data.sources import Blend, Needs, Split
+from megatron_noloco.data.opening import open_data
+from megatron_noloco.data.samples import Samples, ShuffledSamples
+from megatron_noloco.data.sources import Needs, Prefixes, RecordSource, Split, TextSource
+from megatron_noloco.data.texts import TextRange, divide
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
+from tests.unit.datasets import load_text
 
 SPLIT = "949,50,1"
 END = ByteTokenizer.end_of_document
 
 
 @pytest.fixture(scope="module")
-def stdlib() -> Corpus:
+def stdlib() -> Any:
     return load(STANDARD_LIBRARY, SPLIT)
 
 
-def load(text: str, split: str) -> Corpus:
-    return load_corpus(text, Split.parse(split), ByteTokenizer())
+def load(text: str, split: str) -> Any:
+    return load_text(text, split, ByteTokenizer())
+
+
+def divided(number: int) -> list[list[int]]:
+    """The places of so many files in each split."""
+    texts = [TextRange(Input(Path(str(place)), None), 0, 1) for place in range(number)]
+    return [[int(text.item.name) for text in part] for part in divide(texts, Split.parse(SPLIT))]
+
+
+def write_documents(path: Path, texts: list[str]) -> None:
+    """Write texts as what the name of the file says."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+    else:
+        path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
 
 
 def write_files(folder: Path, count: int) -> None:
@@ -78,11 +94,11 @@ def write_cache(folder: Path, *lines: str) -> None:
 
 
 class TestCorpus:
-    def test_standard_library(self, stdlib: Corpus) -> None:
-        assert stdlib.megabytes > 5
+    def test_standard_library(self, stdlib: Any) -> None:
+        assert stdlib.bytes > 5e6
         assert stdlib.files == len(standard_library_files())
         tokens = sum(map(len, (stdlib.train, stdlib.validation, stdlib.test)))
-        assert tokens == round(stdlib.megabytes * 1e6) + stdlib.files
+        assert tokens == stdlib.bytes + stdlib.files
         assert stdlib.train.dtype == np.uint16
         assert stdlib.train[-1] == stdlib.validation[-1] == END
         assert 0.02 < len(stdlib.validation) / tokens < 0.1
@@ -108,17 +124,15 @@ class TestCorpus:
     @pytest.mark.parametrize("number", range(20, 61))
     def test_any_number_of_files_has_each_split_that_has_a_file(self, number: int) -> None:
         """Each file is in one of them, in the order of files; 5 % of 20 files is one."""
-        texts = {f"{index:02d}.txt": str(index).encode() for index in range(number)}
-        parts = _split_by_file(texts, Split.parse(SPLIT))
-        assert sorted(text for part in parts for text in part) == sorted(texts.values())
-        assert all(sorted(part, key=int) == part for part in parts)
+        parts = divided(number)
+        assert sorted(place for part in parts for place in part) == list(range(number))
+        assert all(sorted(part) == part for part in parts)
         assert abs(len(parts[0]) - 0.949 * number) <= 0.5
         assert abs(len(parts[1]) - 0.05 * number) < 1
         assert parts[1]
 
     def test_files_for_validation_lie_evenly_among_all(self) -> None:
-        texts = {f"{index:04d}.txt": str(index).encode() for index in range(1000)}
-        places = [int(text) for text in _split_by_file(texts, Split.parse(SPLIT))[1]]
+        places = divided(1000)[1]
         assert max(np.diff([0, *places, 1000])) < 2 / 0.05
 
     def test_a_copy_elsewhere_is_split_alike(self, tmp_path: Path) -> None:
@@ -135,7 +149,7 @@ class TestCorpus:
         assert corpus.train.tolist() == [*b"abcdefgh", END, *b"01234567", END]
         assert corpus.validation.tolist() == [*b"i", END, *b"8", END]
         assert corpus.test.tolist() == [*b"j", END, *b"9", END]
-        assert (corpus.files, corpus.megabytes) == (2, 20e-6)
+        assert (corpus.files, corpus.bytes) == (2, 20)
         alone = load(str(tmp_path / "a.md"), "1,1")
         assert alone.train.tolist() == [*b"abcde", END]
 
@@ -195,8 +209,12 @@ class TestCorpus:
         folder.mkdir()
         (folder / "gone.jsonl").symlink_to("nowhere")
         (folder / "loop").symlink_to("loop")
-        (folder / "a.jsonl").write_text('{"text": "a"}\n')
-        assert record_files(str(folder))[1] == note
+        (folder / "a.jsonl").write_text('{"text": "a", "prompt": "a", "completion": "b"}\n')
+        assert (
+            make(RecordSource(str(folder), Split(1, 0, 0), True), ByteTokenizer(), False)
+            .facts["notes"]
+            .endswith(note)
+        )
         (folder / "a.txt").write_text("text")
         assert load(str(folder), "1").notes.endswith(note)
         assert main(["data", "preprocess", "--input", str(folder), "--output-prefix", f"{tmp_path}/out"]) == 0
@@ -243,25 +261,27 @@ class TestCorpus:
             "begins with a dot"
         )
 
-    @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.PARQUET", "a.txt.gz", "a.jsonl.zst"])
-    def test_records_and_compressed_files_are_not_read_as_text(self, name: str, tmp_path: Path) -> None:
-        folder = tmp_path / "folder"
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.JSON", "a.parquet", "a.jsonl.gz"])
+    def test_records_and_compressed_files_are_documents_unless_beside_text(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        """As `data preprocess` reads them; training is then shuffled, as that of a dataset."""
+        folder, texts = tmp_path / "folder", [f"document {number}" for number in range(40)]
         folder.mkdir()
-        (folder / name).write_text('{"text": "a"}\n' * 100)
+        write_documents(folder / name, texts)
         for path in (folder / name, folder):
-            for read in (check_text, lambda text: load(text, SPLIT)):
-                with pytest.raises(ValueError) as caught:
-                    read(str(path))
-                assert str(caught.value) == (
-                    f"data.text: {folder / name}: JSON lines, Parquet and compressed files are not read as text; "
-                    'make a dataset with "data preprocess" and give its prefix (in a config: data.data_path; '
-                    "records for fine-tuning: data.sft_data_path)"
-                )
+            source = TextSource(str(path), Split.parse("7,3"))
+            data = open_data(source, ByteTokenizer(), Needs(257, 4))
+            assert data.validation is not None
+            decoded = [
+                ByteTokenizer().decode(blend.parts[0].tokens) for blend in (data.training, data.validation)
+            ]
+            assert decoded == ["".join(texts[:28]), "".join(texts[28:])]
+            assert isinstance(data.training.parts[0], ShuffledSamples)
         (folder / "b.py").write_text("text")
-        check_text(str(folder))
-        corpus, json = load(str(folder), "1,1"), int("json" in name.lower() and "zst" not in name)
-        assert corpus.files == 2, "a folder of source code may hold JSON"
-        assert corpus.notes == f"; files of JSON that are read as text: {json}" * json
+        corpus, lines = load(str(folder), "1,1"), int("json" in name.lower() and "gz" not in name)
+        assert corpus.files == 1 + (lines or ("gz" not in name and "parquet" not in name))
+        assert corpus.notes.endswith(f"; files of JSON that are read as text: {lines}" * lines)
 
     def test_folder_without_text(self, tmp_path: Path) -> None:
         (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
@@ -278,7 +298,7 @@ class TestCorpus:
             for split in ["", "a,b", "1,-1", "0,1,1", "1,1,1,1", "inf,1", "nan"]
         ),
         *(
-            (Blend.parse, blend, "prefixB")
+            (Prefixes.parse, blend, "prefixB")
             for blend in ([], ["a", "b"], ["1", "a", "1"], [0, "a"], ["1", ""], ["a", "1"], [1])
         ),
     ],
@@ -291,15 +311,15 @@ def test_what_is_no_split_and_no_blend(parse: Callable[[Any], Any], wrong: Any, 
 
 def test_splits_and_blends() -> None:
     assert Split.parse("1,3") == Split(0.25, 0.75, 0)
-    assert Blend.parse("a") == Blend.parse(["a"]) == Blend((("a", 1.0),))
-    assert Blend.parse(["1", "a", 3, "b"]) == Blend((("a", 0.25), ("b", 0.75)))
+    assert Prefixes.parse("a") == Prefixes.parse(["a"]) == Prefixes((("a", 1.0),))
+    assert Prefixes.parse(["1", "a", 3, "b"]) == Prefixes((("a", 0.25), ("b", 0.75)))
 
 
 class TestMicrobatches:
     plan = BatchPlan(replicas=3, dp=2, microbatches=2, micro_batch_size=2)
 
     def source(self) -> MicrobatchSource:
-        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
+        dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
 
     def test_labels_are_the_next_tokens(self) -> None:
@@ -335,7 +355,7 @@ class TestMicrobatches:
             assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))
 
     def test_validation_is_fixed_and_without_repetition(self) -> None:
-        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
+        dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         source, other = ValidationSource(dataset, 3, count=10), ValidationSource(dataset, 1, count=12)
         seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
         assert sorted(seen[:, 0].tolist()) == list(range(0, 120, 4))
@@ -344,6 +364,6 @@ class TestMicrobatches:
             source.microbatch(10)
 
     def test_validation_split_too_small(self) -> None:
-        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
+        dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         with pytest.raises(ValueError, match=r"corpus too small: .* = 11 x 3 need 33 samples of 4 tokens"):
             ValidationSource(dataset, 3, count=11)

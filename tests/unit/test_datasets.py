@@ -20,27 +20,23 @@ from hypothesis import strategies as st
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data import corpus as corpus_module
-from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.datasets import Datasets
+from megatron_noloco.data import encode, inputs
+from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
-from megatron_noloco.data.open_datasets import (
-    build_datasets,
-    validation_datasets,
-    whole_dataset,
-)
-from megatron_noloco.data.samples import JoinedDataset, TokenDataset
-from megatron_noloco.data.sources import Blend, Needs, Split, TextSource, TokenizerChoice
+from megatron_noloco.data.indexed import Dataset
+from megatron_noloco.data.microbatches import Loader, MicrobatchSource, Reader, ValidationSource
+from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
+from megatron_noloco.data.samples import Samples
+from megatron_noloco.data.sources import Needs, Prefixes, Split, TextSource, TokenizerChoice
 from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder, slots_of
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.joined import checkpoint_settings
-from megatron_noloco.training.prepare import check_start, prepare
+from megatron_noloco.training.prepare import check_start, prepare, read_data
 from tests.unit.configs import SMALLEST
-from tests.unit.datasets import write_dataset
+from tests.unit.datasets import load_text, write_dataset
 from tests.unit.test_preprocess import make_tokenizer
 
 SEQ = 8
@@ -67,17 +63,17 @@ def build(
     evaluates: bool = True,
     seed: int = 0,
     **data: Any,
-) -> Datasets:
+) -> Data:
     """`data`: as in a config's block of that name."""
     config = RunConfig(**run_config(data, iters=0))
     needs = Needs(vocab, seq_length, global_batch, seed, evaluates)
-    return build_datasets(config.data.source, build_tokenizer(config.data.tokenizer), needs)
+    return open_data(config.data.source, build_tokenizer(config.data.tokenizer), needs)
 
 
 class TestIndexed:
     def test_splits_are_whole_sequences(self) -> None:
         built = build(data_path="a", split="8,1,1")
-        train, validation = built.training[0].dataset, built.validation[0].dataset
+        train, validation = built.training.parts[0], built.validation.parts[0]
         assert train.tokens.tolist() == [token for index in range(32) for token in [2 * index] * 10]
         assert validation.tokens.tolist() == [token for index in range(32, 36) for token in [2 * index] * 10]
         assert isinstance(train.tokens.base, np.ndarray), "a view of the file, not a copy"
@@ -114,8 +110,8 @@ class TestIndexed:
 
     def test_each_split_may_have_paths_of_its_own(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
-        assert len(built.training[0].dataset.tokens) == len(built.validation[0].dataset.tokens) == 400
-        assert build(train_data_path="a", evaluates=False).validation == []
+        assert len(built.training.parts[0].tokens) == len(built.validation.parts[0].tokens) == 400
+        assert build(train_data_path="a", evaluates=False).validation is None
 
     @settings(max_examples=50)
     @given(
@@ -136,16 +132,16 @@ class TestIndexed:
 
     def test_a_blend_has_samples_of_each_dataset_by_its_weight(self) -> None:
         built = build(data_path=["0.25", "a", "0.75", "b"], split="8,1,1")
-        assert isinstance(built.train, JoinedDataset)
-        sizes = [len(part.dataset) for part in built.training]
-        assert len(built.train) == sum(sizes)
-        order = built.order(seed=5)
-        samples = [built.train[index] for index in order.ids(0, 400)]
+        assert isinstance(built.training, Blend)
+        sizes = [len(part) for part in built.training.parts]
+        assert len(built.training) == sum(sizes)
+        order = built.training.order(seed=5)
+        samples = [built.training[index] for index in order.ids(0, 400)]
         assert sum(int(sample.tokens[0]) % 2 for sample in samples) == 300
-        assert [part.weight for part in built.validation] == [0.25, 0.75]
+        assert built.validation.weights == (0.25, 0.75)
         assert all(sample.tokens.shape == sample.labels.shape == (SEQ,) for sample in samples)
         with pytest.raises(IndexError):
-            built.train[sum(sizes)]
+            built.training[sum(sizes)]
 
     def test_a_share_is_shown_as_it_is_read(self) -> None:
         summary = build(data_path=[1e-9, "a", 1, "b"], split="8,1,1").summary
@@ -179,7 +175,7 @@ class TestIndexed:
         with pytest.raises(ValueError, match=line):
             build(data_path=prefix, split=split)
         with pytest.raises(ValueError, match=line):
-            whole_dataset(prefix, build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
+            open_whole(prefix, build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
         assert main(["data", "inspect", prefix, "--samples", "40"]) == 0
         assert "document 30: tokens 5 5 5 -1 5" in capsys.readouterr().out
 
@@ -190,8 +186,8 @@ class TestIndexed:
         config = RunConfig(**run_config({"data_path": prefix, "split": "1,1,0"}))
         doors: list[Callable[[], object]] = [
             lambda: build(data_path=prefix, split="1,1,0"),
-            lambda: validation_datasets(config.data.source, byte, Needs(257, SEQ), {}),
-            lambda: whole_dataset(prefix, byte, Needs(257, SEQ)),
+            lambda: open_validation(config.data.source, byte, Needs(257, SEQ), {}),
+            lambda: open_whole(prefix, byte, Needs(257, SEQ)),
             lambda: check_start(config),
         ]
         for made_with in (other, byte, None):
@@ -211,10 +207,10 @@ class TestIndexed:
 
 def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--data: no UTF-8 text in"):
-        whole_dataset("/bin/ls", build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
-    (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"^--data: .*/a.jsonl: JSON lines, .* are not read as text"):
-        whole_dataset(str(tmp_path / "a.jsonl"), build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
+        open_whole("/bin/ls", build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
+    (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
+    samples, _ = open_whole(str(tmp_path / "a.jsonl"), ByteTokenizer(), Needs(257, SEQ))
+    assert samples.tokens.tolist() == [*b"some text", ByteTokenizer.end_of_document]
 
 
 def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
@@ -227,7 +223,7 @@ def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
 )
 def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
     config = RunConfig(**run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))
-    validation = prepare(config, {}).validation
+    _, validation = read_data(prepare(config, {}))
     assert list(map(len, validation)) == microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
 
@@ -289,7 +285,8 @@ class TestText:
         data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
         built = build(text=str(tmp_path / "text"), split="8,1,1", vocab=300, **data)
         tokenizer = build_tokenizer(TokenizerChoice(**data))
-        parts = [parts[0].dataset.tokens for parts in (built.training, built.validation)]
+        assert built.validation is not None
+        parts = [blend.parts[0].tokens for blend in (built.training, built.validation)]
         assert built.summary.endswith(" validation tokens; left out: 1 empty files")
         assert text.startswith("".join(map(tokenizer.decode, parts)))
         assert parts[0][-1] == parts[1][-1] == tokenizer.end_of_document
@@ -301,16 +298,16 @@ class TestText:
         (tmp_path / "text").mkdir()
         (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
         (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
-        monkeypatch.setattr(corpus_module, "PIECE_BYTES", 10)  # and on to the end of the line
-        monkeypatch.setattr(corpus_module, "_BATCH_PIECES", 7)
+        monkeypatch.setattr(inputs, "PIECE_BYTES", 10)  # and on to the end of the line
+        monkeypatch.setattr(encode, "_CHARACTERS", 70)
         ids = [tokenizer.encode(line).tolist() for line in lines]
         end = [tokenizer.end_of_document]
         expected = [token for line in [*ids[:40], end, *ids[40:], end] for token in line]
-        assert load_corpus(str(tmp_path / "text"), Split(1, 0, 0), tokenizer).train.tolist() == expected
+        assert load_text(str(tmp_path / "text"), "1", tokenizer).train.tolist() == expected
 
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
-        assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation == []
+        assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None
         line = (
             r"a share of 0 leaves the validation split of .* empty \(1 files\); raise its weight or add text"
         )
@@ -325,16 +322,18 @@ class TestText:
         for number in range(files):
             (tmp_path / f"{number:02d}.txt").write_text("some text " * 90)
         source, needs = TextSource(str(tmp_path), Split.parse("8,2")), Needs(257, SEQ)
-        checksums = build_datasets(source, ByteTokenizer(), needs).checksums
+        checksums = open_data(source, ByteTokenizer(), needs).checksums
         before = {"training_data_2": 1, "training_data": 2}  # counters of any run before
         run = RunConfig(**SMALLEST | {"data": {"text": str(tmp_path), "split": "8,2"}})
         now = checkpoint_settings(run, Topology(), checksums)
         assert now.changes(run.to_dict(), checksums) == []
-        (dataset,) = validation_datasets(source, ByteTokenizer(), needs, checksums)
-        assert dataset.name == f"the validation split of {tmp_path}"
+        assert (
+            open_validation(source, ByteTokenizer(), needs, checksums).name
+            == f"the validation split of {tmp_path}"
+        )
         if files < 20:
             assert now.changes(run.to_dict(), before) == []
-            validation_datasets(source, ByteTokenizer(), needs, before)
+            open_validation(source, ByteTokenizer(), needs, before)
             return
         for counters in (before, {}):
             with pytest.raises(
@@ -344,7 +343,7 @@ class TestText:
             with pytest.raises(
                 ValueError, match=r"its validation split is not known \(evaluate: give --data\)"
             ):
-                validation_datasets(source, ByteTokenizer(), needs, counters)
+                open_validation(source, ByteTokenizer(), needs, counters)
         fewer = checkpoint_settings(run, Topology(), before)
         with pytest.raises(ValueError, match="divided its files otherwise"):
             fewer.changes(run.to_dict(), checksums)
@@ -429,7 +428,7 @@ class TestBlendedOrder:
         assert abs((ids < 1000).mean() - 0.997) <= 1e-4
         line = r"^has weights too small for 1/10000: the share 1.00000 would be 0.99970, since each part"
         with pytest.raises(ValueError, match=line):
-            Blend.parse([item for n in range(small + 1) for item in (1e-9 if n else 1.0, f"prefix{n}")])
+            Prefixes.parse([item for n in range(small + 1) for item in (1e-9 if n else 1.0, f"prefix{n}")])
 
     @given(weights=st.lists(st.floats(1e-6, 1), min_size=1, max_size=80))
     def test_shares_are_exact_to_1_in_10000(self, weights: list[float]) -> None:
@@ -489,12 +488,12 @@ class TestStepLoader:
     routing = Routing(3, 2, seed=1, interval="microbatch")
 
     def source(self) -> MicrobatchSource:
-        dataset = TokenDataset(np.arange(30 * 4 + 1), Needs(121, 4))
+        dataset = Samples(Dataset(np.arange(30 * 4 + 1)), Needs(121, 4))
         return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
 
-    def loader(self, source: MicrobatchSource, stage: int, record: Any = unrecorded) -> StepLoader:
+    def loader(self, source: MicrobatchSource, stage: int, record: Any = unrecorded) -> Loader:
         reader = Reader.at(self.topology, Position(replica=2, stage=stage, dp=1, tp=0), False)
-        return StepLoader(source, self.routing, 2, reader, record)
+        return Loader(source, self.routing, 2, reader, record)
 
     def test_it_reads_what_the_source_reads(self) -> None:
         source = self.source()
@@ -570,7 +569,7 @@ class TestStepLoader:
 )
 def test_validation_takes_what_fills_the_pipeline(count: int | None, multiple: int, taken: int) -> None:
     """31 samples are 10 microbatches of 3; a pipeline with virtual stages takes 4 at once, or 8."""
-    dataset = TokenDataset(np.arange(31 * 4 + 1), Needs(125, 4))
+    dataset = Samples(Dataset(np.arange(31 * 4 + 1)), Needs(125, 4))
     source = ValidationSource(dataset, 3, count, multiple_of=multiple)
     seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
     assert len(source) == taken

@@ -8,11 +8,9 @@ import pytest
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
-from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.records import load_records
-from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.unit.configs import SMALLEST
+from tests.unit.datasets import load_records, load_text
 from tests.unit.test_preprocess import TEXTS, documents, expected, run, write_jsonl, zstd
 
 BYTES = ByteTokenizer()
@@ -27,7 +25,7 @@ def written(path: Path, text: str, encoding: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    return BYTES.decode(load_corpus(str(path), Split(1, 0, 0), BYTES).train)
+    return BYTES.decode(load_text(str(path), "1", BYTES).train)
 
 
 def test_a_byte_order_mark_is_no_part_of_what_is_read(tmp_path: Path) -> None:
@@ -64,7 +62,7 @@ def test_another_encoding_is_named_in_one_line(
 def test_in_a_folder_another_encoding_is_left_out_and_counted(encoding: str, tmp_path: Path) -> None:
     written(tmp_path / "a.txt", "Text\n", "utf-8")
     written(tmp_path / "b.txt", "Text\n", encoding)
-    corpus = load_corpus(str(tmp_path), Split(1, 0, 0), BYTES)
+    corpus = load_text(str(tmp_path), "1", BYTES)
     assert corpus.files == 1
     assert "1 files that are not UTF-8 text" in corpus.notes
 

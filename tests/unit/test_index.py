@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.data import indexed
-from megatron_noloco.data.datasets import Part, _checksum, excerpt
-from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter, Offsets, open_indexed
-from megatron_noloco.data.open_datasets import build_datasets
-from megatron_noloco.data.samples import ShuffledDataset
-from megatron_noloco.data.sources import Blend, IndexedSource, Needs, Split
+from megatron_noloco.data.blend import Blend, excerpt
+from megatron_noloco.data.indexed import Indexed, IndexedWriter, Offsets, open_indexed
+from megatron_noloco.data.opening import open_data
+from megatron_noloco.data.samples import ShuffledSamples
+from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 
 SEQUENCES = 1 << 20
@@ -45,18 +46,18 @@ def test_offsets_are_those_of_an_array(lengths: list[int], data: st.DataObject) 
 def test_samples_and_checksums_are_those_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a run is continued with the samples of before."""
     monkeypatch.setattr(indexed, "_PIECE", 7)
-    found = IndexedTokens(write(tmp_path / "a", [*range(1, 40)]))
+    found = Indexed(write(tmp_path / "a", [*range(1, 40)]))
     array = np.array([0, *accumulate(range(1, 40))])
     needs = Needs(257, 8, seed=3)
     datasets = [
-        ShuffledDataset(found.part(5, 30), offsets, needs, "a")
+        ShuffledSamples(replace(found.part(5, 30), offsets=offsets), needs)
         for offsets in (found.offsets.part(5, 30), array[5:31])
     ]
     ours, theirs = ([dataset[index].tokens.tolist() for index in range(len(dataset))] for dataset in datasets)
     assert ours == theirs
     for most in (None, 16):
         assert excerpt(datasets[0].contents[1], most).tolist() == excerpt(array[5:31], most).tolist()
-        assert len({_checksum([Part(dataset, 1.0)], most=most) for dataset in datasets}) == 1
+        assert len({Blend([dataset]).checksum(most) for dataset in datasets}) == 1
 
 
 def test_a_long_index_takes_no_memory_of_a_rank(tmp_path: Path) -> None:
@@ -65,12 +66,12 @@ def test_a_long_index_takes_no_memory_of_a_rank(tmp_path: Path) -> None:
     needs = Needs(257, 64, evaluates=True)
     tracemalloc.start()
     try:
-        source = IndexedSource(Blend.parse(str(tmp_path / "long")), None, Split.parse("9,1"))
-        built = build_datasets(source, ByteTokenizer(), needs)
+        source = IndexedSource(Prefixes.parse(str(tmp_path / "long")), None, Split.parse("9,1"))
+        built = open_data(source, ByteTokenizer(), needs)
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(built.train) == (round(0.9 * SEQUENCES) - 1) // 64
+    assert len(built.training) == (round(0.9 * SEQUENCES) - 1) // 64
     assert held < SEQUENCES / 2
     assert peak < 4 * SEQUENCES, "half of the offsets; the tokens that are checked are 1 byte each"
 
@@ -109,4 +110,4 @@ def test_each_number_of_an_index_is_checked(at: int, tmp_path: Path, monkeypatch
     content[at] += 1
     Path(f"{prefix}.idx").write_bytes(content)
     with pytest.raises(ValueError, match="its sequences do not lie one after the other"):
-        IndexedTokens(prefix)
+        Indexed(prefix)

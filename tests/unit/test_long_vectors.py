@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint.reader import read_into
-from megatron_noloco.data.indexed import IndexedTokens
-from megatron_noloco.data.samples import ShuffledDataset
+from megatron_noloco.data.indexed import Indexed
+from megatron_noloco.data.samples import ShuffledSamples
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.federation.gather import Gather, Leader, bytes_of
 from megatron_noloco.federation.movement import alone
@@ -160,9 +160,9 @@ def test_samples_are_cut_from_more_than_2_to_the_32_tokens(tmp_path: Path) -> No
     (tmp_path / "long.idx").write_bytes(
         header + b"".join(part.tobytes() for part in (lengths, 2 * begins, bounds))
     )
-    indexed = IndexedTokens(str(tmp_path / "long"))
-    assert indexed.part(3, 4).tolist() == list(range(1, 41))
-    dataset = ShuffledDataset(indexed.tokens, indexed.offsets, needs(seq_length=8), "long")
+    indexed = Indexed(str(tmp_path / "long"))
+    assert indexed.part(3, 4).tokens.tolist() == list(range(1, 41))
+    dataset = ShuffledSamples(indexed.part(0, 4), needs(seq_length=8))
     found = {int(token) for index in around_the_short_one(dataset) for token in dataset[index].tokens}
     assert found >= set(range(2, 40))
 
@@ -171,7 +171,7 @@ def needs(seq_length: int) -> Needs:
     return Needs(vocab_size=50, seq_length=seq_length)
 
 
-def around_the_short_one(dataset: ShuffledDataset) -> Iterator[int]:
+def around_the_short_one(dataset: ShuffledSamples) -> Iterator[int]:
     """Yield the samples that have tokens of the last sequence, wherever the shuffled order put it."""
     place = dataset._order.at(np.arange(4)).tolist().index(3) * (2**31 - 1)
     yield from range(place // dataset.seq_length, (place + 40) // dataset.seq_length + 1)

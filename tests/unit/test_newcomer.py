@@ -231,7 +231,7 @@ def test_a_newcomer_has_the_run_s_settings(tmp_path: Path, dp: int, recipe: str 
 # what a hostile one would choose.
 OWN_OF_BLOCK = {
     "checkpoint": "async_save keep_last load",
-    "data": "data_path sft_data_path text tokenizer_model train_data_path valid_data_path",
+    "data": "cache data_path sft_data_path text tokenizer_model train_data_path valid_data_path",
     "evaluation": "mean_model",
     "federation": "advertise encryption key_file leave_seconds listen rendezvous site",
     "noloco": "enabled most_waiting routing sites transport",

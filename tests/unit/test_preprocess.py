@@ -19,11 +19,11 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data import corpus, preprocess
+from megatron_noloco.data import encode, inputs, preprocess
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
+from megatron_noloco.data.indexed import Indexed, IndexedWriter
 from megatron_noloco.data.inputs import find_inputs, read_pieces
-from megatron_noloco.data.preprocess import Encoding, Job, Tally
+from megatron_noloco.data.preprocess import Encoding, Job
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from tests.harness import full_disk
@@ -71,14 +71,14 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES) -> IndexedTokens:
-    job = Job(find_inputs(map(str, paths)), folder / "out", encoding)
+def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES) -> Indexed:
+    job = Job(find_inputs(map(str, paths), "--input"), folder / "out", encoding)
     preprocess.check(job)
     preprocess.preprocess(job, lambda _: None)
-    return IndexedTokens(str(folder / "out_text_document"))
+    return Indexed(str(folder / "out_text_document"))
 
 
-def documents(indexed: IndexedTokens) -> list[list[int]]:
+def documents(indexed: Indexed) -> list[list[int]]:
     bounds = indexed.offsets[indexed.document_bounds]
     return [indexed.tokens[a:b].tolist() for a, b in pairwise(bounds)]
 
@@ -109,10 +109,10 @@ def test_what_megatron_core_wrote_is_read(tmp_path: Path) -> None:
     builder.add_item(torch.tensor([100_000]))
     builder.end_document()
     builder.finalize(str(tmp_path / "theirs.idx"))
-    ours = IndexedTokens(str(tmp_path / "theirs"))
+    ours = Indexed(str(tmp_path / "theirs"))
     assert documents(ours) == [[0, 1, 2, 3, 4], [100_000]]
     assert ours.lengths.tolist() == [2, 3, 1]
-    assert ours.part(1, 3).tolist() == [2, 3, 4, 100_000]
+    assert ours.part(1, 3).tokens.tolist() == [2, 3, 4, 100_000]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "json", "parquet"])
@@ -132,12 +132,13 @@ def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"text": "one"}\n\n \r\n{"text": ""}\n{"text": "two"}\n\n')
-    job = Job(find_inputs([str(path)]), tmp_path / "out", BYTES)
-    assert preprocess.preprocess(job, lambda _: None) == Tally(documents=2, tokens=8, empty=1)
+    job = Job(find_inputs([str(path)], "--input"), tmp_path / "out", BYTES)
+    counts = preprocess.preprocess(job, lambda _: None)
+    assert [counts[name] for name in ("documents", "tokens", "empty")] == [2, 8, 1]
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one"}\n\nx\n')
     with pytest.raises(ValueError, match="line 3: not JSON"):
-        list(read_pieces(find_inputs([str(path)])[0], ("text",)))
+        list(read_pieces(find_inputs([str(path)], "--input")[0], "text"))
 
 
 def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +165,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two", "of": {"id": 1, "id": 2}}\n')
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: the key "id" is there twice; leave one out$'):
-        list(read_pieces(find_inputs([str(path)])[0], ("text",)))
+        list(read_pieces(find_inputs([str(path)], "--input")[0], "text"))
 
 
 def test_a_folder_of_text(tmp_path: Path) -> None:
@@ -177,16 +178,16 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     (folder / "late.bin").write_bytes(b"text for a while\n" * 50_000 + b"\xff")
     (folder / "empty.txt").write_text("")
-    job = Job(find_inputs([str(folder)]), tmp_path / "out", BYTES)
+    job = Job(find_inputs([str(folder)], "--input"), tmp_path / "out", BYTES)
     tally = preprocess.preprocess(job, lambda _: None)
-    assert documents(IndexedTokens(str(job.output("text")))) == expected(["first", "second", "third"])
-    assert (tally.documents, tally.not_text, tally.empty) == (3, 2, 1)
+    assert documents(Indexed(str(job.output("text")))) == expected(["first", "second", "third"])
+    assert [tally[name] for name in ("documents", "not_text", "empty")] == [3, 2, 1]
 
 
 def test_a_long_text_is_one_document_of_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 50)
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 50)
     text = "".join(f"line {number} of a long text\n" for number in range(30))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("short")
@@ -200,8 +201,8 @@ def test_batches_of_several_files_are_encoded_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, calls: int
 ) -> None:
     """The documents are the same however many are encoded in one call of the tokenizer."""
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 50)
-    monkeypatch.setattr(preprocess, "_CHARACTERS", at_once)
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 50)
+    monkeypatch.setattr(encode, "_CHARACTERS", at_once)
     texts = ["first\n", "a line\n" * 30, "", "last"]
     paths = [tmp_path / f"{number}.txt" for number in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
@@ -223,11 +224,11 @@ def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     rows = [{"title": "T1", "body": "B1"}, {"title": None, "body": "B2"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     encoding = Encoding(TokenizerChoice("byte"), ("title", "body"), append_eod=False)
-    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding)
+    job = Job(find_inputs([str(tmp_path / "a.jsonl")], "--input"), tmp_path / "out", encoding)
     tally = preprocess.preprocess(job, lambda _: None)
-    assert (tally.documents, tally.tokens, tally.empty) == (3, 6, 1)
-    assert documents(IndexedTokens(str(tmp_path / "out_title_document"))) == [list(b"T1")]
-    assert documents(IndexedTokens(str(tmp_path / "out_body_document"))) == [list(b"B1"), list(b"B2")]
+    assert [tally[name] for name in ("documents", "tokens", "empty")] == [3, 6, 1]
+    assert documents(Indexed(str(tmp_path / "out_title_document"))) == [list(b"T1")]
+    assert documents(Indexed(str(tmp_path / "out_body_document"))) == [list(b"B1"), list(b"B2")]
 
 
 def test_the_folder_of_a_prefix_is_made(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_the_folder_of_a_prefix_is_made(tmp_path: Path) -> None:
 def test_a_prefix_among_the_inputs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
-    job = Job(find_inputs([str(tmp_path / "texts")]), tmp_path / "texts" / "out", BYTES)
+    job = Job(find_inputs([str(tmp_path / "texts")], "--input"), tmp_path / "texts" / "out", BYTES)
     with pytest.raises(ValueError, match=r"^--output-prefix .*/texts/out lies in --input .*/texts: "):
         preprocess.check(job)
 
@@ -278,7 +279,7 @@ def test_wherever_it_is_stopped_a_name_means_a_complete_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
-    inputs = find_inputs([str(tmp_path / "a.jsonl")])
+    inputs = find_inputs([str(tmp_path / "a.jsonl")], "--input")
     job = Job(inputs, tmp_path / "out", Encoding(TokenizerChoice("byte"), ("a", "b"), False))
     stops = 0
     while _stopped_at(stops, job, monkeypatch):
@@ -286,11 +287,11 @@ def test_wherever_it_is_stopped_a_name_means_a_complete_file(
         assert {path.name for path in tmp_path.glob("out*")} == set(whole[: (stops + 1) // 2])
         for key in ("a", "b"):
             if Path(f"{job.output(key)}.idx").exists():
-                assert documents(IndexedTokens(str(job.output(key)))) == [list(key.upper().encode())]
+                assert documents(Indexed(str(job.output(key)))) == [list(key.upper().encode())]
         for path in tmp_path.glob("out*.idx"):
             path.unlink()
         preprocess.check(job)
-        assert preprocess.preprocess(job, lambda _: None).documents == 2
+        assert preprocess.preprocess(job, lambda _: None)["documents"] == 2
         for path in tmp_path.glob("out*"):
             path.unlink()
         stops += 1
@@ -369,7 +370,7 @@ def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path
     first = call_preprocess(tmp_path, "--append-eod", *tokenizer)
     assert (first.returncode, without_torch(first.stderr)) == (0, "")
     encoding = fast_encoding(fast)
-    indexed = IndexedTokens(str(tmp_path / "out_text_document"))
+    indexed = Indexed(str(tmp_path / "out_text_document"))
     assert documents(indexed) == expected(texts, encoding)
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
     with pytest.raises(ValueError, match=r"out_text_document\.idx exists already"):
@@ -379,14 +380,14 @@ def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path
 def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
     encoding = Encoding(TokenizerChoice("byte"), ("a", "b"), append_eod=False)
-    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding)
+    job = Job(find_inputs([str(tmp_path / "a.jsonl")], "--input"), tmp_path / "out", encoding)
     other = IndexedWriter(job.output("b"), 257)
     other.add(np.arange(3), ends_document=True)
     with pytest.raises(ValueError, match=r"out_b_document\.bin\.partial: another process is writing this"):
         preprocess.preprocess(job, lambda _: None)
     assert [path.name for path in tmp_path.glob("out*")] == ["out_b_document.bin.partial"]
     other.finish()
-    assert documents(IndexedTokens(str(job.output("b")))) == [[0, 1, 2]]
+    assert documents(Indexed(str(job.output("b")))) == [[0, 1, 2]]
     other.discard()
     with pytest.raises(ValueError, match=r"out_b_document\.idx exists already"):
         preprocess.preprocess(job, lambda _: None)
@@ -395,7 +396,7 @@ def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("texts", [["a" * 900], ["a" * 100_000]], ids=["at the end", "while it writes"])
 def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str]) -> None:
-    inputs = find_inputs([str(write_jsonl(tmp_path / "a.jsonl", texts))])
+    inputs = find_inputs([str(write_jsonl(tmp_path / "a.jsonl", texts))], "--input")
     job = Job(inputs, tmp_path / "out", BYTES)
     with pytest.raises(OSError, match=r"too large: .*/out_text_document\.bin\.partial'$"), full_disk():
         preprocess.preprocess(job, lambda _: None)
@@ -471,10 +472,10 @@ class TestDamage:
         writer.add(np.arange(3), ends_document=False)
         writer.finish()
         with pytest.raises(ValueError, match=r"open\.idx: its documents do not end where its sequences do"):
-            IndexedTokens(str(tmp_path / "open"))
+            Indexed(str(tmp_path / "open"))
 
     def test_whole(self, prefix: Path) -> None:
-        indexed = IndexedTokens(str(prefix))
+        indexed = Indexed(str(prefix))
         assert indexed.dtype == np.int32
         assert indexed.document_lengths.tolist() == [3, 4]
 
@@ -501,9 +502,9 @@ class TestDamage:
             content[damage[0]] = damage[1]
         path.write_bytes(content)
         with pytest.raises(ValueError, match=line):
-            IndexedTokens(str(prefix))
+            Indexed(str(prefix))
 
     def test_one_file_missing(self, prefix: Path) -> None:
         prefix.with_suffix(".bin").unlink()
         with pytest.raises(ValueError, match=r"p\.bin: no such file .* without \"\.bin\""):
-            IndexedTokens(str(prefix))
+            Indexed(str(prefix))

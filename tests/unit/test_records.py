@@ -16,13 +16,15 @@ from tokenizers import processors
 
 from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.open_datasets import build_datasets, validation_datasets
-from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
+from megatron_noloco.data.indexed import Dataset
+from megatron_noloco.data.opening import open_data, open_validation
+from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.training.outputs import example_prompt
+from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_preprocess import make_tokenizer
 
 # Answers end with a token of their own, which is of the answer, and so is the newline after it.
@@ -70,7 +72,7 @@ def write(path: Path, *records: Any) -> str:
     return str(path)
 
 
-def answers(record: Record, tokenizer: Tokenizer) -> str:
+def answers(record: Learnt, tokenizer: Tokenizer) -> str:
     """The text of the tokens that have a loss; special tokens are left out."""
     return tokenizer.decode(record.tokens[record.answer])
 
@@ -140,7 +142,7 @@ class TestRecords:
         found, alone = load_records(str(folder), tokenizer), load_records(str(folder / "b.jsonl"), tokenizer)
         assert [record.tokens.tolist() for record in found] == 5 * [r.tokens.tolist() for r in alone]
         assert [record.answer.tolist() for record in found] == 5 * [r.answer.tolist() for r in alone]
-        summary = build_datasets(source(str(folder), "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
+        summary = open_data(source(str(folder), "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
         assert "10 records" in summary
         assert summary.endswith(
             "; left out: 2 files without records (README.md, x.bz2)"
@@ -241,35 +243,42 @@ class TestRecords:
         assert end_of_answer(FastTokenizer(tmp_path)) is end_of_answer(BYTES) is None
 
 
-def record(length: int, first: int = 0, answered: int = 1) -> Record:
+def record(length: int, first: int = 0, answered: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Counting tokens, unsigned as those of a tokenizer are, of which the last `answered` are the answer."""
-    return Record(np.arange(first, first + length, dtype=np.uint16), np.arange(length) >= length - answered)
+    return np.arange(first, first + length, dtype=np.uint16), np.arange(length) >= length - answered
 
 
-class TestRecordDataset:
+def samples_of(records: list[tuple[np.ndarray, np.ndarray]], packed: bool = True) -> RecordSamples:
+    """Samples of 8 tokens, of a part of a dataset that begins at its 5th token."""
+    tokens, masks = (np.concatenate(rows) for rows in zip(*records, strict=True))
+    offsets = 5 + np.cumsum([0, *(len(tokens) for tokens, _ in records)])
+    return RecordSamples(Dataset(tokens, offsets, masks, "the data"), 8, packed, END)
+
+
+class TestRecordSamples:
     def test_records_in_one_sample_are_documents_and_the_rest_is_padding(self) -> None:
-        dataset = RecordDataset([record(4, 10, 2), record(3, 20)], 8, "the data", True, END)
+        dataset = samples_of([record(4, 10, 2), record(3, 20)])
         assert len(dataset) == 1
         tokens, labels, documents = dataset[0]
         assert tokens.tolist() == [10, 11, 12, 20, 21, END, END, END]
         assert labels.tolist() == [IGNORED, 12, 13, IGNORED, 22, IGNORED, IGNORED, IGNORED]
         assert documents is not None
         assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
-        assert dataset.tokens.tolist() == [12, 13, 22]
+        assert dataset.labels[:].tolist() == [12, 13, 22]
 
     def test_one_record_in_each(self) -> None:
-        dataset = RecordDataset([record(4, 10), record(3, 20)], 8, "the data", False, END)
+        dataset = samples_of([record(4, 10), record(3, 20)], packed=False)
         assert [dataset[index].tokens[0] for index in range(len(dataset))] == [10, 20]
         assert dataset[0].documents is None
 
     def test_longer_records_are_cut_and_without_an_answer_left_out(self) -> None:
         long = [record(12, 0, 6), record(12, 50, 2)]
-        dataset = RecordDataset([*long, record(3, 90)], 8, "the data", False, END)
+        dataset = samples_of([*long, record(3, 90)], packed=False)
         assert dataset.cut == 2
         assert len(dataset) == 2
         assert dataset[0].labels.tolist() == [IGNORED] * 5 + [6, 7, 8]
         with pytest.raises(ValueError, match="the data: none of 1 records has an answer within 8 tokens"):
-            RecordDataset([record(12, 0, 2)], 8, "the data", True, END)
+            samples_of([record(12, 0, 2)])
 
     @settings(max_examples=100)
     @given(lengths=st.lists(st.integers(1, 20), max_size=60))
@@ -290,14 +299,14 @@ def source(path: str, split: str = "8,2", packed: bool = True) -> RecordSource:
 def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": "", "completion": str(n)} for n in range(10)))
     needs = Needs(257, 8, global_batch=2)
-    built = build_datasets(source(path, packed=False), BYTES, needs)
-    first = [BYTES.decode(built.train[index].tokens[1:2]) for index in range(len(built.train))]
+    built = open_data(source(path, packed=False), BYTES, needs)
+    first = [BYTES.decode(built.training[index].tokens[1:2]) for index in range(len(built.training))]
     assert first == list("01234567")
     assert "10 records (0 longer than a sample), 8 training samples" in built.summary
-    (validation,) = validation_datasets(source(path, packed=False), BYTES, needs, {})
+    (validation,) = open_validation(source(path, packed=False), BYTES, needs, {}).parts
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
-        build_datasets(source(path, "999,1"), BYTES, needs)
+        open_data(source(path, "999,1"), BYTES, needs)
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -305,7 +314,7 @@ def test_a_file_without_records_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     for path in (tmp_path, tmp_path / "a.jsonl"):
         with pytest.raises(ValueError, match=f"^data.sft_data_path: no records in {path}$"):
-            build_datasets(source(str(path)), BYTES, Needs(257, 8))
+            open_data(source(str(path)), BYTES, Needs(257, 8))
 
 
 def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
@@ -317,7 +326,7 @@ def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
         {"prompt": "", "completion": "a"},
     )
     path = write(tmp_path / "a.jsonl", *given)
-    built = build_datasets(source(path, "1"), FastTokenizer(model), Needs(300, 64, evaluates=False))
+    built = open_data(source(path, "1"), FastTokenizer(model), Needs(300, 64, evaluates=False))
     assert built.summary.endswith("; empty answers: 2, of which only the end is learnt")
 
 
@@ -331,7 +340,7 @@ def test_the_closing_hint_has_a_prompt_that_suits(model: Path) -> None:
 def test_too_few_records_for_a_batch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})
     with pytest.raises(ValueError, match=r"one global batch needs 2 samples of 8 tokens, the training .*"):
-        build_datasets(source(path, "1"), BYTES, Needs(257, 8, global_batch=2, evaluates=False))
+        open_data(source(path, "1"), BYTES, Needs(257, 8, global_batch=2, evaluates=False))
 
 
 @pytest.mark.parametrize("changed", ["prompt", "completion"])
@@ -340,7 +349,7 @@ def test_the_checksum_is_of_prompts_and_answers(changed: str, tmp_path: Path) ->
     others = [{**record, changed: record[changed].replace("e", "f")} for record in records]
     needs = Needs(257, 32, evaluates=False)
     one, same, other = (
-        build_datasets(source(write(tmp_path / f"{name}.jsonl", *given)), BYTES, needs).checksums
+        open_data(source(write(tmp_path / f"{name}.jsonl", *given)), BYTES, needs).checksums
         for name, given in (("one", records), ("same", records), ("other", others))
     )
     assert one == same
@@ -349,11 +358,8 @@ def test_the_checksum_is_of_prompts_and_answers(changed: str, tmp_path: Path) ->
 
 
 def test_the_checksum_is_of_which_tokens_have_a_loss(tmp_path: Path) -> None:
-    first, second = (
-        RecordDataset([record(9, answered=answered)], 8, "the data", True, END).contents
-        for answered in (2, 3)
-    )
-    assert [np.array_equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, True]
+    first, second = (samples_of([record(9, answered=answered)]).contents for answered in (2, 3))
+    assert [np.array_equal(a[:], b[:]) for a, b in zip(first, second, strict=True)] == [True, False, True]
 
 
 def test_a_file_that_is_one_list_has_a_remedy(tmp_path: Path) -> None:

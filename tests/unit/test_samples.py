@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.data import samples as samples_module
+from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.microbatches import ValidationSource, gather
-from megatron_noloco.data.open_datasets import build_datasets
-from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset
-from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource, Needs
+from megatron_noloco.data.opening import open_data
+from megatron_noloco.data.samples import IGNORED, Samples, ShuffledSamples
+from megatron_noloco.data.sources import DocumentBorders, IndexedSource, Needs, Prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.layers import document_mask
@@ -31,7 +32,7 @@ BOTH = DocumentBorders(END, reset_attention_mask=True, eod_mask_loss=True)
 
 @pytest.mark.parametrize(("tokens", "count"), [(9, 1), (16, 1), (17, 2), (100, 12)])
 def test_samples_share_one_token(tokens: int, count: int) -> None:
-    made = TokenDataset(np.arange(tokens, dtype=np.uint16), NEEDS, "the data")
+    made = Samples(Dataset(np.arange(tokens, dtype=np.uint16), name="the data"), NEEDS)
     assert len(made) == count
     for index in range(count):
         sample = made[index]
@@ -46,7 +47,7 @@ def test_samples_share_one_token(tokens: int, count: int) -> None:
 
 def test_less_than_a_sample() -> None:
     with pytest.raises(ValueError, match=r"corpus too small: .* 8 tokens, one sample needs .* 9"):
-        TokenDataset(np.arange(8, dtype=np.uint16), NEEDS)
+        Samples(Dataset(np.arange(8, dtype=np.uint16)), NEEDS)
 
 
 @pytest.mark.parametrize("token", [-1, 10_000])
@@ -54,8 +55,8 @@ def test_a_token_outside_the_vocabulary_is_found_when_its_sample_is_read(token: 
     tokens = np.arange(100)
     tokens[50] = token
     datasets = [
-        TokenDataset(tokens, NEEDS, "the data"),
-        ShuffledDataset(tokens, np.array([0, 100]), NEEDS, "the data"),
+        Samples(Dataset(tokens, name="the data"), NEEDS),
+        ShuffledSamples(Dataset(tokens, np.array([0, 100]), name="the data"), NEEDS),
     ]
     for made in datasets:
         assert made[5].tokens[0] == 40
@@ -63,13 +64,15 @@ def test_a_token_outside_the_vocabulary_is_found_when_its_sample_is_read(token: 
             gather(made, np.array([0, 6]))
 
 
-def dataset(lengths: list[int], seed: int = 7, before: int = 0) -> ShuffledDataset:
+def dataset(lengths: list[int], seed: int = 7, before: int = 0) -> ShuffledSamples:
     """Sequences whose tokens are all different; `before`: where in its file the first one begins."""
     offsets = before + np.cumsum([0, *lengths])
-    return ShuffledDataset(np.arange(sum(lengths)), offsets, replace(NEEDS, seed=seed), "the data")
+    return ShuffledSamples(
+        Dataset(np.arange(sum(lengths)), offsets, name="the data"), replace(NEEDS, seed=seed)
+    )
 
 
-def samples(made: TokenDataset) -> list[list[int]]:
+def samples(made: Samples) -> list[list[int]]:
     """All tokens of each, the last label included."""
     return [[*made[index].tokens.tolist(), int(made[index].labels[-1])] for index in range(len(made))]
 
@@ -93,7 +96,7 @@ def test_samples_are_those_of_the_shuffled_sequences(
         patch.setattr(samples_module, "_BLOCK", block)
         patch.setattr(samples_module, "_BATCH_BLOCKS", 2)
         found = samples(dataset(lengths, seed, before))
-    assert found == samples(TokenDataset(laid_end_to_end(lengths, seed), NEEDS))
+    assert found == samples(Samples(Dataset(laid_end_to_end(lengths, seed)), NEEDS))
 
 
 @settings(max_examples=30)
@@ -123,7 +126,7 @@ def test_seeds_differ_and_neighbours_part() -> None:
 
 
 def test_the_token_after_an_end_begins_a_document_and_has_no_loss() -> None:
-    tokens, labels, documents = TokenDataset(TOKENS, replace(NEEDS, documents=BOTH))[0]
+    tokens, labels, documents = Samples(Dataset(TOKENS), replace(NEEDS, documents=BOTH))[0]
     assert tokens.tolist() == TOKENS[:8].tolist()
     assert labels.tolist() == [2, END, IGNORED, END, IGNORED, IGNORED, 5, 6]
     assert documents is not None
@@ -132,16 +135,16 @@ def test_the_token_after_an_end_begins_a_document_and_has_no_loss() -> None:
 
 def test_each_is_done_without_the_other() -> None:
     masked, apart = DocumentBorders(END, eod_mask_loss=True), DocumentBorders(END, reset_attention_mask=True)
-    _, labels, documents = TokenDataset(TOKENS, replace(NEEDS, documents=masked))[0]
+    _, labels, documents = Samples(Dataset(TOKENS), replace(NEEDS, documents=masked))[0]
     assert IGNORED in labels
     assert documents is None
-    _, labels, documents = TokenDataset(TOKENS, replace(NEEDS, documents=apart))[0]
+    _, labels, documents = Samples(Dataset(TOKENS), replace(NEEDS, documents=apart))[0]
     assert IGNORED not in labels
     assert documents is not None
 
 
 def test_in_shuffled_sequences_and_in_microbatches() -> None:
-    dataset = ShuffledDataset(TOKENS, np.array([0, 3, 5, 6, 9]), Needs(10, 4, documents=BOTH), "the data")
+    dataset = ShuffledSamples(Dataset(TOKENS, np.array([0, 3, 5, 6, 9])), Needs(10, 4, documents=BOTH))
     microbatch = ValidationSource(dataset, 2, count=1).microbatch(0)
     assert microbatch.documents is not None
     ends = (microbatch.tokens == END) | (microbatch.tokens == 6)  # which ends the last sequence without END
@@ -158,7 +161,7 @@ def test_pieces_of_a_long_document_are_told_apart_once_they_are_shuffled(
     order = Shuffle(len(lengths), seed, Stream.DOCUMENTS).at(np.arange(len(lengths)))
     lasts = np.cumsum(np.array(lengths)[order])[np.array(lengths)[order] > 0] - 1
     needs = replace(NEEDS, seed=seed, documents=DocumentBorders(-1, True, True))
-    made = ShuffledDataset(np.arange(sum(lengths)), np.cumsum([0, *lengths]), needs, "the data")
+    made = ShuffledSamples(Dataset(np.arange(sum(lengths)), np.cumsum([0, *lengths])), needs)
     for index in range(len(made)):
         _, labels, documents = made[index]
         expected = np.isin(np.arange(index * SEQ, (index + 1) * SEQ), lasts)
@@ -176,7 +179,7 @@ def test_who_attends_to_whom() -> None:
 def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "a", [np.arange(100)])
     documents = DocumentBorders(ByteTokenizer.end_of_document, **{field: True})
-    source = IndexedSource(Blend.parse(prefix), None, None)
+    source = IndexedSource(Prefixes.parse(prefix), None, None)
     needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
     with pytest.raises(ValueError, match=rf"^data.{field}: .*a holds no end-of-document token \(256\)"):
-        build_datasets(source, ByteTokenizer(), needs)
+        open_data(source, ByteTokenizer(), needs)

@@ -223,15 +223,14 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         return SimpleNamespace(
             config=SimpleNamespace(noloco=NolocoSettings()),
             alike=Alike({}, "", {"tokenizer": files["tokenizer"]}),
-            datasets=SimpleNamespace(fingerprint=files["data"]),
-        )
+        ), SimpleNamespace(fingerprint=files["data"])
 
     told: list[dict[str, str]] = []
     monkeypatch.setattr(joined, "of_all_ranks", lambda own: told.append(own) or told)
-    check_ranks(rank())
-    check_ranks(rank())
+    check_ranks(*rank())
+    check_ranks(*rank())
     with pytest.raises(ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job"):
-        check_ranks(rank(**{changed: "b"}))
+        check_ranks(*rank(**{changed: "b"}))
 
 
 HOW_A_MACHINE_COMPUTES = {

@@ -13,15 +13,13 @@ from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, Checkpoint
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import check_exported, check_folder, folder_adds_bos, folder_problem
-from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import IndexedTokens
-from megatron_noloco.data.open_datasets import build_datasets
-from megatron_noloco.data.records import load_records
+from megatron_noloco.data.indexed import Indexed
+from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import (
-    Blend,
     IndexedSource,
     Needs,
+    Prefixes,
     RecordSource,
     Source,
     Split,
@@ -33,6 +31,7 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
 from tests.unit.configs import SMALLEST
+from tests.unit.datasets import load_records
 from tests.unit.test_records import write
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
@@ -118,16 +117,16 @@ BOS, END, IM_END = 0, 1, 2
 HALVES = Split(0.5, 0.5, 0)
 
 
-def datasets_of(source: Source, tokenizer: Path, **choice: bool) -> Datasets:
+def datasets_of(source: Source, tokenizer: Path, **choice: bool) -> Data:
     chosen = TokenizerChoice("HuggingFaceTokenizer", str(tokenizer), **choice)
-    return build_datasets(source, build_tokenizer(chosen), Needs(vocab_size=300, seq_length=8))
+    return open_data(source, build_tokenizer(chosen), Needs(vocab_size=300, seq_length=8))
 
 
-def preprocessed(tmp_path: Path, text: Path, *options: str) -> IndexedTokens:
+def preprocessed(tmp_path: Path, text: Path, *options: str) -> Indexed:
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tok")]
     prefix = ["--output-prefix", str(tmp_path / f"out{len(options)}"), "--append-eod"]
     assert main(["data", "preprocess", "--input", str(text), *tokenizer, *prefix, *options]) == 0
-    return IndexedTokens(f"{prefix[1]}_text_document")
+    return Indexed(f"{prefix[1]}_text_document")
 
 
 class TestSpecialTokens:
@@ -137,7 +136,7 @@ class TestSpecialTokens:
         text.write_text(SPELLED * 4)
         source = TextSource(str(text), HALVES)
         datasets = datasets_of(source, write_tokenizer(tmp_path / "tok"), split_special_tokens=split)
-        tokens = datasets.training[0].dataset.tokens.tolist()
+        tokens = datasets.training.parts[0].tokens.tolist()
         assert tokens.count(END) == (1 if split else 5)
         assert FastTokenizer(tmp_path / "tok").decode([*filter(END.__ne__, tokens)]) == (
             SPELLED * 2 if split else "Say  to end,  and  too.\n" * 2
@@ -180,8 +179,8 @@ class TestBeginningOfDocument:
             (tmp_path / "text").mkdir(exist_ok=True)
             (tmp_path / "text" / f"{number}.txt").write_text(TEXT[0] * 4)
         source = TextSource(str(tmp_path / "text"), HALVES)
-        plain = datasets_of(source, tmp_path / "tok").training[0].dataset.tokens
-        tokens = datasets_of(source, tmp_path / "tok", prepend_bos=True).training[0].dataset.tokens
+        plain = datasets_of(source, tmp_path / "tok").training.parts[0].tokens
+        tokens = datasets_of(source, tmp_path / "tok", prepend_bos=True).training.parts[0].tokens
         assert tokens[tokens != BOS].tolist() == plain.tolist()
         begins = (tokens == BOS).nonzero()[0].tolist()
         assert begins == [0, *((tokens == END).nonzero()[0] + 1).tolist()[:-1]]
@@ -213,7 +212,7 @@ class TestBeginningOfDocument:
         file = tmp_path / "text.txt"
         file.write_text(TEXT[0])
         prefixes = [preprocessed(tmp_path, file, *options).prefix for options in ([], ["--prepend-bos"])]
-        without, begun = map(Blend.parse, prefixes)
+        without, begun = map(Prefixes.parse, prefixes)
         for blends in ((without, begun), (begun, without)):
             with pytest.raises(ValueError, match=f"data.prepend_bos: {prefixes[0]} does not begin with BOS"):
                 datasets_of(IndexedSource(*blends, None), tmp_path / "tok", prepend_bos=True)

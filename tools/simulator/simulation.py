@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig, resolve
-from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
-from megatron_noloco.data.open_datasets import build_datasets
+from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import Needs, Source, TextSource
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
@@ -114,8 +113,8 @@ class Simulation:
             )
         self._share = self.plan.global_batch // len(sources)  # of a step's samples, for each text
         needs = Needs(architecture.vocab_size, architecture.seq_length, self._share, seed)
-        self.datasets = [build_datasets(source, tokenizer, needs) for source in sources]
-        self.orders = [datasets.order(seed) for datasets in self.datasets]
+        self.datasets = [open_data(source, tokenizer, needs) for source in sources]
+        self.orders = [datasets.training.order(seed) for datasets in self.datasets]
         self.validation = [_validation_samples(config, datasets) for datasets in self.datasets]
         if compiled:
             _check_compiler()
@@ -252,7 +251,7 @@ class Simulation:
     def _gradients(self, weights: Tensor, step: int) -> Tensor:
         """Return the gradients of the rows of `weights` on the samples of a step, counted from 0."""
         parts = [
-            _whole_samples(gather(datasets.train, order.ids(step * self._share, self._share)))
+            _whole_samples(gather(datasets.training, order.ids(step * self._share, self._share)))
             for datasets, order in zip(self.datasets, self.orders, strict=True)
         ]
         samples = torch.cat(parts).view(self.replicas, self.plan.replica_batch, -1)
@@ -312,10 +311,11 @@ def _after_local_step(step: int, outer: Rounds) -> Sequence[RoundReport]:
     return outer.after_local_step(step)
 
 
-def _validation_samples(config: RunConfig, datasets: Datasets) -> Tensor:
+def _validation_samples(config: RunConfig, datasets: Data) -> Tensor:
     """Return the validation microbatches, shape [microbatches, micro_batch_size, seq_length + 1]."""
-    (part,) = datasets.validation
-    source = ValidationSource(part.dataset, config.micro_batch_size, config.evaluation.iters)
+    assert datasets.validation is not None
+    (samples,) = datasets.validation.parts
+    source = ValidationSource(samples, config.micro_batch_size, config.evaluation.iters)
     return torch.stack([_whole_samples(source.microbatch(index)) for index in range(len(source))])
 
 

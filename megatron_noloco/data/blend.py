@@ -1,0 +1,96 @@
+"""A blend: the samples of one or several datasets, their order, their checksum."""
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from megatron_noloco.data.record_samples import RecordSamples
+from megatron_noloco.data.samples import Array, Sample, Samples
+from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, BlendedOrder, slots_at, slots_of
+
+# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
+# rest is checked when it is read.
+_EXCERPT_TOKENS = 1 << 24
+_COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
+
+
+class Blend:
+    """The samples of datasets, one dataset after the other, and the proportions in which training reads them.
+
+    Attributes:
+        parts: the datasets.
+        weights: the share of each, adding up to 1.
+    """
+
+    def __init__(self, parts: Sequence[Samples | RecordSamples], weights: Sequence[float] = (1.0,)) -> None:
+        self.parts, self.weights = tuple(parts), tuple(weights)
+        self.seq_length = parts[0].seq_length
+        self.name = "the blend of " * (len(parts) > 1) + ", ".join(part.name for part in parts)
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        number = bisect_right(self._ends, index)
+        return self.parts[number][index - (self._ends[number - 1] if number else 0)]
+
+    def order(self, seed: int, slot: int | None = None) -> BlendedOrder:
+        """Return the order in which a run of this seed, or a slot of a federation, reads the samples."""
+        return BlendedOrder(tuple(map(len, self.parts)), self.weights, seed, slot)
+
+    def checksum(self, most: int | None = None) -> int:
+        """Return a checksum of the sizes and weights of the datasets, and of excerpts of all that samples hold.
+
+        Args:
+            most: elements of an excerpt; None: `_EXCERPT_TOKENS`.
+        """
+        return self._checksum([part.contents for part in self.parts], 0, most)
+
+    def checksum_of_labels(self) -> int:
+        """Return the checksum of version 0.2: of the tokens that have a loss.
+
+        It is another number if the blend is read in another order since.
+        """
+        reordered = slots_of(self.weights) != slots_at(self.weights, BLEND_RESOLUTION)
+        return self._checksum([(part.labels,) for part in self.parts], int(reordered), None)
+
+    def _checksum(self, contents: list[tuple[Array, ...]], start: int, most: int | None) -> int:
+        checksum = start
+        for part, weight, arrays in zip(self.parts, self.weights, contents, strict=True):
+            checksum = zlib.crc32(f"{len(part)} {len(part.labels)} {weight}".encode(), checksum)
+            for place, array in enumerate(arrays):
+                found = excerpt(array, most)
+                if place == 0 and part.hashed_as is not None:
+                    found = found.astype(part.hashed_as)
+                checksum = zlib.crc32(np.ascontiguousarray(found).data, checksum)
+        return checksum
+
+    def frequencies(self, vocab_size: int, pseudocount: int) -> np.ndarray:
+        """Return the relative frequency of each token that has a loss, shape [vocab_size].
+
+        Of a large dataset only an excerpt is counted.
+
+        Args:
+            pseudocount: added to each token's count in each dataset.
+        """
+        shares = np.zeros(vocab_size)
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            tokens = excerpt(part.labels)
+            counts = np.full(vocab_size, pseudocount)
+            for start in range(0, len(tokens), _COUNTED_TOKENS):
+                counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=vocab_size)
+            shares += weight * (counts / counts.sum())
+        return shares
+
+
+def excerpt(array: Array, most: int | None = None) -> np.ndarray:
+    """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
+    most = most or _EXCERPT_TOKENS
+    if len(array) <= most:
+        return array[:]
+    starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
+    return np.concatenate([array[start : start + most // 16] for start in starts])

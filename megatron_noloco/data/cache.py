@@ -1,0 +1,185 @@
+"""The cache of the datasets that are made of text and records, once per host.
+
+An entry is a folder with an indexed dataset, `data`, and `facts.json`. Its name is a digest of what decides the
+dataset: the tokenizer, the settings, and of each file its name below the given folder, its size, and the times of
+its last changes. As in git's index these stand for the content, since every start would have to read all of it.
+The system sets the second time (ctime) at each change, also if a program restores the first.
+
+An entry gets its name when it is complete. A lock keeps two processes of a host from making the same entry; what a
+killed process leaves is removed when the entry is made again.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from megatron_noloco.data.encode import Advance
+from megatron_noloco.data.inputs import Input
+from megatron_noloco.data.progress import Progress
+from megatron_noloco.errors import UserError
+from megatron_noloco.files import put_in_place, write_text, writing
+
+_FORMAT = 1  # of entries; another one where the same files would become other tokens
+_POLL_SECONDS = 0.2
+_DIGITS = 32  # of a digest
+_FACTS = "facts.json"
+
+
+class Recipe(NamedTuple):
+    """What an entry is made of."""
+
+    source: str  # for the user
+    inputs: Sequence[Input]
+    settings: dict[str, Any]  # what decides the dataset beside the inputs; JSON
+    # Writes the dataset under a prefix; returns facts about it, JSON.
+    write: Callable[[Path, Advance], dict[str, Any]]
+
+    @property
+    def digest(self) -> str:
+        stats = [(item.name, item.path.stat()) for item in self.inputs]
+        files = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+        content = json.dumps([_FORMAT, files, self.settings], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:_DIGITS]
+
+
+class Entry(NamedTuple):
+    """One complete entry."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def prefix(self) -> str:
+        return str(self.folder / "data")
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.iterdir())
+
+
+def cache_folder(setting: str | None) -> Path:
+    """Return the folder that `data.cache` names; None: the user's cache folder. Raises UserError."""
+    if setting is not None:
+        return Path(setting).expanduser()
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        raise UserError("data.cache: this user has no home folder; set data.cache to a folder") from None
+    return caches / "megatron_noloco" / "data"
+
+
+def find_entry(folder: Path, digest: str) -> Entry | None:
+    """Return the entry with this digest; None if it is not there."""
+    facts = folder / digest / _FACTS
+    with suppress(OSError, ValueError):
+        found = Entry(folder / digest, json.loads(facts.read_text()))
+        with suppress(OSError):  # a folder that this user may only read
+            os.utime(facts)  # when it was used last
+        return found
+    return None
+
+
+def obtain(folder: Path, recipe: Recipe, shown: bool = True) -> Entry:
+    """Return the entry of a recipe, which is made if it is not there, or when another process has made it.
+
+    Raises UserError if nothing can be written in the folder, or if an input changes meanwhile.
+
+    Args:
+        shown: whether progress is shown: by one process of a job and host.
+    """
+    digest = recipe.digest
+    if found := find_entry(folder, digest):
+        return found
+    with writing(folder, "data.cache"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / f"{digest}.lock").open("a+")
+    total = sum(item.bytes for item in recipe.inputs)
+    with lock, Progress(f"preparing {recipe.source}", total, shown) as progress:
+        alone = _wait_for(lock, progress)
+        if found := find_entry(folder, digest):
+            return found
+        if alone:
+            for left in folder.glob(f"{digest}.partial-*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+        def advance(read_bytes: int) -> None:
+            progress.advance(read_bytes)
+            lock.truncate(0)
+            lock.write(str(progress.done))
+            lock.flush()
+
+        return _make(folder, digest, recipe, advance)
+
+
+def _wait_for(lock: IO[str], progress: Progress) -> bool:
+    """Wait while another process makes the entry, and show its progress; return whether this process has the lock.
+
+    It has none on a file system without locks, where several processes may make the same entry.
+    """
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            lock.seek(0)
+            with suppress(ValueError):  # nothing there yet
+                progress.show(int(lock.read()))
+            time.sleep(_POLL_SECONDS)
+        except OSError:
+            return False
+
+
+def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
+    partial = folder / f"{digest}.partial-{uuid.uuid4().hex}"
+    try:
+        with writing(folder, "data.cache"):
+            partial.mkdir()
+        facts = {"source": recipe.source, **recipe.write(partial / "data", advance)}
+        if recipe.digest != digest:
+            raise UserError(f"{recipe.source}: changed while it was read; start again when it is complete")
+        write_text(partial / _FACTS, json.dumps(facts))
+        try:
+            put_in_place(partial, folder / digest)
+        except OSError:  # without locks, another process may have been faster
+            if find_entry(folder, digest) is None:
+                raise
+        return Entry(folder / digest, facts)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def entries(folder: Path) -> Iterator[Entry]:
+    """Yield the entries, the one that was used last first."""
+    facts = sorted(folder.glob(f"*/{_FACTS}"), key=lambda path: -path.stat().st_mtime)
+    for path in facts:
+        if _is_of_cache(path.parent):
+            yield Entry(path.parent, json.loads(path.read_text()))
+
+
+def clear(folder: Path, digests: Sequence[str] = ()) -> int:
+    """Remove entries whose digests begin so, all if none is given, and what is not finished; return the bytes.
+
+    Runs that have an entry open keep it until they end, on a local disk.
+    """
+    freed = 0
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _is_of_cache(path) and path.name.startswith(tuple(digests) or ""):
+            if path.is_dir():
+                freed += sum(file.stat().st_size for file in path.iterdir())
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    return freed
+
+
+def _is_of_cache(path: Path) -> bool:
+    return re.match(rf"[0-9a-f]{{{_DIGITS}}}($|\.lock$|\.partial-)", path.name) is not None

@@ -1,0 +1,88 @@
+"""Encode documents: text becomes sequences of tokens, with the tokens of begin and end."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from megatron_noloco.data.inputs import Input, Piece, is_text, read_pieces
+from megatron_noloco.data.tokenizer import Tokenizer
+
+Advance = Callable[[int], None]  # called with the bytes of the inputs whose sequences have been taken
+Item = TypeVar("Item")
+
+# Encoded at once: many texts, also of small files, for many cores. It takes about 0.3 GB of memory.
+_CHARACTERS = 1 << 23
+
+
+class Sequence(NamedTuple):
+    """A document, or a piece of a long one."""
+
+    tokens: np.ndarray  # shape [tokens]
+    ends: bool  # whether it is the last of its document
+    mask: np.ndarray | None = None  # whether each token has a loss, bool [tokens]; None: each has
+
+
+def read_documents(
+    inputs: Iterable[Input], key: str, counts: Counter[str], advance: Advance
+) -> Iterator[Piece]:
+    """Read inputs in order; leave out, and count, files in folders that are not text."""
+    inputs = list(inputs)
+    records = any(item.kind != "text" for item in inputs)
+    for item in inputs:
+        if item.kind == "text" and item.folder is not None and not is_text(item):
+            counts["not_text"] += 1
+            advance(item.bytes)
+            continue
+        counts["beside_records"] += records and item.kind == "text" and item.bytes > 0
+        yield from read_pieces(item, key)
+
+
+def encode(
+    pieces: Iterable[Piece], tokenizer: Tokenizer, append_eod: bool, counts: Counter[str], advance: Advance
+) -> Iterator[Sequence]:
+    """Yield the sequence of each piece; leave out, and count, documents without tokens.
+
+    Counts documents, tokens and the special tokens that texts spell out.
+    """
+    none = tokenizer.encode("")
+    begin = np.array(tokenizer.before_document, none.dtype)
+    end = np.array([tokenizer.end_of_document] * append_eod, none.dtype)
+    for group in read_ahead(_groups(pieces)):
+        texts = [piece.text for piece in group]
+        counts["special_tokens"] += sum(map(tokenizer.count_special, texts))
+        # A single call of the tokenizer, which encodes on all cores.
+        for piece, tokens in zip(group, tokenizer.encode_batch(texts), strict=True):
+            if piece.begins and piece.ends and not len(tokens):
+                counts["empty"] += 1
+                continue
+            first, last = begin if piece.begins else none, end if piece.ends else none
+            sequence = np.concatenate([first, tokens, last])
+            counts["tokens"] += len(sequence)
+            counts["documents"] += piece.ends
+            yield Sequence(sequence, piece.ends)
+        advance(sum(piece.read_bytes for piece in group))
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces that are encoded at once."""
+    group, characters = list[Piece](), 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece.text)
+        if characters >= _CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items, each read by a thread while the one before it is used."""
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        following = thread.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = thread.submit(next, items, None)
+            yield item
