@@ -1,12 +1,14 @@
-"""The commands `data preprocess` and `data inspect`."""
+"""The commands `data preprocess`, `data inspect` and `data cache`."""
 
 import argparse
 import os
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
+from megatron_noloco.files import outside
 from megatron_noloco.job.leaving import INTERRUPTED
 
 _PREPROCESS = """\
@@ -47,6 +49,16 @@ def add_commands(commands: Commands) -> None:
     inspect.add_argument("prefix", help="path of the .bin and .idx files without their suffix")
     inspect.add_argument("--samples", type=at_least_one, default=3, help="documents to show (default: 3)")
     inspect.set_defaults(run=_inspect)
+    cache = add_command(
+        subcommands,
+        "cache",
+        "list or remove the datasets that runs have made of text and records",
+        "data cache --clear",
+    )
+    clear = "remove these (the beginnings of names are enough), or all if none is named"
+    cache.add_argument("--clear", nargs="*", metavar="NAME", help=clear)
+    cache.add_argument("--folder", help="the folder in data.cache (default: in the user's cache folder)")
+    cache.set_defaults(run=_cache)
     for parser in (preprocess, inspect):
         which = "default: byte, with --tokenizer-model HuggingFaceTokenizer"
         parser.add_argument("--tokenizer-type", choices=("byte", "HuggingFaceTokenizer"), help=which)
@@ -86,6 +98,22 @@ def _preprocess(args: argparse.Namespace) -> int:
     beside = f", {text} of them from files of text beside records" * (text > 0)
     say(f"{counts['documents']} documents{beside}, {counts['tokens']} tokens{notes}")
     say(*(str(job.output(key)) for key in args.json_keys))
+    return 0
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from megatron_noloco.data.cache import cache_folder, clear, entries
+
+    folder = cache_folder(args.folder)
+    if args.clear is not None:
+        say(f"{folder}: {clear(folder, args.clear) / 1e6:,.1f} MB removed")
+        return 0
+    for entry in entries(folder):
+        used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
+        say(
+            f"{entry.folder.name}  {entry.bytes / 1e6:10,.1f} MB  used {used}  {outside(entry.facts['source'])}"
+        )
+    say(f"{folder}: {sum(entry.bytes for entry in entries(folder)) / 1e6:,.1f} MB")
     return 0
 
 

@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -60,6 +60,11 @@ class Entry(NamedTuple):
     @property
     def prefix(self) -> str:
         return str(self.folder / "data")
+
+    @property
+    def used(self) -> float:
+        """When it was used last, in seconds since 1970."""
+        return (self.folder / _FACTS).stat().st_mtime
 
     @property
     def bytes(self) -> int:
@@ -143,9 +148,7 @@ def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
     try:
         with writing(folder, "data.cache"):
             partial.mkdir()
-        facts = {"source": recipe.source, **recipe.write(partial / "data", advance)}
-        if recipe.digest != digest:
-            raise UserError(f"{recipe.source}: changed while it was read; start again when it is complete")
+        facts = {"source": recipe.source, **_written(recipe, digest, partial / "data", advance)}
         write_text(partial / _FACTS, json.dumps(facts))
         try:
             put_in_place(partial, folder / digest)
@@ -157,12 +160,24 @@ def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def entries(folder: Path) -> Iterator[Entry]:
-    """Yield the entries, the one that was used last first."""
-    facts = sorted(folder.glob(f"*/{_FACTS}"), key=lambda path: -path.stat().st_mtime)
-    for path in facts:
-        if _is_of_cache(path.parent):
-            yield Entry(path.parent, json.loads(path.read_text()))
+def _written(recipe: Recipe, digest: str, prefix: Path, advance: Advance) -> dict[str, Any]:
+    """Write a dataset; raises UserError if an input changes meanwhile, whatever else that has caused."""
+    try:
+        facts = recipe.write(prefix, advance)
+        if recipe.digest == digest:
+            return facts
+    except Exception:
+        with suppress(OSError):  # a file that is gone
+            if recipe.digest == digest:
+                raise
+    raise UserError(f"{recipe.source}: changed while it was read; start again when it is complete")
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Return the entries, the one that was used last first."""
+    paths = filter(lambda path: _is_of_cache(path.parent), folder.glob(f"*/{_FACTS}"))
+    found = [Entry(path.parent, json.loads(path.read_text())) for path in paths]
+    return sorted(found, key=lambda entry: -entry.used)
 
 
 def clear(folder: Path, digests: Sequence[str] = ()) -> int:

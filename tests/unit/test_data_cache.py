@@ -1,0 +1,211 @@
+"""The cache of datasets: made once, whole or not at all, anew when a file or a setting changes."""
+
+import fcntl
+import json
+import os
+import threading
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.data import cache, made
+from megatron_noloco.data.cache import cache_folder, entries, obtain
+from megatron_noloco.data.indexed import Indexed
+from megatron_noloco.data.made import make, recipe
+from megatron_noloco.data.opening import check_source
+from megatron_noloco.data.sources import Split, TextSource
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.errors import UserError
+from megatron_noloco.job import activity
+
+BYTES = ByteTokenizer()
+HALVES = Split.parse("1,1")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text(f"the text of {name}\n" * 9)
+    return folder
+
+
+def source_of(text: Path, split: Split = HALVES) -> TextSource:
+    return TextSource(str(text), split, str(text.parent / "cache"))
+
+
+def count_makings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the entries that are made from now on."""
+    made_now, original = list[str](), cache._make
+
+    def count(folder: Path, digest: str, *others: Any) -> Any:
+        made_now.append(digest)
+        return original(folder, digest, *others)
+
+    monkeypatch.setattr(cache, "_make", count)
+    return made_now
+
+
+def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    makings = count_makings(monkeypatch)
+    first = make(source_of(text), BYTES, False)
+    moved = text.rename(text.with_name("moved"))
+    assert make(source_of(moved), BYTES, False) == first
+    assert len(makings) == 1
+    assert sorted(path.name for path in first.folder.iterdir()) == [
+        *("data.bin", "data.idx", "data.tokenizer.sha256", "facts.json")
+    ]
+
+
+@settings(max_examples=8)
+@given(st.permutations(["content", "time kept", "added", "removed", "split", "tokenizer"]))
+def test_what_changes_a_dataset_makes_another_entry(changes: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = Path(mkdtemp())
+        (folder / "a.txt").write_text("one")
+        (folder / "b.txt").write_text("two")
+        source, tokenizer, digests = TextSource(str(folder), HALVES), ByteTokenizer(), set[str]()
+        digests.add(recipe(source, tokenizer).digest)
+        for change in changes:
+            if change == "content":
+                (folder / "a.txt").write_text("longer")
+            elif change == "time kept":
+                before = (folder / "b.txt").stat()
+                while (
+                    folder / "b.txt"
+                ).stat().st_ctime_ns == before.st_ctime_ns:  # the system's clock has ticks
+                    (folder / "b.txt").write_text("owt")
+                    os.utime(folder / "b.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
+            elif change == "added":
+                (folder / "c.txt").write_text("three")
+            elif change == "removed":
+                (folder / "a.txt").unlink()
+            elif change == "split":
+                source = TextSource(str(folder), Split.parse("2,1"))
+            else:
+                patch.setattr(tokenizer, "digest", "another")
+            assert recipe(source, tokenizer).digest not in digests, change
+            digests.add(recipe(source, tokenizer).digest)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_that_make_it_at_once_both_have_it(
+    locks: bool, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits, and tells the watchdog why; on a file system without locks, both make it."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    makings, inside, go = count_makings(monkeypatch), threading.Event(), threading.Event()
+    original, found = made.divide, []
+
+    def slowly(*arguments: Any) -> Any:
+        inside.set()
+        assert go.wait(60)
+        return original(*arguments)
+
+    monkeypatch.setattr(made, "divide", slowly)
+    threads = [
+        threading.Thread(target=lambda: found.append(make(source_of(text), BYTES, False))) for _ in range(2)
+    ]
+    threads[0].start()
+    assert inside.wait(60)
+    if locks:
+        monkeypatch.setattr(cache.time, "sleep", lambda _: go.set())  # the second one waits
+    threads[1].start()
+    if not locks:
+        while len(makings) < 2:
+            threads[1].join(0.01)
+        go.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(makings) == (1 if locks else 2)
+    assert found[0] == found[1]
+    assert Indexed(found[0].prefix).tokens.tobytes().startswith(b"t\0h\0e\0")
+    assert not list((text.parent / "cache").glob("*.partial-*"))
+    assert f"preparing {text}" in str(activity.now.state)
+
+
+def no_locks(*_: Any) -> None:
+    raise OSError("no locks here")
+
+
+def test_what_a_killed_process_leaves_is_removed(text: Path) -> None:
+    digest = recipe(source_of(text), BYTES).digest
+    left = text.parent / "cache" / f"{digest}.partial-1"
+    left.mkdir(parents=True)
+    (left / "data.bin").write_text("half")
+    entry = make(source_of(text), BYTES, False)
+    assert [path.name for path in left.parent.iterdir() if path.is_dir()] == [entry.folder.name]
+
+
+def test_a_file_that_changes_meanwhile_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = made.divide
+
+    def divide(*arguments: Any) -> Any:
+        (text / "a.txt").write_text("other")
+        return original(*arguments)
+
+    monkeypatch.setattr(made, "divide", divide)
+    with pytest.raises(UserError, match=rf"^{text}: changed while it was read; start again"):
+        make(source_of(text), BYTES, False)
+    assert entries(text.parent / "cache") == []
+
+
+def test_a_folder_that_cannot_be_written_says_what_to_set(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    source = TextSource(str(text), HALVES, str(tmp_path / "file" / "cache"))
+    for door in (lambda: check_source(source, BYTES, tmp_path / "run"), lambda: make(source, BYTES, False)):
+        with pytest.raises(UserError, match=r"file/cache: cannot be written: .*; give another data.cache$"):
+            door()
+
+
+def test_an_entry_in_a_folder_that_may_only_be_read_is_used(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = make(source_of(text), BYTES, False)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert make(source_of(text), BYTES, False) == entry
+    check_source(source_of(text), BYTES, tmp_path / "run")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder(None) == Path("/caches/megatron_noloco/data")
+    assert cache_folder("~/here") == Path.home() / "here"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder(None) == Path.home() / ".cache/megatron_noloco/data"
+
+
+def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = text.parent / "cache"
+    digests = [make(source_of(text, Split.parse(split)), BYTES, False).folder.name for split in ("1", "1,1")]
+    (folder / "mine.txt").write_text("of the user")
+
+    def listed(*options: str) -> list[str]:
+        assert main(["data", "cache", "--folder", str(folder), *options]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert {line.split()[0] for line in listed()[:-1]} == set(digests)
+    assert all(line.endswith(f"  {text}") for line in listed()[:-1])
+    assert listed("--clear", digests[0][:6])[0].endswith("0.0 MB removed")
+    assert [line.split()[0] for line in listed()[:-1]] == [digests[1]]
+    listed("--clear")
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    assert listed() == [f"{folder}: 0.0 MB"]
+
+
+def test_facts_are_json(text: Path) -> None:
+    entry = make(source_of(text), BYTES, False)
+    assert json.loads((entry.folder / "facts.json").read_text()) == entry.facts
+    assert obtain(text.parent / "cache", recipe(source_of(text), BYTES)) == entry
