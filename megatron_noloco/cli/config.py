@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from megatron_noloco.cli.exit_codes import naming
+from megatron_noloco.cli.exit_codes import StoppedError, naming
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.job.start_up import importing
@@ -24,6 +24,8 @@ def add_commands(commands: Commands) -> None:
     action.add_argument("--schema", action="store_true", help=schema)
     ranks = "with --check: also check for N ranks"
     config.add_argument("--world-size", type=at_least_one, metavar="N", help=ranks)
+    dry = "with --check: also train one replica for two local steps, and compare its memory with that of plan"
+    config.add_argument("--dry-run", action="store_true", help=dry)
     config.set_defaults(run=_config)
 
 
@@ -32,19 +34,21 @@ def _config(args: argparse.Namespace) -> int:
 
     if args.world_size is not None and not args.check:
         raise UserError("config: --world-size goes together with --check FILE")
+    if args.dry_run and not args.check:
+        raise UserError("config: --dry-run goes together with --check FILE")
     if args.explain is not None:
         sys.stdout.write(explain(args.explain))
     elif args.schema:
         sys.stdout.write(schema())
     elif args.check:
         with naming(args.check):
-            _check(args.check, args.world_size)
+            _check(args.check, args.world_size, args.dry_run)
     else:
         raise UserError("megatron_noloco config: give --explain, --schema or --check FILE")
     return 0
 
 
-def _check(path: str, world_size: int | None) -> None:
+def _check(path: str, world_size: int | None, dry: bool) -> None:
     """Write the banner of a run; raises UserError when the file is wrong, or a run could not start from it.
 
     When only the start would fail the banner is written all the same: on another machine it may succeed.
@@ -60,6 +64,7 @@ def _check(path: str, world_size: int | None) -> None:
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.data.auto_tokenizer import check_folder
+        from megatron_noloco.preflight.dry_run import dry_run
         from megatron_noloco.preflight.fit import shortage_of_all
         from megatron_noloco.training.prepare import check_sizes, check_start
 
@@ -82,3 +87,9 @@ def _check(path: str, world_size: int | None) -> None:
             say(f"all on this machine: {short}")
     if problem is not None:
         raise problem
+    if dry:
+        assert architecture is not None
+        try:
+            say(str(dry_run(config, architecture)))
+        except RuntimeError as error:
+            raise StoppedError(str(error)) from None

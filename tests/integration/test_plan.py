@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.preflight import fit
 from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
@@ -168,3 +170,17 @@ def memory(
     planned = fullest_stage(config, config.architecture(VOCABULARY), config.topology(replicas))[2]
     peak = max(row["memory/peak_bytes"] for row in metrics(folder)[0])
     return peak, planned.device_bytes + planned.host_bytes
+
+
+def test_a_dry_run_measures_what_a_rank_needs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    changes = {"data": {"text": str(write_text(tmp_path))}, "training": {"train_iters": 100}}
+    file = write_config(tmp_path, tiny(changes | {"parallel": {"replicas": 4}}))
+    assert main(["config", "--check", str(file), "--dry-run"]) == 0
+    line = capfd.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(
+        r"dry run: 2 local steps of one replica \(1 rank\): peak of resident memory (\S+) GB, plan "
+        r"says (\S+) GB; exchanges need more",
+        line,
+    )
+    assert found is not None, line
+    assert 0.5 < float(found[1]) / float(found[2]) < 2
