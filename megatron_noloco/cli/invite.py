@@ -127,7 +127,7 @@ async def _made(network: "Network", endpoints: Sequence[str], wish: "Wish") -> "
             try:
                 return await ask_invitation(carrier, endpoint, member, wish)
             except (ConnectionError, TimeoutError) as error:
-                reason = str(error) or f"nobody answers at {endpoint}"
+                reason = str(error)
                 reasons.append(outside(reason if endpoint in reason else f"{endpoint}: {reason}"))
     finally:
         await carrier.close()

@@ -34,7 +34,7 @@ from megatron_noloco.federation.messages import (
     send_json,
 )
 from megatron_noloco.federation.rendezvous import Seeds
-from megatron_noloco.federation.streams import Carrier, Stream, StreamEndedError
+from megatron_noloco.federation.streams import Carrier, Stream, StreamEndedError, within
 from megatron_noloco.files import write_text
 from megatron_noloco.settings import MOST_SLOTS
 
@@ -278,7 +278,8 @@ class Invitations:
 
 async def ask_invitation(carrier: Carrier, endpoint: str, member: Member, wish: Wish) -> Made:
     """Ask a job for an invitation. Raises ConnectionError and TimeoutError."""
-    async with asyncio.timeout(_WISH_SECONDS), await carrier.dial(endpoint) as stream:
+    late = f"the process at {endpoint} makes no invitation"
+    async with await carrier.dial(endpoint) as stream, within(_WISH_SECONDS, late):
         await say(stream, Visit(INVITE, member))
         await send_json(stream, _WISH, wish)
         return await receive_json(stream, _MADE, LONGEST_FIRST_BYTES)

@@ -1,6 +1,5 @@
 """The side of a machine that joins with an invitation; see `invitation`."""
 
-import asyncio
 import statistics
 import time
 from collections.abc import Callable
@@ -24,12 +23,16 @@ from megatron_noloco.federation.invitation import (
 )
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import LONGEST_FIRST_BYTES, receive_json, send_json
-from megatron_noloco.federation.streams import Stream
+from megatron_noloco.federation.streams import Stream, within
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket
 from megatron_noloco.files import outside
 
-_FIRST_PROBE_BYTES = 2**18
+_FIRST_PROBE_BYTES, _FIRST_PROBE_SECONDS = 2**18, 60.0
+_STALLED = (
+    "small messages pass, and larger ones come too slowly or not at all: is the MTU of the route smaller than "
+    "that of the interface on either host?"
+)
 _LONG_ENOUGH_SECONDS = 1.0  # to measure a rate
 _TRIPS = 5
 _LONGEST_BUNDLE_BYTES = 2**27
@@ -72,10 +75,10 @@ async def join(ticket: Ticket, check: Callable[[JoinRequirements], None]) -> Adm
             "key, and its port is open"
         ) from None
     try:
-        async with stream, asyncio.timeout(SECONDS):
+        async with stream, within(SECONDS, f"it took more than {SECONDS:g} seconds; try again"):
             return await _joined(stream, ticket.secret, check)
-    except TimeoutError:
-        raise UserError(f"join: it took more than {SECONDS:g} seconds; try again") from None
+    except TimeoutError as error:
+        raise UserError(f"join: {error}") from None
     except ConnectionError as error:
         raise UserError(f"join: {outside(str(error))}") from None
     finally:
@@ -102,7 +105,9 @@ async def _measure(stream: Stream) -> LinkSpeed:
     for up in (False, True):
         size, seconds, rate = _FIRST_PROBE_BYTES, 0.0, 0.0
         while seconds < _LONG_ENOUGH_SECONDS and size <= MOST_PROBE_BYTES:
-            seconds = max(1e-6, await _timed(stream, size * up, size * (not up)) - trip)
+            limit = _FIRST_PROBE_SECONDS if not rate else SECONDS
+            async with within(limit, _STALLED):
+                seconds = max(1e-6, await _timed(stream, size * up, size * (not up)) - trip)
             rate, size = size / seconds, 4 * size
         rates.append(rate)
     return LinkSpeed(min(rates), trip / 2)

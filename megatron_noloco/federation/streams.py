@@ -119,10 +119,10 @@ class Stream(ABC):
 async def within(seconds: float, why: str) -> AsyncIterator[None]:
     """Raise TimeoutError, which says why, where the block takes longer."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
             yield
-    except TimeoutError:
-        raise TimeoutError(why) from None
+    except TimeoutError as error:
+        raise TimeoutError(why) if limit.expired() else error from None
 
 
 def reason_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from megatron_noloco import __version__
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation import joining
+from megatron_noloco.federation import invitation, joining
 from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.invitation import (
     BUNDLE,
@@ -31,6 +31,7 @@ from megatron_noloco.federation.joining import Admission, join
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
 from megatron_noloco.federation.node import Identity, Node
+from megatron_noloco.federation.streams import Stream
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket
 
@@ -204,6 +205,26 @@ def test_an_invitation_stays_good_until_it_is_used(job: Job) -> None:
             job.path.rmdir()
             assert (await admitted(ticket)).bundle.slot == 2
 
+    run(test())
+
+
+@pytest.mark.parametrize("side", [invitation, joining])
+def test_large_packets_that_are_lost_are_named(job: Job, side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way to the newcomer, or from it."""
+    sends = side.send_bytes
+
+    async def loses(stream: Stream, count: int) -> None:
+        await sends(stream, min(count, 1))
+        if count > 1:
+            await asyncio.sleep(SECONDS)
+
+    async def test() -> None:
+        async with job.runs():
+            ticket = await job.ticket()
+            monkeypatch.setattr(side, "send_bytes", loses)
+            assert "is the MTU of the route smaller" in await refused(ticket)
+
+    monkeypatch.setattr(joining, "_FIRST_PROBE_SECONDS", 0.2)
     run(test())
 
 
