@@ -25,6 +25,8 @@ ALONE = {
         "peer",
     ),
     "soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
+    "strangers": ("--connections 40", "after all"),
+    "bench_federation": ("--megabytes 1 --repeats 1 --payloads int8", "seconds_of_small_rounds"),
     "bench_pairing": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
     "bench_routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
@@ -42,6 +44,7 @@ SECONDS_LONG = (
     "bench_pairing",
     "bench_routing",
     "gpu_check.replicas",
+    "strangers",
 )
 
 

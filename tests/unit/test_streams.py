@@ -365,44 +365,6 @@ def test_a_frame_that_no_member_sends_ends_its_connection_only(content: bytes, k
     run("tcp", keys, echo, dial)
 
 
-@encrypted
-def test_strangers_cost_nothing_and_keep_nobody_out(kind: str, keys: Keys) -> None:
-    """Of those that connect and say nothing, or begin a stream and are no members, at most 64 stay."""
-
-    async def dial(carrier: Carrier, endpoint: str) -> None:
-        await ask(carrier, endpoint)
-        strangers = []
-        for number in range(3 * tcp._MOST_STRANGERS):
-            stranger = socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
-            stranger.setblocking(False)
-            if number % 2:
-                stranger.sendall(greeting(kind == "TLS") + bytes(4))
-            strangers.append(stranger)
-            await asyncio.sleep(0)
-        await ask(carrier, endpoint)
-        while _open(strangers) > tcp._MOST_STRANGERS:
-            await asyncio.sleep(0.01)
-        await asyncio.gather(*(ask(carrier, endpoint) for _ in range(3)))
-        for stranger in strangers:
-            stranger.close()
-
-    run(kind, keys, echo, dial)
-
-
-def _open(strangers: list[socket.socket]) -> int:
-    """Return how many of these sockets the other side has not closed."""
-    count = 0
-    for stranger in strangers:
-        try:
-            while stranger.recv(1000):
-                pass
-        except BlockingIOError:
-            count += 1
-        except OSError:
-            pass
-    return count
-
-
 def test_a_stranger_has_little_time(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "_OPEN_SECONDS", 0.2)
 
