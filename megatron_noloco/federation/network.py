@@ -24,7 +24,15 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
 from megatron_noloco.federation.node import Identity, Node
 from megatron_noloco.federation.node_thread import NodeThread
-from megatron_noloco.federation.rendezvous import ADVERTISE, PLACES, Folder, Rendezvous, Seeds, reachable
+from megatron_noloco.federation.rendezvous import (
+    ADVERTISE,
+    PLACES,
+    Folder,
+    Rendezvous,
+    Seeds,
+    check_not_link_local,
+    reachable,
+)
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.job.join import is_link_local
 
@@ -66,6 +74,8 @@ class Network:
                 "IPv4 address, an IPv6 address in [], or * for all, and a PORT up to 65535, or 0 for any, such as "
                 '"tcp://*:0"'
             )
+        for field, endpoint in (("listen", self.listen), ("advertise", self.advertise)):
+            check_not_link_local(field, host_of(endpoint or ""))
         if self.advertise is None or self.listen is None:
             return
         if not is_endpoint(self.advertise):

@@ -22,6 +22,15 @@ _SEEDS = "tcp://"
 _MOST_BYTES = 2**16  # of a file
 
 
+def check_not_link_local(field: str, host: str) -> None:
+    """Raise UserError for an IPv6 address that leads to another host from each interface."""
+    if is_link_local(host) and ":" in host:
+        raise UserError(
+            f"federation.{field}: {host} is an IPv6 link-local address, which leads elsewhere from each network "
+            "interface, so other jobs cannot use it; give another address of that host"
+        )
+
+
 def reachable(endpoint: str, host: Callable[[], str]) -> str:
     """Return an endpoint that others can use: the address of this host replaces "all interfaces"."""
     everywhere = host_of(endpoint) in ("0.0.0.0", "::")
@@ -144,11 +153,7 @@ class Seeds:
             if not is_endpoint(f"tcp://{entry}"):
                 raise UserError(f'federation.rendezvous: "{entry}" is not HOST:PORT, {PLACES}')
             host, port = split(entry)
-            if is_link_local(host) and ":" in host and "%" not in host:
-                raise UserError(
-                    f'federation.rendezvous: "{entry}" is a link-local address, which needs the name of the '
-                    f"interface that leads to it, such as [{host}%eth0]:{port}"
-                )
+            check_not_link_local("rendezvous", host)
             places.append((host, port))
         return cls(places)
 

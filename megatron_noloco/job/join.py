@@ -207,7 +207,7 @@ def reachable_address(seeds: Sequence[str] = ()) -> str:
         found = []
     ways = map(_address_towards, ("10.255.255.255", "2001:db8::1"))
     found += filter(None, [next(filter(None, ways), None)])
-    usable = [address for address in found if not _is_loopback(address)]
+    usable = [one for one in found if not _is_loopback(one) and not (is_link_local(one) and ":" in one)]
     return min(
         usable, key=is_link_local, default=name
     )  # the first that leads further; without a route the name

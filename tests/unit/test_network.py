@@ -192,26 +192,42 @@ def test_a_name_that_is_too_long_for_python_is_no_fault(monkeypatch: pytest.Monk
 
 
 def test_link_local_addresses_are_named(capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a seed and of this host; an address that leads further is preferred."""
-    for seed in ("169.254.7.7:9", "[fe80::1%lo]:9"):
-        network = Network(Seeds.of(seed), MEMBER, "tcp://*:0", host=lambda: "169.254.7.8")
-        with replicas(network) as (own,):
-            assert split(own.node.directory.own.endpoint)[0] == "169.254.7.8"
-        of_seed, of_own = capfd.readouterr().err.splitlines()
-        why = "a link-local address, which leads there from the same cable or switch only"
-        assert of_seed == f"replica 0: federation.rendezvous has {split(seed)[0]}, {why}"
-        assert of_own.startswith(
-            f"replica 0: others look for this job at 169.254.7.8, {why}; where they are "
-        )
-        assert "set federation.advertise" in of_own
-    with pytest.raises(ValueError, match="is a link-local address, which needs the name of the interface"):
-        Seeds.of("[fe80::1]:9")
+    """Of a seed and of this host. Two machines with a cable between them may have no others."""
+    network = Network(Seeds.of("169.254.7.7:9"), MEMBER, "tcp://*:0", host=lambda: "169.254.7.8")
+    with replicas(network) as (own,):
+        assert split(own.node.directory.own.endpoint)[0] == "169.254.7.8"
+    of_seed, of_own = capfd.readouterr().err.splitlines()
+    why = "a link-local address, which leads there from the same cable or switch only"
+    assert of_seed == f"replica 0: federation.rendezvous has 169.254.7.7, {why}"
+    assert of_own.startswith(
+        f"replica 0: others look for this job at 169.254.7.8, {why}; where they are elsewhere"
+    )
+    assert "set federation.advertise" in of_own
+
+
+@pytest.mark.parametrize("host", ["fe80::1", "fe80::1%eth0"])
+def test_link_local_addresses_of_ipv6_are_refused(host: str) -> None:
+    """The name of the interface, which they need, is another one on each host."""
+    place, seeds = f"[{host}]:9", Seeds.of("a:1")
+    refused: dict[str, Callable[[], object]] = {
+        "rendezvous": lambda: Seeds.of(place),
+        "listen": lambda: Network(seeds, MEMBER, f"tcp://{place}"),
+        "advertise": lambda: Network(seeds, MEMBER, "tcp://*:9", advertise=f"tcp://{place}"),
+    }
+    for field, make in refused.items():
+        with pytest.raises(
+            ValueError, match=f"federation.{field}: {host} is an IPv6 link-local address, which"
+        ):
+            make()
 
 
 def test_an_address_that_leads_further_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(None, None, None, None, (address, 0)) for address in ("127.0.1.1", "169.254.7.8", "10.0.0.4")]
+    found = [
+        (None, None, None, None, (address, 0))
+        for address in ("127.0.1.1", "fe80::1", "169.254.7.8", "10.0.0.4")
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr("megatron_noloco.job.join._address_towards", lambda host: None)
     assert reachable_address() == "10.0.0.4"
-    del found[2]
+    del found[3]
     assert reachable_address() == "169.254.7.8"
