@@ -46,8 +46,10 @@ class Taker:
         return True
 
     def refuse(self, reason: str) -> None:
-        self.stream.abort(reason)
-        self.over.set()
+        """Give the taker up, unless the conversation is over."""
+        if not self.over.is_set():
+            self.stream.abort(reason)
+            self.over.set()
 
 
 async def pass_on(takers: list[Taker], transfer: Leader) -> None:

@@ -168,14 +168,15 @@ class TakeOver:
     async def _give(self, state: State | None, transfers: Iterable[Transfer]) -> None:
         takers, self._waiting = self._waiting, []
         self._given = takers
-        if state is None:
+        try:
+            if state is not None:
+                offer = packed(_OFFER, Offer(state.step, state.facts, list(state.vectors), len(state.rest)))
+                await asyncio.gather(*(taker.send(offer, state.rest) for taker in takers))
+                for transfer in transfers:
+                    await pass_on(takers, cast(Leader, transfer))
+                await part_with(takers)
+        finally:
             _refuse(takers, "cannot give its state")
-            return
-        offer = packed(_OFFER, Offer(state.step, state.facts, list(state.vectors), len(state.rest)))
-        await asyncio.gather(*(taker.send(offer, state.rest) for taker in takers))
-        for transfer in transfers:
-            await pass_on(takers, cast(Leader, transfer))
-        await part_with(takers)
 
     # To take
 

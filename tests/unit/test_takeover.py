@@ -409,17 +409,25 @@ def test_a_giver_that_leaves_ends_a_state_that_is_under_way_and_refuses_the_next
     run(main())
 
 
-def test_a_state_that_cannot_be_copied_stops_no_training(capfd: pytest.CaptureFixture[str]) -> None:
-    class Large(Kept):
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [(None, "MemoryError: no memory"), (State(0, FACTS, {}), "ValidationError: 1 validation")],
+)
+def test_a_state_that_cannot_be_copied_or_sent_stops_no_training(
+    wrong: State | None, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Wrong(Kept):
         def copy(self, done: int) -> State:
-            raise MemoryError("no memory for a copy")
+            if wrong is None:
+                raise MemoryError("no memory for a copy")
+            return wrong
 
     async def main() -> None:
         async with Nodes() as nodes:
             _, states, link = await asked(nodes, 20)
             async with link.open(STATE) as stream:
                 await until(lambda: states.wanted(20))
-                assert not states.give(Large(), 20)
+                assert states.give(Wrong(), 20) == (wrong is not None)
                 with pytest.raises(ConnectionError, match="cannot give its state"):
                     await stream.receive(1)
             async with link.open(STATE) as stream:
@@ -428,7 +436,7 @@ def test_a_state_that_cannot_be_copied_stops_no_training(capfd: pytest.CaptureFi
                 await stream.receive(100)
 
     run(main())
-    assert "this rank's state cannot be given: MemoryError: no memory" in capfd.readouterr().err
+    assert f"this rank's state cannot be given: {line}" in capfd.readouterr().err
 
 
 def test_a_job_that_is_to_stop_takes_nothing_and_waits_for_nothing() -> None:
