@@ -1,18 +1,18 @@
-"""Divide a dataset into training and validation, and say in a line what it holds."""
+"""Divide the dataset of a source into training and validation, and say in a line what it holds."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_noloco.data.blend import Blend, excerpt
-from megatron_noloco.data.cache import Entry
-from megatron_noloco.data.indexed import Dataset, open_indexed
+from megatron_noloco.data.indexed import Dataset, Indexed, open_indexed
 from megatron_noloco.data.inputs import name_of_text
+from megatron_noloco.data.made import make
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary
-from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Split, TextSource
+from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, Source, Split
 from megatron_noloco.data.texts import is_by_file
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
@@ -22,150 +22,150 @@ _SPLIT_NAMES = ("training", "validation")
 TRAINING, VALIDATION = range(2)
 
 
-class Division(ABC):
-    """A dataset that can be divided.
+class Member(NamedTuple):
+    """A dataset of a blend, before it is divided."""
+
+    indexed: Indexed
+    weight: float
+    name: str  # for the user
+
+
+@dataclass(frozen=True)
+class Division:
+    """Divides the datasets of a source.
+
+    Text was divided when it was encoded, and its samples are in the order of the files. Records are divided in
+    their order, all other datasets in the order of their sequences; of these training is shuffled, and validation
+    is not, so that every run is evaluated on the same samples.
 
     Attributes:
-        by_file: whether each file of text is in one split.
+        train: the datasets of training; with a split those of validation, too.
+        validation: if each split has datasets of its own; None: there are none.
+        facts: about a dataset that was made of text or records; empty: of another one.
     """
 
-    by_file = False
+    source: Source
+    tokenizer: Tokenizer
     needs: Needs
+    train: list[Member]
+    validation: list[Member] | None
+    facts: Mapping[str, Any]
 
-    @abstractmethod
-    def summary(self, training: Blend, validation: Blend | None) -> str:
-        """Return a line that says what the data hold."""
+    @classmethod
+    def of(cls, source: Source, tokenizer: Tokenizer, needs: Needs) -> "Division":
+        """Open the datasets of a source, made now if they are not there; raises UserError."""
+        if isinstance(source, IndexedSource):
 
-    @abstractmethod
-    def parts(self, split: int) -> Iterator[tuple[Samples | RecordSamples, float]]:
-        """Yield the samples of each dataset in a split, and its weight; raises UserError if there are none."""
+            def members(prefixes: Prefixes) -> list[Member]:
+                return [
+                    Member(open_indexed(prefix, tokenizer), share, prefix) for prefix, share in prefixes.parts
+                ]
+
+            validation = members(source.validation) if source.validation else None
+            return cls(source, tokenizer, needs, members(source.train), validation, {})
+        entry = make(source, tokenizer, needs.shown)
+        name = source.path if isinstance(source, RecordSource) else name_of_text(source.text)
+        member = Member(open_indexed(entry.prefix, tokenizer), 1.0, name)
+        return cls(source, tokenizer, needs, [member], None, entry.facts)
+
+    @property
+    def kind(self) -> str:
+        return self.facts.get("kind", "documents")
+
+    @property
+    def by_file(self) -> bool:
+        """Whether each file of text is in one split."""
+        return self.kind == "text" and is_by_file(self.facts["files"])
 
     def blend(self, split: int) -> Blend:
         """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
-        parts, weights = zip(*self.parts(split), strict=True)
-        for samples in parts:
-            check_tokens(samples, self.needs.vocab_size)
-        return Blend(parts, weights)
-
-
-@dataclass(frozen=True)
-class TextDivision(Division):
-    """Files of text, divided when they were encoded; samples are in the order of the files."""
-
-    source: TextSource
-    entry: Entry
-    tokenizer: Tokenizer
-    needs: Needs
-
-    @property
-    def by_file(self) -> bool:  # type: ignore[override]
-        return is_by_file(self.entry.facts["files"])
-
-    def parts(self, split: int) -> Iterator[tuple[Samples, float]]:
-        name, dataset = name_of_text(self.source.text), self._dataset(split)
-        if not len(dataset.tokens):
-            problem = _no_share(self.source.split, split, name)
-            raise UserError(f"{problem} ({self.entry.facts['files']} files); raise its weight or add text")
-        samples = Samples(dataset, self.needs)
-        if not isinstance(self.tokenizer, ByteTokenizer):
-            samples.hashed_as = np.int32  # as versions up to 0.3 held them
-        yield samples, 1.0
-
-    def summary(self, training: Blend, validation: Blend | None) -> str:
-        facts = self.entry.facts
-        sizes = (len(self._dataset(split).tokens) for split in (TRAINING, VALIDATION))
-        return (
-            f"{name_of_text(self.source.text)}, {facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, "
-            "{} training and {} validation tokens".format(*sizes)
-        ) + notes(self.entry, self.tokenizer)
-
-    def _dataset(self, split: int) -> Dataset:
-        first, stop = self.entry.facts["splits"][split : split + 2]
-        name = _name(split, name_of_text(self.source.text))
-        return open_indexed(self.entry.prefix, self.tokenizer).part(first, stop, name)
-
-
-@dataclass(frozen=True)
-class RecordDivision(Division):
-    """Records for fine-tuning, divided in their order."""
-
-    source: RecordSource
-    entry: Entry
-    tokenizer: Tokenizer
-    needs: Needs
-
-    def parts(self, split: int) -> Iterator[tuple[RecordSamples, float]]:
-        indexed = open_indexed(self.entry.prefix, self.tokenizer)
-        bounds = indexed.document_bounds
-        first, stop = self.source.split.bounds(len(bounds) - 1)[split : split + 2]
-        if first == stop:
-            problem = _no_share(self.source.split, split, self.source.path)
-            raise UserError(f"{problem} ({len(bounds) - 1} records); raise its weight or add records")
-        dataset = indexed.part(int(bounds[first]), int(bounds[stop]), _name(split, self.source.path))
-        padding = self.tokenizer.end_of_document
-        yield RecordSamples(dataset, self.needs.seq_length, self.source.packed, padding), 1.0
-
-    def summary(self, training: Blend, validation: Blend | None) -> str:
-        facts, samples = self.entry.facts, [*training.parts, *(validation.parts if validation else ())]
-        cut = sum(part.cut for part in samples if isinstance(part, RecordSamples))
-        return (
-            f"{self.source.path}, {facts['records']} records ({cut} longer than a sample), {len(training)} "
-            f"training samples with {len(samples[0].labels)} tokens in answers{notes(self.entry, self.tokenizer)}"
-        )
-
-
-@dataclass(frozen=True)
-class IndexedDivision(Division):
-    """Indexed datasets, divided in the order of their sequences; training is shuffled.
-
-    Validation is not, so that every run is evaluated on the same samples.
-
-    Attributes:
-        name: what the user calls the dataset; "": its prefix.
-        notes: the end of the summary.
-    """
-
-    source: IndexedSource
-    tokenizer: Tokenizer
-    needs: Needs
-    name: str = ""
-    notes: str = ""
-
-    def parts(self, split: int) -> Iterator[tuple[Samples, float]]:
-        source = self.source
-        blend = source.train if source.split is not None else (source.train, source.validation)[split]
-        if blend is None:
+        members = self.train if self.source.split is not None else (self.train, self.validation)[split]
+        if members is None:
             raise UserError(
                 "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
             )
-        for prefix, weight in blend.parts:
-            dataset = self._dataset(prefix, split)
-            yield (ShuffledSamples if split == TRAINING else Samples)(dataset, self.needs), weight
+        parts = [self._samples(self._dataset(member, split), split) for member in members]
+        for samples in parts:
+            check_tokens(samples, self.needs.vocab_size)
+        return Blend(parts, [member.weight for member in members])
 
-    def _dataset(self, prefix: str, split: int) -> Dataset:
-        indexed, shares, name = open_indexed(prefix, self.tokenizer), self.source.split, self.name or prefix
-        sequences = len(indexed.lengths)
+    def _dataset(self, member: Member, split: int) -> Dataset:
+        """Return a dataset's part in a split; raises UserError if it is empty."""
+        indexed, shares = member.indexed, self.source.split
         if shares is None:
-            return indexed.part(0, sequences, name)
-        first, stop = shares.bounds(sequences)[split : split + 2]
-        dataset = indexed.part(first, stop, _name(split, name))
+            return indexed.part(0, len(indexed.lengths), member.name)
+        bounds, unit, count = self._bounds(indexed, shares)
+        name = f"the {_SPLIT_NAMES[split]} split of {member.name}"
+        dataset = indexed.part(bounds[split], bounds[split + 1], name)
         if len(dataset.tokens):
             return dataset
-        problem = _no_share(shares, split, name)
-        if sequences == 1:
+        problem = f"data.split: a share of {astuple(shares)[split]:.4g} leaves {name} empty"
+        if self.kind != "documents":
+            raise UserError(
+                f"{problem} ({count} {unit}); raise its weight or add {unit.replace('files', 'text')}"
+            )
+        if count == 1:
             raise UserError(
                 f"{problem}: one sequence cannot be divided; preprocess several documents, such as JSON lines, "
                 "or give the text itself as data.text"
             )
         raise UserError(
-            f"{problem} ({sequences} sequences); raise its weight, or give data.train_data_path and "
-            "data.valid_data_path"
+            f"{problem} ({count} {unit}); raise its weight, or give data.train_data_path and data.valid_data_path"
         )
 
+    def _bounds(self, indexed: Indexed, shares: Split) -> tuple[list[int], str, int]:
+        """Return the first sequence of each split, what is divided, and how many there are."""
+        if self.kind == "text":
+            return self.facts["splits"], "files", self.facts["files"]
+        if self.kind == "records":
+            records = len(indexed.document_bounds) - 1
+            return indexed.document_bounds[shares.bounds(records)].tolist(), "records", records
+        return shares.bounds(len(indexed.lengths)), "sequences", len(indexed.lengths)
+
+    def _samples(self, dataset: Dataset, split: int) -> Samples | RecordSamples:
+        if isinstance(self.source, RecordSource):
+            padding = self.tokenizer.end_of_document
+            return RecordSamples(dataset, self.needs.seq_length, self.source.packed, padding)
+        if self.kind == "documents" and split == TRAINING:
+            return ShuffledSamples(dataset, self.needs)
+        samples = Samples(dataset, self.needs)
+        if self.kind == "text" and not isinstance(self.tokenizer, ByteTokenizer):
+            samples.hashed_as = np.int32  # as versions up to 0.3 held them
+        return samples
+
     def summary(self, training: Blend, validation: Blend | None) -> str:
+        """Return a line that says what the data hold."""
+        facts, name = self.facts, self.train[0].name
+        if self.kind == "text":
+            offsets = np.diff(self.train[0].indexed.offsets[np.array(facts["splits"])])
+            return (
+                f"{name}, {facts['files']} files, {facts['bytes'] / 1e6:.1f} MB, {offsets[TRAINING]} training and "
+                f"{offsets[VALIDATION]} validation tokens{self._notes()}"
+            )
+        if self.kind == "records":
+            parts = [*training.parts, *(validation.parts if validation else ())]
+            cut = sum(part.cut for part in parts if isinstance(part, RecordSamples))
+            return (
+                f"{name}, {facts['records']} records ({cut} longer than a sample), {len(training)} training "
+                f"samples with {len(parts[0].labels)} tokens in answers{self._notes()}"
+            )
         splits = zip(_SPLIT_NAMES, map(_in_words, (training, validation)), strict=True)
-        beginnings = "".join(self._check_beginnings())
-        return "; ".join(f"{name}: {held}" for name, held in splits) + beginnings + self.notes
+        beginnings = "".join(self._check_beginnings()) if not facts else self._notes()
+        return "; ".join(f"{name}: {held}" for name, held in splits) + beginnings
+
+    def _notes(self) -> str:
+        """Return the end of a summary: what is left out, and what is read otherwise than it looks."""
+        facts = self.facts
+        as_text, as_tokens = facts.get("special_tokens_as_text", 0), facts.get("special_tokens", 0)
+        if self.kind != "records" and self.tokenizer.splits_special_tokens:
+            as_text, as_tokens = as_tokens, as_text
+        counted = {
+            "empty_answers": "; empty answers: {}, of which only the end is learnt",
+            "joined": "; answers that begin within a token of the prompt: {}, which generation reads apart",
+            "learnt_apart": "; later turns learnt apart: {}, which read earlier answers as other tokens",
+        }
+        lines = [line.format(facts[name]) for name, line in counted.items() if facts.get(name)]
+        return facts["notes"] + spelled_out(as_text, True) + spelled_out(as_tokens, False) + "".join(lines)
 
     def _check_beginnings(self) -> Iterator[str]:
         """Yield the end of a summary that names each dataset with a BOS that nobody asks for.
@@ -173,8 +173,9 @@ class IndexedDivision(Division):
         Raises UserError for a dataset that lacks a BOS that the run's documents are to begin with.
         """
         tokenizer, bos = self.tokenizer, self.tokenizer.beginning_of_document
-        for prefix in self.source.prefixes:
-            begins = open_indexed(prefix, tokenizer).tokens[0] == bos
+        datasets = {member.name: member.indexed for member in self.train + (self.validation or [])}
+        for prefix, indexed in datasets.items():
+            begins = indexed.tokens[0] == bos
             if tokenizer.before_document and not begins:
                 raise UserError(
                     f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
@@ -195,40 +196,12 @@ def _in_words(blend: Blend | None) -> str:
     )
 
 
-def notes(entry: Entry, tokenizer: Tokenizer) -> str:
-    """Return the end of a summary: what is left out of an entry, and what is read otherwise than it looks."""
-    facts = entry.facts
-    counted = {
-        "empty_answers": "; empty answers: {}, of which only the end is learnt",
-        "joined": "; answers that begin within a token of the prompt: {}, which generation reads apart",
-        "learnt_apart": "; later turns learnt apart: {}, which read earlier answers as other tokens",
-    }
-    as_text = facts.get("special_tokens_as_text", 0)
-    as_tokens = facts.get("special_tokens", 0)
-    if "records" not in facts and tokenizer.splits_special_tokens:
-        as_text, as_tokens = as_tokens, as_text
-    spelled = spelled_out(as_text, True) + spelled_out(as_tokens, False)
-    return (
-        facts["notes"]
-        + spelled
-        + "".join(line.format(facts[name]) for name, line in counted.items() if facts.get(name))
-    )
-
-
 def spelled_out(special_tokens: int, as_text: bool) -> str:
     """Return the end of a summary that says how special tokens in a text are read; "" if there are none."""
     if not special_tokens:
         return ""
     how = "text" if as_text else "these tokens, not as text"
     return f"; special tokens spelled out: {special_tokens}, read as {how}"
-
-
-def _name(split: int, of: str) -> str:
-    return f"the {_SPLIT_NAMES[split]} split of {of}"
-
-
-def _no_share(shares: Split, split: int, of: str) -> str:
-    return f"data.split: a share of {astuple(shares)[split]:.4g} leaves {_name(split, of)} empty"
 
 
 def check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:

@@ -68,9 +68,6 @@ def find_inputs(places: Iterable[str], option: str) -> list[Input]:
     """
     found: list[tuple[Path, Path | None]] = []
     for place in places:
-        if place == STANDARD_LIBRARY and option != "--input":
-            found += [(file, standard_library()) for file in standard_library_files()]
-            continue
         path = Path(place).expanduser()
         if not path.exists():
             raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()})")
@@ -98,7 +95,7 @@ def name_of_text(text: str) -> str:
 def begins_as_text(path: Path) -> bool:
     """Return whether a file begins with UTF-8 text."""
     with path.open("rb") as file:
-        content = without_mark(_read_piece(file))
+        content = without_mark(file.read(PIECE_BYTES) + file.readline())
     return content != b"" and is_utf_8([content])
 
 
@@ -150,15 +147,20 @@ def read_text(item: Input, start: int = 0, stop: int | None = None) -> Iterator[
     """Read a text as one document, a long one in pieces of whole lines.
 
     Args:
-        stop: the byte after the last one; None: all is read, decompressed.
+        stop: the byte after the last one; None: all is read, decompressed, and must begin as UTF-8 does.
     """
-    with opened(item.path, stop is None) as (raw, file):
+
+    def rest() -> bytes:
+        if stop is None:
+            return file.read(PIECE_BYTES) + file.readline()
+        return file.read(min(PIECE_BYTES, stop - file.tell())) + file.readline(max(0, stop - file.tell()))
+
+    with opened(item.path, decompressed=stop is None) as (raw, file):
         if start:
             file.seek(start)
-        rest = partial(_read_piece, file, raw.tell, stop)
         begins, before, piece = True, start, rest() if start else without_mark(rest())
         try:
-            if stop is None:  # else the file was checked before it was divided
+            if stop is None:
                 check_utf_8(piece)
             while piece or begins:
                 following, place = rest(), raw.tell()
@@ -168,14 +170,6 @@ def read_text(item: Input, start: int = 0, stop: int | None = None) -> Iterator[
             raise UserError(f"{item.path}: not UTF-8 text ({error.reason})") from None
         except UserError as error:
             raise UserError(f"{item.path}: {error}") from None
-
-
-def _read_piece(file: IO[bytes], place: Any = None, stop: int | None = None) -> bytes:
-    """Read `PIECE_BYTES` and the rest of the last line, up to byte `stop`; return b"" at the end."""
-    if stop is None:
-        return file.read(PIECE_BYTES) + file.readline()
-    piece = file.read(min(PIECE_BYTES, stop - place()))
-    return piece + file.readline(stop - place())
 
 
 def parse_json(line: bytes) -> Any:

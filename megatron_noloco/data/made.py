@@ -1,13 +1,14 @@
 """Make indexed datasets of text and of records, in the cache."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, obtain
-from megatron_noloco.data.encode import Advance, encode, read_documents
+from megatron_noloco.data.encode import Advance, Sequence, encode, read_documents
 from megatron_noloco.data.folders import dead_links, read_once
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import (
@@ -17,9 +18,10 @@ from megatron_noloco.data.inputs import (
     find_inputs,
     read_text,
     standard_library,
+    standard_library_files,
 )
 from megatron_noloco.data.records import encode_records, find_records
-from megatron_noloco.data.sources import RecordSource, TextSource
+from megatron_noloco.data.sources import WHOLE, RecordSource, Split, TextSource
 from megatron_noloco.data.texts import divide, find_texts
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -33,32 +35,82 @@ def make(source: TextSource | RecordSource, tokenizer: Tokenizer, shown: bool) -
     """Return the dataset of a source, from the cache, or made now.
 
 
-    The facts of a text that is divided have `splits`, the first sequence of each split and the end of the last.
+    Its facts have a `kind`; and `splits`, of a text the first sequence of each split, and the end of the last.
     Raises UserError for a source without text or records, and for what cannot be read.
     """
     return obtain(cache_folder(source.cache), recipe(source, tokenizer), shown)
 
 
 def recipe(source: TextSource | RecordSource, tokenizer: Tokenizer) -> Recipe:
-    """Return what the dataset of a source is made of; raises UserError when there are no files."""
+    """Return what the dataset of a source is made of; raises UserError if there are no files."""
+    if isinstance(source, RecordSource):
+        inputs, left_out = find_records(source.path)
+        maker = _Maker("records", source.path, inputs, tokenizer, left_out)
+    else:
+        inputs = find_text(source)
+        kind = "documents" if is_of_records(inputs) else "text"
+        maker = _Maker(kind, source.text, inputs, tokenizer, split=source.split)
     settings = {
+        "kind": maker.kind,
+        "split": astuple(maker.split) if maker.kind == "text" else None,
         "tokenizer": [tokenizer.digest, tokenizer.files_digest],
         "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
     }
-    if isinstance(source, RecordSource):
-        inputs, left_out = find_records(source.path)
-        return Recipe(
-            source.path, inputs, settings | {"kind": "records"}, _records(inputs, tokenizer, left_out)
-        )
-    inputs = find_text(source)
-    if is_of_records(inputs):
-        return Recipe(source.text, inputs, settings | {"kind": "documents"}, _documents(inputs, tokenizer))
-    divided = {"kind": "text", "split": astuple(source.split)}
-    return Recipe(source.text, inputs, settings | divided, _text(source, inputs, tokenizer))
+    return Recipe(maker.source, inputs, settings, maker.write)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Writes the dataset of a source.
+
+    Attributes:
+        kind: "text", divided when it is encoded; "documents"; "records".
+        left_out: the end of a summary.
+        split: of a text.
+    """
+
+    kind: str
+    source: str
+    inputs: list[Input]
+    tokenizer: Tokenizer
+    left_out: str = ""
+    split: Split = WHOLE
+
+    def write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
+        """Write the dataset under a prefix; return facts about it, with the first sequence of each part."""
+        counts, splits = Counter[str](), [0]
+        with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self.kind == "records") as writer:
+            for sequences in self._parts(counts, advance):
+                writer.write(sequences)
+                splits.append(len(writer))
+            if not len(writer):
+                raise self._nothing()
+            writer.finish(self.tokenizer)
+        notes = self.left_out + _left_out(counts) + _links(self.inputs)
+        return {**counts, "kind": self.kind, "splits": splits, "notes": notes}
+
+    def _parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
+        if self.kind == "records":
+            yield encode_records(self.inputs, self.tokenizer, counts, advance)
+            return
+        parts = [read_documents(self.inputs, _KEY, counts, advance)]
+        if self.kind == "text":
+            divided = divide(find_texts(self.inputs, counts), self.split)
+            parts = [chain.from_iterable(read_text(*text) for text in texts) for texts in divided]
+        for pieces in parts:
+            yield encode(pieces, self.tokenizer, True, counts, advance)
+
+    def _nothing(self) -> UserError:
+        if self.kind == "text":
+            return _no_text_error(self.inputs, self.source)
+        option = "sft_data_path" if self.kind == "records" else "text"
+        return UserError(f"data.{option}: no {self.kind} in {self.source}")
 
 
 def find_text(source: TextSource) -> list[Input]:
     """Return the files of a text; raises UserError when there are none."""
+    if source.text == STANDARD_LIBRARY:
+        return [Input(file, standard_library()) for file in standard_library_files()]
     try:
         inputs = find_inputs([source.text], "data.text")
     except UserError as error:
@@ -68,7 +120,7 @@ def find_text(source: TextSource) -> list[Input]:
     return inputs
 
 
-def is_of_records(inputs: Sequence[Input]) -> bool:
+def is_of_records(inputs: list[Input]) -> bool:
     """Return whether all files hold records or are compressed; beside plain text, JSON is text."""
     return not any(item.is_plain_text for item in inputs)
 
@@ -80,7 +132,7 @@ def check_begins(source: TextSource) -> None:
         raise _no_text_error(inputs, source.text)
 
 
-def _no_text_error(inputs: Sequence[Input], text: str) -> UserError:
+def _no_text_error(inputs: list[Input], text: str) -> UserError:
     if inputs[0].folder is None:
         try:
             check_utf_8(inputs[0].path.read_bytes())
@@ -89,63 +141,15 @@ def _no_text_error(inputs: Sequence[Input], text: str) -> UserError:
     return UserError(f"data.text: no UTF-8 text in {text}; {_ADVICE}")
 
 
-Write = Callable[[Path, Advance], dict[str, Any]]
-
-
-def _text(source: TextSource, inputs: list[Input], tokenizer: Tokenizer) -> Write:
-    def write(prefix: Path, advance: Advance) -> dict[str, Any]:
-        counts, splits = Counter[str](), [0]
-        texts = find_texts(inputs, counts)
-        if not texts:
-            raise _no_text_error(inputs, source.text)
-        with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
-            for documents in divide(texts, source.split):
-                pieces = (piece for text in documents for piece in read_text(*text))
-                writer.write(encode(pieces, tokenizer, True, counts, advance))
-                splits.append(len(writer))
-            writer.finish(tokenizer)
-        return {**counts, "splits": splits, "notes": _left_out(counts) + _notes(inputs)}
-
-    return write
-
-
 def _left_out(counts: Counter[str]) -> str:
     binary, empty, json = (counts[name] for name in ("binary_files", "empty_files", "json_as_text"))
     parts = [f"{binary} files that are not UTF-8 text ({counts['binary_bytes']:,} bytes)"] * (binary > 0)
     parts += [f"{empty} empty files"] * (empty > 0)
+    parts += [f"{counts['empty']} empty documents"] * (counts["empty"] > 0)
     left_out = f"; left out: {', '.join(parts)}" if parts else ""
     return left_out + f"; files of JSON that are read as text: {json}" * (json > 0)
 
 
-def _documents(inputs: list[Input], tokenizer: Tokenizer) -> Write:
-    def write(prefix: Path, advance: Advance) -> dict[str, Any]:
-        counts = Counter[str]()
-        pieces = read_documents(inputs, _KEY, counts, advance)
-        with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
-            writer.write(encode(pieces, tokenizer, True, counts, advance))
-            if not len(writer):
-                raise UserError(f"data.text: no documents in {inputs[0].folder or inputs[0].path}")
-            writer.finish(tokenizer)
-        empty = f"; left out: {counts['empty']} empty documents" * (counts["empty"] > 0)
-        return {**counts, "notes": empty + _notes(inputs)}
-
-    return write
-
-
-def _records(inputs: list[Input], tokenizer: Tokenizer, left_out: str) -> Write:
-    def write(prefix: Path, advance: Advance) -> dict[str, Any]:
-        counts = Counter[str]()
-        with IndexedWriter(prefix, tokenizer.vocab_size, masked=True) as writer:
-            writer.write(encode_records(inputs, tokenizer, counts, advance))
-            if not len(writer):
-                raise UserError(f"data.sft_data_path: no records in {inputs[0].folder or inputs[0].path}")
-            writer.finish(tokenizer)
-        return {**counts, "notes": left_out + _notes(inputs)}
-
-    return write
-
-
-def _notes(inputs: Sequence[Input]) -> str:
-    """Return the end of a summary that counts links."""
+def _links(inputs: list[Input]) -> str:
     folders = {item.folder for item in inputs if item.folder is not None} - {standard_library()}
     return read_once(sum(item.further_paths for item in inputs)) + dead_links(folders)

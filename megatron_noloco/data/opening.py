@@ -10,28 +10,17 @@ import numpy as np
 
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import cache_folder, find_entry
-from megatron_noloco.data.division import (
-    TRAINING,
-    VALIDATION,
-    Division,
-    IndexedDivision,
-    RecordDivision,
-    TextDivision,
-    check_tokens,
-    notes,
-)
+from megatron_noloco.data.division import TRAINING, VALIDATION, Division, check_tokens
 from megatron_noloco.data.folders import check_outside
 from megatron_noloco.data.indexed import Dataset, open_indexed
 from megatron_noloco.data.inputs import STANDARD_LIBRARY
 from megatron_noloco.data.made import check_begins, make, recipe
 from megatron_noloco.data.samples import Samples, in_samples
 from megatron_noloco.data.sources import (
+    WHOLE,
     IndexedSource,
     Needs,
-    Prefixes,
-    RecordSource,
     Source,
-    Split,
     TextSource,
 )
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -92,7 +81,7 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
-    division = _divided(source, tokenizer, needs)
+    division = Division.of(source, tokenizer, needs)
     training = division.blend(TRAINING)
     validation = division.blend(VALIDATION) if needs.evaluates else None
     if len(training) < needs.global_batch:
@@ -112,7 +101,7 @@ def open_validation(
     Args:
         counters: of the run's checkpoint, which say how it divided files of text.
     """
-    division = _divided(source, tokenizer, needs)
+    division = Division.of(source, tokenizer, needs)
     if division.by_file != (BY_FILE in counters):
         raise UserError(
             "data.text: the run divided its files otherwise than they are divided today, so its validation split "
@@ -131,7 +120,7 @@ def open_whole(
     prefix, notes = data, ""
     try:
         if not Path(f"{data}.idx").exists():
-            entry = make(TextSource(data, Split(1, 0, 0), cache), tokenizer, needs.shown)
+            entry = make(TextSource(data, WHOLE, cache), tokenizer, needs.shown)
             prefix, notes = entry.prefix, entry.facts["notes"]
         tokens = open_indexed(prefix, tokenizer).tokens
     except UserError as error:
@@ -158,18 +147,3 @@ def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None
         check_outside(folder, "data.cache", Path(given), option)
     if find_entry(folder, digest) is None:
         check_writable(folder, "data.cache")
-
-
-def _divided(source: Source, tokenizer: Tokenizer, needs: Needs) -> Division:
-    """Return the source's dataset, made if there is none, and how it is divided."""
-    if isinstance(source, IndexedSource):
-        return IndexedDivision(source, tokenizer, needs)
-    entry = make(source, tokenizer, needs.shown)
-    if isinstance(source, RecordSource):
-        return RecordDivision(source, entry, tokenizer, needs)
-    if "splits" in entry.facts:
-        return TextDivision(source, entry, tokenizer, needs)
-    prefixes = Prefixes(((entry.prefix, 1.0),))
-    return IndexedDivision(
-        IndexedSource(prefixes, None, source.split), tokenizer, needs, source.text, notes(entry, tokenizer)
-    )

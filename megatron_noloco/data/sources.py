@@ -46,6 +46,9 @@ class Split:
         return [0, *(round(share * number) for share in accumulate((self.train, self.validation))), number]
 
 
+WHOLE = Split(1, 0, 0)
+
+
 @dataclass(frozen=True)
 class Prefixes:
     """Prefixes of indexed datasets and their shares, which add up to 1."""

@@ -480,7 +480,7 @@ def test_every_sample_once_per_epoch_over_all_replicas_and_resizes(
         assert len(set(epoch)) == len(epoch)
 
 
-class TestStepLoader:
+class TestLoader:
     """Three replicas of two stages, two data-parallel ranks; routes of every step."""
 
     topology = Topology(replicas=3, pp=2, dp=2)
