@@ -255,19 +255,19 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
             "shortest_deadline_seconds": 2.0,
         },
         "noloco": {"final_average": True, "local_steps": 2},
-        "training": {"train_iters": 60},
+        "training": {"train_iters": 200},
         "checkpoint": {"save_interval": 1000},
         "evaluation": {"interval": 0, "iters": 4},
     }
     with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         for replica, (ranks, layout) in enumerate(LAYOUTS):
-            disturb = partial(waits_for, goes_on) if replica == 1 else partial(pause, 0.05)
+            disturb = partial(waits_for, goes_on) if replica == 1 else partial(slow_until, goes_on)
             federation.start(replica, ranks, layout, disturb)
         federation.until_it_has_a_partner(2, after=0)
         federation.until(2, 4)
         federation.kill(2)
         federation.until(0, 24)
-        federation.start(2, *LAYOUTS[1], disturb=partial(pause, 0.05))
+        federation.start(2, *LAYOUTS[1], disturb=partial(slow_until, goes_on))
         federation.until_it_has_a_partner(2, after=20)
         goes_on.touch()
         federation.wait()
@@ -341,6 +341,18 @@ def test_a_stopped_replica_costs_one_deadline_and_takes_over_a_state_when_it_goe
         federation.until_it_has_a_partner(1, after=40)
         assert "taken over from replica 0: its state after local step" in federation.log(1)
         federation.stop()
+
+
+def slow_until(path: Path) -> None:
+    """Pause after each local step until the file is there."""
+    original = ReplicaEngine.train_batch
+
+    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
+        if not path.exists():
+            time.sleep(0.2)
+        return original(self, *arguments)
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
 def waits_for(path: Path) -> None:
