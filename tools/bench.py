@@ -45,8 +45,8 @@ MEASURES = {
         {"waiting": ("fastest_seconds", "none", "all"), "overlapping": ("fastest_seconds", "delayed", "all")},
     ),
     "federation": Measure(
-        (*_ONE, "tools.bench_federation", "--megabytes", "32"),
-        {"open": ("ways", "federation", "seconds"), "encrypted": ("ways", "federation, TLS", "seconds")},
+        (*_ONE, "tools.bench_federation", "--megabytes", "32", "--payloads", "int8"),
+        {"large": ("seconds",), "small": ("seconds_of_small_rounds",)},
     ),
     "step": Measure(
         (*_ONE, "tools.bench_throughput", "--peers", "core"), {"step": ("ours", "tokens_per_second")}

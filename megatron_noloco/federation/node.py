@@ -37,7 +37,7 @@ from megatron_noloco.files import outside
 
 _SILENCE_SECONDS = 10.0
 _STOP_TICKS = 2  # a round that is almost over may end before
-_MOST_TOLD = 4  # replicas that are told addresses in one tick
+MOST_TOLD = 4  # replicas that are told addresses in one tick
 _FAREWELL_SECONDS = 2.0  # and four pulses, for others to read the end of a conversation
 _MOST_WARNINGS = 1000  # others may cause them
 
@@ -280,7 +280,7 @@ class Node:
             if self._ticks % self._pulse_ticks == 0:
                 self.spawn(link.tell_status())
         differ = [link for link in self.links.values() if self._knows_less(link)]
-        for link in random.sample(differ, min(_MOST_TOLD, len(differ))):
+        for link in random.sample(differ, min(MOST_TOLD, len(differ))):
             self._tell_addresses(link)
         self.dialling.dial_all()
 

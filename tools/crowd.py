@@ -1,0 +1,169 @@
+"""Idle replicas of a federation, by their number: processor, memory, and what a change of an address costs.
+
+    python -m tools.crowd --replicas 16 64 128
+    python -m tools.crowd --replicas 256 --hidden     # all but the first have no port, and links to it alone
+    python -m tools.crowd --directories 1024          # of directories alone, without streams
+
+All replicas are in this process, in one event loop, over TCP of the loopback interface with TLS. Its clock jumps
+to the next timer when nothing happens, so the share of a core is that of replicas on machines of their own. Each
+link needs two files: `ulimit -n` limits the replicas. Prints one JSON object for each number: the share of a core
+and the bytes of memory for each replica; and the messages with addresses, hellos included, when a replica joins,
+when another leaves, and when that one comes back at another address, with the seconds until all have links again.
+"""
+
+import asyncio
+import gc
+import json
+import random
+import selectors
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.federation.directory import Directory
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.messages import Address, Member
+from megatron_noloco.federation.node import MOST_TOLD, Carriers, Identity, Node
+from megatron_noloco.federation.tcp import TcpCarrier
+from tools.memory import resident_bytes
+from tools.options import command_line
+
+_GRAIN_SECONDS = 0.001  # the clock jumps when nothing happens for so long
+_SETTLE_SECONDS, _IDLE_SECONDS = 20.0, 10.0
+
+
+class _Jumping(selectors.DefaultSelector):
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        events = super().select(min(timeout, _GRAIN_SECONDS) if timeout else 0)
+        self.now += timeout if timeout and not events else 0
+        return events
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+class _Counted(Directory):
+    told = 0
+
+    def merge(self, addresses: Mapping[int, Address]) -> None:
+        _Counted.told += 1
+        super().merge(addresses)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[])
+    parser.add_argument("--hidden", action="store_true")
+    parser.add_argument("--directories", type=int, nargs="+", default=[])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Keys.make(Path(folder) / "key")
+        for replicas in options.replicas:
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                print(json.dumps(runner.run(Crowd(keys, options.hidden).measure(replicas))), flush=True)
+    for replicas in options.directories:
+        print(json.dumps(directories_alone(replicas)), flush=True)
+
+
+class Crowd:
+    """Replicas, of which the first knows no other, and the others the first."""
+
+    def __init__(self, keys: Keys, hidden: bool) -> None:
+        self.nodes: dict[int, Node] = {}
+        self._keys, self._hidden = keys, hidden
+
+    async def measure(self, replicas: int) -> dict[str, Any]:
+        gc.collect()
+        before, loop = resident_bytes(), asyncio.get_running_loop()
+        for slot in range(replicas):
+            await self._start(slot, 1)
+            await asyncio.sleep(random.uniform(0, 0.5))  # else all tick at once
+        await self._until_linked()
+        gc.collect()
+        gc.freeze()  # or each collection would visit the objects of all replicas
+        await asyncio.sleep(_SETTLE_SECONDS)
+        found: dict[str, Any] = {"replicas": replicas, "bytes": (resident_bytes() - before) // replicas}
+        started, busy = loop.time(), time.process_time()
+        await asyncio.sleep(_IDLE_SECONDS)
+        share = (time.process_time() - busy) / (loop.time() - started) / replicas
+        found["share_of_a_core"] = round(share, 5)
+        leaves = replicas - 1
+        found["joins"] = await self._change(self._start(replicas, 1))
+        found["leaves"] = await self._change(self.nodes.pop(leaves).close())
+        found["comes back"] = await self._change(self._start(leaves, 2))
+        for node in self.nodes.values():
+            assert node.failure is None, node.failure
+            await node.close()
+        return found
+
+    async def _change(self, change: Any) -> dict[str, float]:
+        _Counted.told, started = 0, asyncio.get_running_loop().time()
+        await change
+        await self._until_linked()
+        seconds = asyncio.get_running_loop().time() - started
+        await asyncio.sleep(_IDLE_SECONDS)
+        return {"messages": _Counted.told, "seconds": round(seconds, 1)}
+
+    async def _start(self, slot: int, incarnation: int) -> None:
+        listener, endpoint = None, ""
+        if slot == 0 or not self._hidden:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+            endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        address = Address(endpoint, incarnation)
+        node = Node(Identity(slot, address, Member(1)), Carriers(TcpCarrier(self._keys, listener)))
+        node.directory = _Counted(slot, address)
+        node.directory.merge({} if slot == 0 else {0: self.nodes[0].directory.own})
+        self.nodes[slot] = node
+        await node.start()
+
+    async def _until_linked(self) -> None:
+        def is_linked() -> bool:
+            others = len(self.nodes) - 1
+            links = (1 if self._hidden and slot else others for slot in self.nodes)
+            return all(
+                len(node.present()) == number for node, number in zip(self.nodes.values(), links, strict=True)
+            )
+
+        while not is_linked():
+            await asyncio.sleep(0.1)
+
+
+def directories_alone(replicas: int) -> dict[str, int]:
+    """Return what it takes until all directories have a change that one of them has, by the rule of `Node`."""
+    addresses = {slot: Address(f"tcp://10.0.0.1:{slot + 1}", 1) for slot in range(replicas)}
+    everyone = [Directory(slot, address) for slot, address in addresses.items()]
+    for directory in everyone:
+        directory.merge(addresses)
+    told = [[directory.version] * replicas for directory in everyone]
+    everyone[0].merge({replicas: Address("tcp://10.0.0.2:1", 1)})
+    messages = ticks = 0
+    while len(said := [directory.checksum for directory in everyone]) and len(set(said)) > 1:
+        ticks += 1
+        for directory, to in zip(everyone, told, strict=True):
+            less = [
+                slot
+                for slot in range(replicas)
+                if said[slot] != directory.checksum and to[slot] < directory.version
+            ]
+            for slot in random.sample(less, min(MOST_TOLD, len(less))):
+                news, to[slot] = directory.since(to[slot]), directory.version
+                everyone[slot].merge(news)
+                messages += 1
+    return {"replicas": replicas, "messages": messages, "ticks": ticks}
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()
