@@ -23,16 +23,13 @@ from megatron_noloco.federation.invitation import (
 )
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import LONGEST_FIRST_BYTES, receive_json, send_json
-from megatron_noloco.federation.streams import Stream, within
+from megatron_noloco.federation.streams import IS_IT_THE_MTU, Stream, within
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket
 from megatron_noloco.files import outside
 
 _FIRST_PROBE_BYTES, _FIRST_PROBE_SECONDS = 2**18, 60.0
-_STALLED = (
-    "small messages pass, and larger ones come too slowly or not at all: is the MTU of the route smaller than "
-    "that of the interface on either host?"
-)
+_STALLED = f"small messages pass, and larger ones come too slowly or not at all: {IS_IT_THE_MTU}"
 _LONG_ENOUGH_SECONDS = 1.0  # to measure a rate
 _TRIPS = 5
 _LONGEST_BUNDLE_BYTES = 2**27

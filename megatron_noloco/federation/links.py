@@ -34,7 +34,7 @@ from megatron_noloco.federation.messages import (
     hear,
     say,
 )
-from megatron_noloco.federation.streams import Stream, StreamEndedError, reason_of
+from megatron_noloco.federation.streams import IS_IT_THE_MTU, Stream, StreamEndedError, reason_of
 
 ROUND = "round"  # the kind of conversation that both replicas begin
 NO_PART = "has no part in this round"
@@ -387,8 +387,7 @@ class Link:
         came = talking.stream.received - talking.received_before
         if 0 < came < _SMALL_BYTES and self._streams and self.silent_ticks <= _ALIVE_TICKS:
             self.node.warn(
-                f"small messages of replica {self.slot} arrive, large ones do not: is the MTU of the route "
-                "smaller than that of the interface on either host?"
+                f"small messages of replica {self.slot} arrive, large ones do not: {IS_IT_THE_MTU}"
             )
 
 

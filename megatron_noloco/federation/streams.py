@@ -21,6 +21,7 @@ from typing import Self, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+IS_IT_THE_MTU = "is the MTU of the route smaller than that of the interface on either host?"
 _SKIPPED_BYTES = 2**18  # at a time
 _REASONS = {
     TimeoutError: "the time is over",

@@ -29,6 +29,7 @@ from typing import Any
 from megatron_noloco.federation.directory import split
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.streams import (
+    IS_IT_THE_MTU,
     Buffer,
     Carrier,
     RefusedError,
@@ -59,7 +60,6 @@ _MOST_STRANGERS = 64  # connections of others on which no stream has begun
 _ACCEPT_PAUSE_SECONDS = 0.5  # when this process has too many open files
 _OTHER_KEY = "the process at {} has another key"
 _NO_ANSWER = "no answer, nor a refusal: its host is off, or a firewall drops what is sent there"
-_SILENT = "{} accepts connections, and says nothing"
 _NO_JOB = "the process at {} is no job with a key, or of another version"
 
 
@@ -361,12 +361,14 @@ class TcpCarrier(Carrier):
     async def _connect(self, endpoint: str) -> _Connection:
         context = self._keys.dials if self._keys else None
         loop, nobody = asyncio.get_running_loop(), f"nobody answers at {endpoint}"
-        dialled = None
+        late = f"{nobody}: {_NO_ANSWER}"
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 dialled = await _dialled(endpoint)
                 try:
+                    late = f"{endpoint} accepts connections, and says nothing"
                     await self._greet(dialled)
+                    late = f"{endpoint} answers, and goes silent: {IS_IT_THE_MTU}"
                     _, connection = await loop.create_connection(
                         _Connection, sock=dialled, ssl=context, server_hostname="" if context else None
                     )
@@ -380,8 +382,7 @@ class TcpCarrier(Carrier):
         except (ssl.SSLError, ConnectionResetError):  # in the handshake
             raise ConnectionError(_NO_JOB.format(endpoint)) from None
         except TimeoutError:
-            why = f"{nobody}: {_NO_ANSWER}" if dialled is None else _SILENT.format(endpoint)
-            raise ConnectionError(why) from None
+            raise ConnectionError(late) from None
         except OSError as error:
             # asyncio has a text of its own; numbers below 0 are those of name servers.
             number = error.errno or 0

@@ -3,15 +3,17 @@
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from megatron_noloco.federation import tcp
 from megatron_noloco.federation.directory import split
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Member
 from megatron_noloco.federation.network import Network, open_node
@@ -121,7 +123,18 @@ def nobody(how: str) -> Iterator[str]:
                 waiting = stack.enter_context(socket.socket())
                 waiting.setblocking(False)
                 waiting.connect_ex(listener.getsockname())
+        if how == "greets":
+            threading.Thread(target=greet, args=(listener,), daemon=True).start()
         yield "no-such-host.invalid:1" if how == "unknown" else place
+
+
+def greet(listener: socket.socket) -> None:
+    """Answer with the first bytes alone, as where the packets of a handshake are lost."""
+    greeted = []
+    with suppress(OSError):
+        while True:
+            greeted.append(listener.accept()[0])
+            greeted[-1].sendall(tcp._MAGIC + bytes([tcp.VERSION, True]))
 
 
 @pytest.mark.parametrize(
@@ -133,12 +146,16 @@ def nobody(how: str) -> Iterator[str]:
             "nobody answers at tcp://{}: no answer, nor a refusal: its host is off, or a firewall drops",
         ),
         ("silent", "tcp://{} accepts connections, and says nothing"),
+        (
+            "greets",
+            "tcp://{} answers, and goes silent: is the MTU of the route smaller than that of the interface",
+        ),
         ("unknown", "nobody answers at tcp://{}: Name or service not known"),
         ("no route", "nobody answers at tcp://{}: No route to host"),
     ],
 )
 def test_nobody_at_a_seed_is_named_with_the_reason(
-    how: str, why: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    how: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_route(endpoint: str) -> socket.socket:
         raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
@@ -148,7 +165,8 @@ def test_nobody_at_a_seed_is_named_with_the_reason(
         monkeypatch.setattr(tcp, "_dialled", no_route)
     with nobody(how) as place:
         seeds = Seeds.of(place)
-        with replicas(Network(seeds, MEMBER, "tcp://127.0.0.1:0")) as (own,):
+        keys = Keys.make(tmp_path / "key") if how == "greets" else None
+        with replicas(Network(seeds, MEMBER, "tcp://127.0.0.1:0", keys)) as (own,):
             visit(own, seeds)
         (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"replica 0: federation.rendezvous: {why.format(place)}")
