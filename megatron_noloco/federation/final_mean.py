@@ -202,7 +202,7 @@ class FinalMean:
             except (ConnectionError, TimeoutError) as error:
                 failure = error
         transfer.wait()
-        if self._tree is not None and gives is not None:
+        if self._tree is not None and gives is not None and failure is None:
             self.report.bytes_sent += 4 * self._replica.movement.length
         return bool(self._replica.tell(lambda: failure is None))
 
@@ -266,6 +266,7 @@ class _Tree:
         self._changed = asyncio.Event()
         self._stream: Stream  # to the parent, and what ends it
         self._opened = AsyncExitStack()
+        self._pause = 0.0  # before a stream to the parent is opened: it may not be at its mean yet
         self._node.serves[MEAN] = self._serve
 
     @property
@@ -300,14 +301,14 @@ class _Tree:
         while (
             asyncio.get_running_loop().time() < until and not self.is_stopped and self._may_come(self.parent)
         ):
-            try:
+            await asyncio.sleep(self._pause)
+            self._pause = _AGAIN_SECONDS
+            with suppress(ConnectionError, TimeoutError):
                 link = self._node.links[self.parent]
                 async with asyncio.timeout_at(until):
                     self._stream = await self._opened.enter_async_context(link.open(MEAN))
                 await send_json(self._stream, _LISTED, included)
                 return True
-            except (ConnectionError, TimeoutError):
-                await asyncio.sleep(_AGAIN_SECONDS)
         return False
 
     async def send_sum(self, transfer: Leader) -> None:

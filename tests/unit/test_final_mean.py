@@ -15,6 +15,7 @@ from megatron_noloco.federation.catch_up import AtEnd
 from megatron_noloco.federation.final_mean import FINAL, FinalMean, parents
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.movement import alone
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.rounds import Leading, Replica
 from megatron_noloco.outer import ExchangeReport
@@ -106,9 +107,17 @@ def final(thread: Any, vector: Tensor, end: AtEnd) -> tuple[Tensor, ExchangeRepo
 
 
 def means(
-    vectors: Mapping[int, Tensor], end: AtEnd, faults: Faults, absent: Sequence[int] = ()
+    vectors: Mapping[int, Tensor],
+    end: AtEnd,
+    faults: Faults,
+    absent: Sequence[int] = (),
+    late_seconds: float = 0.0,
 ) -> dict[int, tuple[Tensor, ExchangeReport]]:
-    """Return what each replica gets, but for some that leave when all know who averages."""
+    """Return what each replica gets, but for some that leave when all know who averages.
+
+    Args:
+        late_seconds: after which the first replica comes to its mean.
+    """
 
     async def main() -> dict[int, tuple[Tensor, ExchangeReport]]:
         first = min(vectors)
@@ -131,12 +140,13 @@ def means(
                     nodes.nodes.remove(node)
                     await node.close()
             loop, workers = asyncio.get_running_loop(), [Worker() for _ in made]
-            found = await asyncio.gather(
-                *(
-                    loop.run_in_executor(worker, final, NodeOfWorkers(node), vectors[node.slot], end)
-                    for worker, node in zip(workers, made, strict=True)
-                )
-            )
+
+            async def average(worker: Worker, node: Node) -> tuple[Tensor, ExchangeReport]:
+                await asyncio.sleep(late_seconds if node.slot == first else 0.0)
+                thread = NodeOfWorkers(node)
+                return await loop.run_in_executor(worker, final, thread, vectors[node.slot], end)
+
+            found = await asyncio.gather(*map(average, workers, made))
             for worker in workers:
                 worker.shutdown()
             return {node.slot: one for node, one in zip(made, found, strict=True)}
@@ -179,6 +189,19 @@ def test_all_get_the_same_mean_over_any_graph_though_streams_are_lost(
 
 def complete(slots: int) -> dict[int, set[int]]:
     return {slot: {*range(slots)} - {slot} for slot in range(slots)}
+
+
+def test_a_child_that_is_early_asks_twice_a_second() -> None:
+    vectors, streams = vectors_of({0, 1}), list[int]()
+
+    def counted(number: int) -> tuple[None, None]:
+        streams.append(number)
+        return None, None
+
+    found = means(vectors, AtEnd((0, 1), {}, complete(2)), counted, late_seconds=10.0)
+    all_have(found, vectors)
+    assert 20 <= len(streams) < 30
+    assert found[1][1].bytes_sent == 4 * LENGTH, "of the sum that counts"
 
 
 def test_a_child_that_is_lost_is_left_out_and_reported() -> None:
