@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import multiprocessing
 import os
 import threading
 from pathlib import Path
@@ -133,6 +134,19 @@ def test_two_that_make_it_at_once_both_have_it(
 
 def no_locks(*_: Any) -> None:
     raise OSError("no locks here")
+
+
+def make_and_count(text: Path) -> tuple[str, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        makings = count_makings(patch)
+        return make(source_of(text), BYTES, False).prefix, len(makings)
+
+
+def test_one_process_of_a_host_makes_it(text: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        prefixes, makings = zip(*pool.map(make_and_count, [text] * 4, chunksize=1), strict=True)
+    assert len(set(prefixes)) == 1
+    assert sum(makings) == 1
 
 
 def test_what_a_killed_process_leaves_is_removed(text: Path) -> None:
