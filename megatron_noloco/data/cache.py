@@ -166,6 +166,11 @@ def _written(recipe: Recipe, digest: str, prefix: Path, advance: Advance) -> dic
         facts = recipe.write(prefix, advance)
         if recipe.digest == digest:
             return facts
+    except OSError as error:
+        folder = str(prefix.parent.parent)
+        if not str(error.filename).startswith(folder):  # of an input
+            raise
+        raise UserError(f"{folder}: cannot be written: {error.strerror}; give another data.cache") from None
     except Exception:
         with suppress(OSError):  # a file that is gone
             if recipe.digest == digest:

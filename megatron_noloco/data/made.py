@@ -34,7 +34,6 @@ _KEY = "text"  # of JSON lines and Parquet
 def make(source: TextSource | RecordSource, tokenizer: Tokenizer, shown: bool) -> Entry:
     """Return the dataset of a source, from the cache, or made now.
 
-
     Its facts have a `kind`; and `splits`, of a text the first sequence of each split, and the end of the last.
     Raises UserError for a source without text or records, and for what cannot be read.
     """
@@ -53,7 +52,7 @@ def recipe(source: TextSource | RecordSource, tokenizer: Tokenizer) -> Recipe:
     settings = {
         "kind": maker.kind,
         "split": astuple(maker.split) if maker.kind == "text" else None,
-        "tokenizer": [tokenizer.digest, tokenizer.files_digest],
+        "tokenizer": [tokenizer.digest, tokenizer.files_digest if maker.kind == "records" else ""],
         "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
     }
     return Recipe(maker.source, inputs, settings, maker.write)

@@ -23,6 +23,7 @@ from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.job import activity
+from tests.harness import full_disk
 
 BYTES = ByteTokenizer()
 HALVES = Split.parse("1,1")
@@ -177,6 +178,17 @@ def test_a_folder_that_cannot_be_written_says_what_to_set(text: Path, tmp_path: 
     for door in (lambda: check_source(source, BYTES, tmp_path / "run"), lambda: make(source, BYTES, False)):
         with pytest.raises(UserError, match=r"file/cache: cannot be written: .*; give another data.cache$"):
             door()
+
+
+def test_a_full_disk_says_what_to_set_and_leaves_nothing(text: Path) -> None:
+    (text / "c.txt").write_text("a long text\n" * 9000)
+    cached = text.parent / "cache"
+    with (
+        pytest.raises(UserError, match=rf"^{cached}: cannot be written: .*; give another data.cache$"),
+        full_disk(),
+    ):
+        make(source_of(text), BYTES, False)
+    assert not [path for path in cached.iterdir() if path.is_dir()]
 
 
 def test_an_entry_in_a_folder_that_may_only_be_read_is_used(
