@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.samples import Array, Sample, Samples
-from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, BlendedOrder, slots_at, slots_of
+from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, Order, slots_at, slots_of
 
 # Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
 # rest is checked when it is read.
@@ -38,9 +38,9 @@ class Blend:
         number = bisect_right(self._ends, index)
         return self.parts[number][index - (self._ends[number - 1] if number else 0)]
 
-    def order(self, seed: int, slot: int | None = None) -> BlendedOrder:
+    def order(self, seed: int, slot: int | None = None) -> Order:
         """Return the order in which a run of this seed, or a slot of a federation, reads the samples."""
-        return BlendedOrder(tuple(map(len, self.parts)), self.weights, seed, slot)
+        return Order(tuple(map(len, self.parts)), self.weights, seed, slot)
 
     def checksum(self, most: int | None = None) -> int:
         """Return a checksum of the sizes and weights of the datasets, and of excerpts of all that samples hold.

@@ -14,7 +14,7 @@ from megatron_noloco.data.samples import SampleDataset, in_samples
 from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.metrics import Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
-from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder
+from megatron_noloco.plans.sample_order import BatchPlan, Order
 from megatron_noloco.plans.topology import Position, Topology
 
 VALIDATION_SEED = 0  # not the run's seed: all runs are evaluated on the same samples
@@ -40,7 +40,7 @@ class MicrobatchSource:
     microbatch that was routed to it from another replica.
     """
 
-    def __init__(self, dataset: SampleDataset, order: SampleOrder | BlendedOrder, plan: BatchPlan) -> None:
+    def __init__(self, dataset: SampleDataset, order: Order, plan: BatchPlan) -> None:
         assert order.samples == len(dataset), f"an order of {order.samples} for {len(dataset)} samples"
         self.dataset = dataset
         self.order = order
@@ -88,7 +88,7 @@ class ValidationSource:
         self.micro_batch_size = micro_batch_size
         self.count = count
         self.weight = weight
-        self.order = SampleOrder(len(dataset), VALIDATION_SEED)
+        self.order = Order.of(len(dataset), VALIDATION_SEED)
 
     def __len__(self) -> int:
         return self.count

@@ -24,7 +24,7 @@ from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.plans.sample_order import SampleOrder
+from megatron_noloco.plans.sample_order import Order
 
 _BATCH_TOKENS = 1 << 12
 _MAX_SEQ_LENGTH = 2048  # default for a Hugging Face model, whose context may be too long for the memory
@@ -62,7 +62,7 @@ def evaluate(weights: WeightSets, samples: int | None) -> Iterator[Result]:
         model.load(read)
         for dataset in weights.datasets:
             chosen = len(dataset) if samples is None else min(samples, len(dataset))
-            ids = SampleOrder(len(dataset), VALIDATION_SEED).ids(0, chosen)
+            ids = Order.of(len(dataset), VALIDATION_SEED).ids(0, chosen)
             yield Result(name, dataset.name, *_mean_loss(model, dataset, ids))
 
 

@@ -16,50 +16,28 @@ _BLEND_ERROR = 1e-4  # the largest difference between a weight and its share
 
 
 @dataclass(frozen=True)
-class SampleOrder:
-    """Computes an endless sequence of sample ids in which every epoch visits each of `samples` exactly once.
-
-    Each epoch has a `Shuffle` of its own: no table, so the order of a trillion samples costs nothing.
-    """
-
-    samples: int
-    seed: int
-    part: int = 0  # parts of a blend are shuffled independently ...
-    slot: int | None = (
-        None  # ... and so are the samples of each replica of a federation; None: one job has all
-    )
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise UserError(f"a sample order needs at least one sample, not {self.samples}")
-
-    def ids(self, first: int, count: int) -> np.ndarray:
-        """Return the sample ids at places first .. first+count-1 of the sequence, shape [count]."""
-        places = np.arange(first, first + count, dtype=np.int64)
-        epochs, offsets = np.divmod(places, self.samples)
-        ids = np.empty(count, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            counters: tuple[int, ...] = (int(epoch), self.part) if self.part else (int(epoch),)
-            if self.slot is not None:
-                counters = (int(epoch), self.part, self.slot)
-            ids[chosen] = Shuffle(self.samples, self.seed, Stream.SAMPLES, counters).at(offsets[chosen])
-        return ids
-
-
-@dataclass(frozen=True)
-class BlendedOrder:
+class Order:
     """Computes an endless sequence of sample ids drawn from several parts in fixed proportions.
 
     The parts take turns in a short cycle that repeats, in which each part has slots in proportion to its weight,
-    spread evenly. The samples of one part follow a `SampleOrder` of their own: a part that is small for its weight
-    begins its next epoch while others are still in an earlier one. Ids count through the parts.
+    spread evenly. Each epoch of a part visits each of its samples exactly once, in a `Shuffle` of its own: no
+    table, so the order of a trillion samples costs nothing. A part that is small for its weight begins its next
+    epoch while others are still in an earlier one. Ids count through the parts.
     """
 
     sizes: tuple[int, ...]  # samples in each part
     weights: tuple[float, ...]  # adding up to 1
     seed: int
-    slot: int | None = None  # see `SampleOrder`
+    slot: int | None = None  # each replica of a federation has an order of its own; None: one job has all
+
+    def __post_init__(self) -> None:
+        if min(self.sizes) < 1:
+            raise UserError(f"a sample order needs at least one sample, not {min(self.sizes)}")
+
+    @classmethod
+    def of(cls, samples: int, seed: int) -> "Order":
+        """Return the order of a single part."""
+        return cls((samples,), (1.0,), seed)
 
     @property
     def samples(self) -> int:
@@ -93,9 +71,21 @@ class BlendedOrder:
             if chosen.any():
                 start = int((cycles * self.slots[part] + before[places])[chosen][0])
                 # consecutive places hold consecutive samples of each part
-                order = SampleOrder(size, self.seed, part, self.slot)
-                ids[chosen] = base + order.ids(start, int(chosen.sum()))
+                ids[chosen] = base + self._of_part(part, start, int(chosen.sum()))
             base += size
+        return ids
+
+    def _of_part(self, part: int, first: int, count: int) -> np.ndarray:
+        """Return the ids within a part at places first .. first+count-1 of its own sequence, shape [count]."""
+        size = self.sizes[part]
+        epochs, offsets = np.divmod(np.arange(first, first + count, dtype=np.int64), size)
+        ids = np.empty(count, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            counters: tuple[int, ...] = (int(epoch), part) if part else (int(epoch),)
+            if self.slot is not None:
+                counters = (int(epoch), part, self.slot)
+            ids[chosen] = Shuffle(size, self.seed, Stream.SAMPLES, counters).at(offsets[chosen])
         return ids
 
 

@@ -29,7 +29,7 @@ from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder
+from megatron_noloco.plans.sample_order import BatchPlan, Order
 from megatron_noloco.training.build import build as build_parts
 from megatron_noloco.training.joined import join_job
 from megatron_noloco.training.prepare import prepare
@@ -242,7 +242,7 @@ def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
 class SlotOrders:
     """The order in which one job reads what the replicas of a federation read, each in an order of its own."""
 
-    orders: list[BlendedOrder]
+    orders: list[Order]
     batch: int  # samples of a replica in a local step
 
     @property

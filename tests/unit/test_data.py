@@ -28,7 +28,7 @@ from megatron_noloco.data.samples import Samples, ShuffledSamples
 from megatron_noloco.data.sources import Needs, Prefixes, RecordSource, Split, TextSource
 from megatron_noloco.data.texts import TextRange, divide
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
+from megatron_noloco.plans.sample_order import BatchPlan, Order
 from tests.unit.datasets import load_text
 
 SPLIT = "949,50,1"
@@ -320,7 +320,7 @@ class TestMicrobatches:
 
     def source(self) -> MicrobatchSource:
         dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
-        return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
+        return MicrobatchSource(dataset, Order.of(len(dataset), seed=1), self.plan)
 
     def test_labels_are_the_next_tokens(self) -> None:
         tokens, labels, documents = self.source().microbatch(step=2, replica=1, dp=1, microbatch=0)

@@ -31,7 +31,7 @@ from megatron_noloco.data.sources import Needs, Prefixes, Split, TextSource, Tok
 from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.sample_order import BatchPlan, BlendedOrder, SampleOrder, slots_of
+from megatron_noloco.plans.sample_order import BatchPlan, Order, slots_of
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import check_start, prepare, read_data
@@ -371,17 +371,10 @@ class TestUnigramEntropy:
 blends = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4)
 
 
-class TestBlendedOrder:
-    def order(self, blend: list[tuple[int, int]], seed: int = 3) -> BlendedOrder:
+class TestOrderOfABlend:
+    def order(self, blend: list[tuple[int, int]], seed: int = 3) -> Order:
         total = sum(weight for _, weight in blend)
-        return BlendedOrder(
-            tuple(size for size, _ in blend), tuple(weight / total for _, weight in blend), seed
-        )
-
-    @given(size=st.integers(1, 100), first=st.integers(0, 10**9), count=st.integers(1, 50))
-    def test_of_one_part_is_the_plain_order(self, size: int, first: int, count: int) -> None:
-        plain = SampleOrder(size, seed=3).ids(first, count)
-        assert np.array_equal(self.order([(size, 1)]).ids(first, count), plain)
+        return Order(tuple(size for size, _ in blend), tuple(weight / total for _, weight in blend), seed)
 
     @settings(max_examples=20)
     @given(blend=blends, count=st.integers(1, 300))
@@ -419,12 +412,12 @@ class TestBlendedOrder:
     def test_the_order_of_a_blend_stays_as_it_is(self) -> None:
         """Resumes depend on it: recorded with version 0.2."""
         weights = (0.123456, 0.3, 0.5 - 0.123456, 0.0769, 0.1231)
-        ids = BlendedOrder((70, 50, 300, 20, 90), weights, seed=4).ids(12_345, 20_000)
+        ids = Order((70, 50, 300, 20, 90), weights, seed=4).ids(12_345, 20_000)
         assert zlib.crc32(ids.astype("<i8").tobytes()) == 3608469349
 
     def test_many_small_weights_are_exact_to_1_in_10000_or_refused(self) -> None:
         small = 300
-        ids = BlendedOrder((1000,) * (small + 1), (0.997, *[1e-5] * small), 1).ids(0, 100_000)
+        ids = Order((1000,) * (small + 1), (0.997, *[1e-5] * small), 1).ids(0, 100_000)
         assert abs((ids < 1000).mean() - 0.997) <= 1e-4
         line = r"^has weights too small for 1/10000: the share 1.00000 would be 0.99970, since each part"
         with pytest.raises(ValueError, match=line):
@@ -437,9 +430,9 @@ class TestBlendedOrder:
             assert abs(slot / sum(slots) - weight / sum(weights)) <= 1e-4
 
     def test_small_weights_and_equal_parts(self) -> None:
-        order = BlendedOrder((7, 7), (0.99999, 0.00001), seed=1)
+        order = Order((7, 7), (0.99999, 0.00001), seed=1)
         assert order.slots == (10_000, 1)
-        halves = BlendedOrder((50, 50), (0.5, 0.5), seed=1).ids(0, 100)
+        halves = Order((50, 50), (0.5, 0.5), seed=1).ids(0, 100)
         assert halves[halves < 50].tolist() != (halves[halves >= 50] - 50).tolist()
 
 
@@ -462,7 +455,7 @@ def test_every_sample_once_per_epoch_over_all_replicas_and_resizes(
     runs: list[tuple[BatchPlan, int]], samples: int, seed: int
 ) -> None:
     """A run that is stopped and goes on with other replicas, dp and batches, as often as you like."""
-    order = SampleOrder(samples, seed)
+    order = Order.of(samples, seed)
     read: list[int] = []
     step, consumed = 0, 0
     for shape, steps in runs:
@@ -489,7 +482,7 @@ class TestLoader:
 
     def source(self) -> MicrobatchSource:
         dataset = Samples(Dataset(np.arange(30 * 4 + 1)), Needs(121, 4))
-        return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
+        return MicrobatchSource(dataset, Order.of(len(dataset), seed=1), self.plan)
 
     def loader(self, source: MicrobatchSource, stage: int, record: Any = unrecorded) -> Loader:
         reader = Reader.at(self.topology, Position(replica=2, stage=stage, dp=1, tp=0), False)

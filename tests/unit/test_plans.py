@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping, Sites, goes_across, prime_factors
-from megatron_noloco.plans.sample_order import BatchPlan, SampleOrder
+from megatron_noloco.plans.sample_order import BatchPlan, Order
 from megatron_noloco.plans.stability import (
     cycle_spread_factor,
     rounds_to_halve,
@@ -48,7 +48,7 @@ class TestDraws:
         }
         now["samples"] = {
             f"{samples} samples, seed {seed}": " ".join(
-                map(str, SampleOrder(samples, seed).ids(samples - 4, 8).tolist())
+                map(str, Order.of(samples, seed).ids(samples - 4, 8).tolist())
             )
             for samples in (10, 1000, 10**12)
             for seed in (0, 1234)
@@ -389,11 +389,11 @@ class TestStability:
         assert rounds_to_halve(1.0) == rounds_to_halve(1.1) == math.inf
 
 
-class TestSampleOrder:
+class TestOrder:
     @few
     @given(samples=st.integers(1, 300), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
     def test_an_epoch_visits_every_sample_once(self, samples: int, seed: int, epoch: int) -> None:
-        ids = SampleOrder(samples, seed).ids(epoch * samples, samples)
+        ids = Order.of(samples, seed).ids(epoch * samples, samples)
         assert sorted(ids.tolist()) == list(range(samples))
 
     @few
@@ -404,7 +404,7 @@ class TestSampleOrder:
         count=st.integers(0, 60),
     )
     def test_a_piece_is_a_slice_of_the_whole(self, samples: int, first: int, skip: int, count: int) -> None:
-        order = SampleOrder(samples, seed=3)
+        order = Order.of(samples, seed=3)
         whole = order.ids(first, skip + count)
         assert order.ids(first + skip, count).tolist() == whole[skip:].tolist()
 
@@ -412,19 +412,19 @@ class TestSampleOrder:
     @given(samples=st.integers(50, 300), seed=st.integers(0, 2**31), epoch=st.integers(0, 100))
     def test_epochs_and_seeds_differ(self, samples: int, seed: int, epoch: int) -> None:
         first = epoch * samples
-        ids = SampleOrder(samples, seed).ids(first, samples).tolist()
-        assert ids != SampleOrder(samples, seed).ids(first + samples, samples).tolist()
-        assert ids != SampleOrder(samples, seed + 1).ids(first, samples).tolist()
+        ids = Order.of(samples, seed).ids(first, samples).tolist()
+        assert ids != Order.of(samples, seed).ids(first + samples, samples).tolist()
+        assert ids != Order.of(samples, seed + 1).ids(first, samples).tolist()
         assert ids != sorted(ids)
 
     def test_a_trillion_samples_cost_nothing(self) -> None:
-        ids = SampleOrder(10**12, seed=0).ids(5 * 10**11, 1000)
+        ids = Order.of(10**12, seed=0).ids(5 * 10**11, 1000)
         assert len(set(ids.tolist())) == 1000
         assert ids.mean() == pytest.approx(5e11, rel=0.1)
 
     def test_no_samples_no_order(self) -> None:
         with pytest.raises(ValueError, match="at least one sample"):
-            SampleOrder(0, seed=0)
+            Order.of(0, seed=0)
 
 
 def places_of_step(plan: BatchPlan, step: int) -> list[int]:
