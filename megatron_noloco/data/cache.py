@@ -84,12 +84,8 @@ def cache_folder(setting: str | None) -> Path:
 
 def find_entry(folder: Path, digest: str) -> Entry | None:
     """Return the entry with this digest; None if it is not there."""
-    facts = folder / digest / _FACTS
     with suppress(OSError, ValueError):
-        found = Entry(folder / digest, json.loads(facts.read_text()))
-        with suppress(OSError):  # a folder that this user may only read
-            os.utime(facts)  # when it was used last
-        return found
+        return Entry(folder / digest, json.loads((folder / digest / _FACTS).read_text()))
     return None
 
 
@@ -103,6 +99,8 @@ def obtain(folder: Path, recipe: Recipe, shown: bool = True) -> Entry:
     """
     digest = recipe.digest
     if found := find_entry(folder, digest):
+        with suppress(OSError):  # a folder that this user may only read
+            os.utime(found.folder / _FACTS)
         return found
     with writing(folder, "data.cache"):
         folder.mkdir(parents=True, exist_ok=True)
