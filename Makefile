@@ -63,7 +63,7 @@ evidence: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
 
 peers: $(INSTALLED)
-	@.venv/bin/python -m tools.peers torchft plan bytes here --rates 10 --output runs/peers
+	@.venv/bin/python -m tools.peers torchft plan --rates 10 --output runs/peers
 
 commands: $(INSTALLED)
 	@.venv/bin/python -m tools.commands

@@ -12,7 +12,7 @@ import torch
 from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
 from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny, write_config, write_text
-from tools import noise_scale, study
+from tools import study
 from tools.simulator import report, simulation
 from tools.simulator.simulation import Simulation
 from tools.simulator.slow import Slow
@@ -218,9 +218,3 @@ def test_a_method_is_compared_with_the_baselines_of_its_group() -> None:
         for name, loss in losses.items()
     }
     assert [row.benefit for row in report.table(results)] == [0, 1, 0, 1, 0.5]
-
-
-def test_noise_over_signal_is_found_without_bias() -> None:
-    """Of 100,000 gradients with variance 12 around a mean of squared norm 3."""
-    noise = torch.randn(100_000, 3, generator=torch.Generator().manual_seed(0))
-    assert noise_scale.noise_to_signal(1 + 2 * noise) == pytest.approx(4, rel=0.02)

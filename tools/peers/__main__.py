@@ -1,15 +1,12 @@
 """The same work with other programs, side by side. Prints one JSON object; `make peers` runs all parts.
 
-    python -m tools.peers torchft plan bytes here nanogpt --text input.txt --output runs/peers
+    python -m tools.peers torchft plan --output runs/peers
 
 weights: 4 replicas of a small model on different data, under torchft and under this project's DiLoCo.
 faults: seconds and rounds that a killed replica costs the others, and a killed coordinator; torchft's DiLoCo
     beside NoLoCo as separate jobs.
 links: seconds and bytes of a round, and the loss over time, on hosts of the network lab (root).
 plan: seconds of an exchange and share of the time lost, as `plan` says and as measured in the lab.
-bytes: what a card and its host keep for weights and optimizers, and what a local step sends.
-here: a local step of `train`, its start and its memory, beside a bare loop around Megatron-core.
-nanogpt: the recipe that nanoGPT publishes for a CPU; --text is its text, tinyshakespeare.
 
 `torchft` stands for the first three. It is installed into OUTPUT/environment, which shares this Python's torch.
 What has results in OUTPUT/results.json is not run again.
@@ -25,11 +22,11 @@ from typing import Any
 
 from tools.netlab.network import Link
 from tools.options import command_line
-from tools.peers import card, here, nanogpt, planned
+from tools.peers import planned
 from tools.peers.torchft import VERSION, WAYS, Environment, faults, plot_links, same_weights, slow_links
 
 WITH_TORCHFT = ("weights", "faults", "links")
-PARTS = ("weights", "faults", "links", "plan", "bytes", "here", "nanogpt")
+PARTS = ("weights", "faults", "links", "plan")
 
 
 def main() -> None:
@@ -40,25 +37,15 @@ def main() -> None:
     parser.add_argument("--rates", default="10,100", help="links: Mbit/s")
     parser.add_argument("--delay", type=float, default=0.01, help="links: seconds from host to host")
     parser.add_argument("--steps", type=int, default=100, help="links: local steps")
-    parser.add_argument("--text", type=Path, help="nanogpt: a file")
-    parser.add_argument("--iterations", type=int, default=2000, help="nanogpt: local steps")
     options = parser.parse_args()
     if "torchft" in options.parts:
         options.parts += WITH_TORCHFT
-    if "nanogpt" in options.parts and options.text is None:
-        parser.error("nanogpt needs --text, the file of tinyshakespeare")
     options.output.mkdir(parents=True, exist_ok=True)
     results = Results(options.output / "results.json")
     logs = options.output / "logs"
     results.found["versions"] = {"torchft": VERSION, "torch": version("torch")}
     shutil.rmtree(logs, ignore_errors=True)
     environment = Environment(options.output / "environment")
-    # First: for the system the largest memory of a process is at least that of the process that started it, and
-    # other parts need much memory here.
-    if "here" in options.parts:
-        results.once("here, start", lambda: here.start_up(logs / "here"))
-        for size in here.SIZES:
-            results.once(f"here, step, {size}", partial(here.step, size))
     if "weights" in options.parts:
         results.once("weights", lambda: same_weights(environment, logs))
     if "faults" in options.parts:
@@ -81,19 +68,6 @@ def main() -> None:
         results.found["plan, relative errors"] = planned.errors(
             [results.found[f"plan, {number}"] for number in range(len(planned.POINTS))]
         )
-    if "bytes" in options.parts:
-        results.found["bytes, computed"] = card.computed()
-        results.once("bytes, measured", lambda: card.measured(environment, logs / "bytes"))
-    if "nanogpt" in options.parts:
-        run = options.text, options.iterations, 1
-        results.found["nanogpt, published"] = nanogpt.PUBLISHED
-        results.once("nanogpt, train, a Llama", lambda: nanogpt.trained(*run, logs / "train"))
-        for lr in nanogpt.RATES:
-            results.once(f"nanogpt, plain torch, {lr:g}", partial(nanogpt.plain, *run, lr))
-            results.once(
-                f"nanogpt, attach, 4 replicas, {lr:g}",
-                partial(nanogpt.attached, *run, logs / f"attach-{lr:g}", lr),
-            )
     print(json.dumps(results.found, indent=2))
 
 

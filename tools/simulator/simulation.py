@@ -262,12 +262,6 @@ class Simulation:
         weights.requires_grad_(False)
         return gradients
 
-    def gradients_to_come(self, step: int, batches: int) -> Tensor:
-        """Return the mean model's gradients on replicas' batches from `step` on; [batches or more, elements]."""
-        weights = self._slow_weights().mean(dim=0).repeat(self.replicas, 1)
-        steps = range(step, step + -(-batches // self.replicas))
-        return torch.cat([self._gradients(weights, each) for each in steps])
-
     def _slow_weights(self) -> Tensor:
         """Return the slow weights of all replicas, shape [R, elements]."""
         if self.sparse is not None:
