@@ -2,11 +2,13 @@
 
     python -m tools.bench_federation --megabytes 64
     python -m tools.bench_federation --rate 200Mbit --delay 50ms     # over an emulated link; needs root
+    python -m tools.bench_federation --rendezvous s3://bucket/run    # without ports; also file:///FOLDER
 
 Each job is a process. They exchange vectors of so many bytes in fp32 as a run does, and vectors of 1,000 weights
-in turn, after a first of each. Meanwhile a row of metrics goes to and fro over their link, again and again. Prints
-one JSON object for each payload: the medians of the seconds, the bytes that a replica sent in a round, and the
-longest way of a row there and back. Over a link that `tools.netlab` emulates also the share of its rate.
+in turn, after a first of each. Meanwhile a row of metrics goes to and fro over their link, again and again, but not
+through a folder. Prints one JSON object for each payload: the medians of the seconds, the bytes that a replica sent
+in a round, and the longest way of a row there and back. Over a link that `tools.netlab` emulates also the share of its rate; through
+a folder or a bucket also the medians of the requests of one job in a round, and the requests in a second without.
 """
 
 import json
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -28,7 +31,7 @@ from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.settings import NolocoSettings
-from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
+from tools.federated import DEADLINE_SECONDS, open_in_store, open_replica, outer_of, wait_for_all
 from tools.netlab.__main__ import quantity
 from tools.netlab.lab import lab
 from tools.netlab.network import Link
@@ -45,6 +48,9 @@ def main() -> None:
     parser.add_argument("--payloads", nargs="+", choices=("fp32", "int8", "int4"), default=["fp32", "int8"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before each round")
+    parser.add_argument(
+        "--rendezvous", metavar="URL", help="a folder or a bucket, which is all that they share"
+    )
     parser.add_argument("--open", action="store_true", help="without keys")
     parser.add_argument("--rate", help="of the emulated link in both directions, such as 200Mbit")
     parser.add_argument("--delay", default="0ms", help="each way")
@@ -59,6 +65,7 @@ def main() -> None:
         rate = options.rate and quantity("rate", options.rate)
         numbers = ("megabytes", "repeats", "pause")
         arguments = [f"--{name}={getattr(options, name)}" for name in numbers] + ["--open"] * options.open
+        arguments += [f"--rendezvous={options.rendezvous}/{payload}"] * (options.rendezvous is not None)
         with _hosts(rate, quantity("delay", options.delay)) as on, tempfile.TemporaryDirectory() as folder:
             Keys.make(Path(folder) / "key")
             module = [sys.executable, "-m", "tools.bench_federation", *arguments, "--payloads", payload]
@@ -83,32 +90,60 @@ def _hosts(rate: float | None, delay: float) -> Iterator[Any]:
 def _rounds(slot: int, address: str, folder: Path, options: Any) -> dict[str, Any]:
     """Run the rounds of a replica."""
     torch.set_num_threads(1)
-    keys = None if options.open else Keys.read(folder / "key")
+    key = None if options.open else folder / "key"
     base, small = torch.randn(int(options.megabytes * 250_000)), torch.ones(_SMALL)
-    with closing(open_replica(slot, folder / "rendezvous", f"tcp://{address}:0", keys)) as thread:
+    if options.rendezvous:
+        opened, calls = open_in_store(slot, options.rendezvous, key)
+    else:
+        keys, calls = None if key is None else Keys.read(key), Counter()
+        opened = open_replica(slot, folder / "rendezvous", f"tcp://{address}:0", keys)
+    with closing(opened) as thread:
         large = _outer(slot, thread, base, options.payloads[0])
         tiny = _outer(slot, thread, small, options.payloads[0])
         wait_for_all(thread, 2)
         over, ways = threading.Event(), [0.0]
         talking = threading.Thread(target=_talk, args=(thread, over, ways))
-        talking.start()
+        if not options.rendezvous:  # where messages cost requests
+            talking.start()
         sent, seconds = 0, {False: list[float](), True: list[float]()}
+        requests, idle = {False: list[Counter[str]](), True: list[Counter[str]]()}, Counter[str]()
         for number in range(2 * (_FIRST + options.repeats)):
             is_small = bool(number % 2)
+            before = calls.copy()
             time.sleep(options.pause)
-            started = time.perf_counter()
+            idle += calls - before
+            before, started = calls.copy(), time.perf_counter()
             report = (tiny if is_small else large).run_round(number)
             seconds[is_small].append(time.perf_counter() - started)
+            requests[is_small].append(calls - before)
             assert report.exchange.group == (0, 1), report.exchange.missed
             sent = max(sent, report.exchange.bytes_sent)
         over.set()
-        talking.join()
+        if talking.is_alive():
+            talking.join()
         time.sleep(1.0)  # the other one may still read
     return {
         "seconds": round(statistics.median(seconds[False][_FIRST:]), 3),
         "seconds_of_small_rounds": round(statistics.median(seconds[True][_FIRST:]), 3),
         "bytes_sent": sent,
         "seconds_of_a_row": round(max(ways), 3),
+    } | _requests(requests, idle, options)
+
+
+def _requests(
+    requests: dict[bool, list[Counter[str]]], idle: Counter[str], options: Any
+) -> dict[str, dict[str, float]]:
+    if not idle:
+        return {}
+    pauses = 2 * (_FIRST + options.repeats) * options.pause
+    medians = {
+        is_small: {kind: statistics.median(one[kind] for one in found[_FIRST:]) for kind in idle}
+        for is_small, found in requests.items()
+    }
+    return {
+        "requests": medians[False],
+        "requests_of_small_rounds": medians[True],
+        "requests_in_a_second": {kind: round(number / pauses, 2) for kind, number in idle.items()},
     }
 
 

@@ -1,5 +1,6 @@
 """Replicas as a federation, for measurements: each could as well be a job of its own."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from megatron_noloco.federation.network import Network, open_node
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
-from megatron_noloco.federation.rendezvous import rendezvous_of
+from megatron_noloco.federation.rendezvous import Folder, rendezvous_of
 from megatron_noloco.federation.rounds import Leading, Replica
+from megatron_noloco.federation.store import Store
 from megatron_noloco.job.agreement import found_by_rank_0
 from megatron_noloco.outer import OuterOptimizer, Weights
 from megatron_noloco.plans.topology import Place
@@ -28,6 +30,13 @@ SEED = 0
 def open_replica(slot: int, folder: Path, listen: str = _LOOPBACK, keys: Keys | None = None) -> NodeThread:
     """Connect a replica to the others; all give the same folder. See `wait_for_all`."""
     return open_node(Network(rendezvous_of(f"file://{folder}", _RUN, {}), Member(_RUN), listen, keys), slot)
+
+
+def open_in_store(slot: int, url: str, key: Path | None) -> tuple[NodeThread, Counter[str]]:
+    """Connect a replica without a port to the others, through a folder or a bucket; return also its requests."""
+    keys, store = None if key is None else Keys.read(key), Store.of(url)
+    network = Network(Folder(store, _RUN), Member(_RUN), None, keys, key_file=key)
+    return open_node(network, slot), store.calls
 
 
 def wait_for_all(thread: NodeThread, replicas: int) -> None:
