@@ -17,7 +17,7 @@ from megatron_noloco.transport.torch_dist import TorchTransport
 Held = tuple[Sequence[Block], Sequence[Block]]
 """What a rank has of the canonical vector, and those of these blocks that another rank has as well, and sends."""
 
-SLAB = 1 << 22  # elements: 16 MiB in fp32
+SLAB = 1 << 21  # elements: 8 MiB in fp32
 
 
 @dataclass(frozen=True)
