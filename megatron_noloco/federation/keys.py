@@ -97,7 +97,10 @@ def _context(role: int, path: Path | None = None) -> ssl.SSLContext:
 
 
 def _drawn() -> bytes:
-    """Return a new key and its certificate, as PEM. It is valid for ever: clocks of members may be wrong."""
+    """Return a new key and its certificate, as PEM. It is valid for ever: clocks of members may be wrong.
+
+    Machines without a clock of their own begin at 1970.
+    """
     import datetime
 
     from cryptography import x509
@@ -112,7 +115,7 @@ def _drawn() -> bytes:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_before(datetime.datetime(1970, 1, 1))
         .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
