@@ -113,6 +113,8 @@ class Crowd:
         await change
         await self._until_linked()
         seconds = asyncio.get_running_loop().time() - started
+        while len({node.directory.checksum for node in self.nodes.values()}) > 1:
+            await asyncio.sleep(0.1)
         await asyncio.sleep(_IDLE_SECONDS)
         return {"messages": _Counted.told, "seconds": round(seconds, 1)}
 
