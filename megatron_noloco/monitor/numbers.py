@@ -208,13 +208,19 @@ def numbers_in(chart: str) -> list[Number]:
 
 
 def shown(row: Row, name: str) -> str:
-    """Format a number of a row: "" where the row has none or does not show it, "nan" where it is null."""
+    """Format a number of a row: "" where the row has none or does not show it, "nan" where it is null.
+
+    A value of another kind, which another job may have written, is shown as it is.
+    """
     if name not in row:
         return ""
     value, number = row[name], TABLE[name]
     if value is None:
         return "nan"
-    return number.shown(value) if number.where(value, row) else ""
+    try:
+        return number.shown(value) if number.where(value, row) else ""
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def line_parts(row: Row, of_round: bool | None = None) -> list[str]:

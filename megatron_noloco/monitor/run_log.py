@@ -40,7 +40,8 @@ class Counts:
         self.rounds += "round/partners" in row
         self.alone += row.get("round/partners") == []
         self.missed += "round/missed" in row
-        self.sums.update({number.name: row.get(number.name) or 0 for number in TABLE.values() if number.note})
+        noted = {number.name: row.get(number.name) for number in TABLE.values() if number.note}
+        self.sums.update({name: value for name, value in noted.items() if isinstance(value, int | float)})
         self.latest.update(row)
 
 

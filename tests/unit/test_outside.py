@@ -97,6 +97,7 @@ def test_a_row_of_another_job_is_shown_as_text(tmp_path: Path) -> None:
     own.mkdir()
     (own / "metrics.jsonl").write_text(json.dumps(step(4)) + "\n")
     row = step(4) | {"round/index": f"[/x]{BAD}", "round/partners": [BAD], "round/missed": BAD, BAD: BAD}
+    row |= {"train/loss": BAD, "train/skipped_steps": BAD, "speed/mfu": [BAD], "round/deadline_seconds": BAD}
     OtherJobs(Tells(row), own).write(step(5))
     (written,) = (own / "others" / "replica_03" / "metrics.jsonl").read_text().splitlines()
     assert outside(json.loads(written)) == json.loads(written)
