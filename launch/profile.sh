@@ -13,7 +13,7 @@ wan | ethernet)
     export OMPI_MCA_btl=tcp,self,sm
     # A thread that moves messages while the ranks compute: noloco.overlap_steps needs it.
     export OMPI_MCA_btl_tcp_progress_thread=1
-    # Left as they are, since no other value was faster in tools/netlab (a round of 10 MB at 100 Mbit/s and 25 ms: 1.53 s,
+    # Left as they are, since no other value was faster in tests/netlab (a round of 10 MB at 100 Mbit/s and 25 ms: 1.53 s,
     # with others 1.67 to 8.04 s): btl_tcp_sndbuf and btl_tcp_rcvbuf 0 (the kernel fits them to rate x delay),
     # btl_tcp_links 1, eager limits of 64 KiB.
     ;;

@@ -35,9 +35,9 @@ import torch.distributed as dist
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.preflight.mpi_check import find_mpirun
-from tools.netlab.lab import NIC, Lab, LabUnavailableError, hosts, lab, run, run_in
-from tools.netlab.network import Link
-from tools.netlab.relay import address_of
+from tests.netlab.lab import NIC, Lab, LabUnavailableError, hosts, lab, run, run_in
+from tests.netlab.network import Link
+from tests.netlab.relay import address_of
 
 # A pool of threads here would leave forked ranks waiting for threads that they do not have.
 torch.set_num_threads(1)

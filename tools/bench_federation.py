@@ -7,8 +7,9 @@
 Each job is a process. They exchange vectors of so many bytes in fp32 as a run does, and vectors of 1,000 weights
 in turn, after a first of each. Meanwhile a row of metrics goes to and fro over their link, again and again, but not
 through a folder. Prints one JSON object for each payload: the medians of the seconds, the bytes that a replica sent
-in a round, and the longest way of a row there and back. Over a link that `tools.netlab` emulates also the share of its rate; through
-a folder or a bucket also the medians of the requests of one job in a round, and the requests in a second without.
+in a round, and the longest way of a row there and back. Over a link that `tests.netlab` emulates also the share of
+its rate; through a folder or a bucket also the medians of the requests of one job in a round, and the requests in a
+second without.
 """
 
 import json
@@ -31,11 +32,11 @@ from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.settings import NolocoSettings
+from tests.netlab.__main__ import quantity
+from tests.netlab.lab import lab
+from tests.netlab.network import Link
+from tests.netlab.relay import address_of
 from tools.federated import DEADLINE_SECONDS, open_in_store, open_replica, outer_of, wait_for_all
-from tools.netlab.__main__ import quantity
-from tools.netlab.lab import lab
-from tools.netlab.network import Link
-from tools.netlab.relay import address_of
 from tools.options import command_line
 
 _SMALL = 1000  # weights

@@ -16,7 +16,7 @@ import torch
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
-from tools.loopback import loopback_world
+from tests.loopback import loopback_world
 from tools.options import command_line
 
 

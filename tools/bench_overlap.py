@@ -17,7 +17,7 @@ is merged d steps later ("delayed"). All times are those of the slowest rank:
 Rank 0 prints one JSON object. Between ranks of one machine the processor itself carries the messages: no wait is
 left, but copying and arithmetic take from the steps what they took from the pause. On a slow network, for root:
 
-    python -m tools.netlab run --hosts 2 --rate 100Mbit --delay 25ms --module tools.bench_overlap --megabytes 8
+    python -m tests.netlab run --hosts 2 --rate 100Mbit --delay 25ms --module tools.bench_overlap --megabytes 8
 """
 
 import argparse

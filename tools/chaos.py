@@ -4,7 +4,7 @@
 
 Every replica is a process of its own, with a folder of its own: they share no files. Some are killed (SIGKILL),
 one after another; some of these come back, the first of them without its folder; some are stopped and continued
-(SIGSTOP, SIGCONT); new ones join empty slots. With `--cuts`, for root, each replica is a host of `tools.netlab`,
+(SIGSTOP, SIGCONT); new ones join empty slots. With `--cuts`, for root, each replica is a host of `tests.netlab`,
 on a link of 100 Mbit/s and 5 ms, and some links are cut for some seconds: packets are lost, and no connection is
 closed. `--seed` decides the faults, their replicas and moments: each moment is a random local step of the run and
 a random part of a second after it, so that it falls into a step, an exchange, an evaluation or a save. Then the
@@ -29,8 +29,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.netlab.lab import Lab, lab
-from tools.netlab.network import Link
+from tests.netlab.lab import Lab, lab
+from tests.netlab.network import Link
 from tools.options import command_line
 from tools.processes import Federation, OneJob, base_config, mean
 

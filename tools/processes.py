@@ -19,8 +19,8 @@ import psutil
 
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
-from tools.netlab.lab import Lab
-from tools.netlab.relay import address_of
+from tests.netlab.lab import Lab
+from tests.netlab.relay import address_of
 
 if TYPE_CHECKING:
     from tools.chaos import Fault

@@ -2,7 +2,7 @@
 
     python -m tools.time_to_loss tools/studies/time_to_loss.json --rate 10Mbit --delay 25ms --output runs/time
 
-For root, as `python -m tools.netlab` is, whose options of links it takes. The study has "base" (the trainer's
+For root, as `python -m tests.netlab` is, whose options of links it takes. The study has "base" (the trainer's
 JSON), "target" (nats per token) and "runs": a name for each method with its changes of the base, as `--set` of
 the simulator takes them. Each is one training under Open MPI, with every rank on a host of its own.
 
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_noloco.monitor.run_log import RunLog
-from tools.netlab.__main__ import quantity
-from tools.netlab.lab import LabUnavailableError, lab
-from tools.netlab.network import Link, Sites
+from tests.netlab.__main__ import quantity
+from tests.netlab.lab import LabUnavailableError, lab
+from tests.netlab.network import Link, Sites
 from tools.options import add_changes, apply, command_line
 
 

@@ -22,7 +22,7 @@ from tests.distributed.transport_suite import (
     swap,
 )
 from tests.harness import RankFailedError, run_mpi, run_ranks, said
-from tools.loopback import loopback_world
+from tests.loopback import loopback_world
 
 Outcomes = list[dict[str, str]]  # per rank: case -> "passed" or a traceback
 

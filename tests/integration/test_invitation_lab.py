@@ -17,9 +17,9 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.monitor.run_log import RunLog
 from tests.harness import launch_environ, network_lab
 from tests.integration.tiny import tiny, write_config, write_text
-from tools.netlab.lab import Lab
-from tools.netlab.network import Link
-from tools.netlab.relay import address_of
+from tests.netlab.lab import Lab
+from tests.netlab.network import Link
+from tests.netlab.relay import address_of
 
 STEPS, SECONDS = 2000, 600.0
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.harness import REPOSITORY, network_lab, run_launcher
 from tests.integration.tiny import tiny, write_text
-from tools.netlab.network import Link
-from tools.netlab.relay import address_of
+from tests.netlab.network import Link
+from tests.netlab.relay import address_of
 
 SERVE = (
     "import socket; server = socket.create_server(('', 5000)); print('up', flush=True);"
@@ -29,7 +29,7 @@ asks = socket.socket()
 asks.settimeout(float(sys.argv[2]))
 sys.exit(asks.connect_ex((sys.argv[1], 5000)) != errno.ECONNREFUSED)
 """
-COMMAND = [sys.executable, "-m", "tools.netlab"]
+COMMAND = [sys.executable, "-m", "tests.netlab"]
 
 
 @pytest.fixture
@@ -120,8 +120,8 @@ import signal
 import subprocess
 import time
 import psutil
-from tools.netlab.lab import lab
-from tools.netlab.network import Link
+from tests.netlab.lab import lab
+from tests.netlab.network import Link
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 with lab([Link()] * 2) as there:
     left = subprocess.Popen(there.on("lab1", "sleep", "1000"), start_new_session=True)

@@ -19,7 +19,7 @@ from megatron_noloco.config import RunConfig
 from tests.harness import REPOSITORY, run_launcher, run_ranks, two_hosts
 from tests.integration.launched import Launched, launched
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
-from tools.netlab.lab import NIC, Lab
+from tests.netlab.lab import NIC, Lab
 
 PATIENCE_SECONDS = 300
 FIGURES = (

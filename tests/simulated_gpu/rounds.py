@@ -20,8 +20,8 @@ from megatron_noloco.outer import (
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.transport.interface import Transport
+from tests.loopback import loopback_world
 from tests.simulated_gpu import Gpu, Order, Wait
-from tools.loopback import loopback_world
 
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 2_501, 2, 3
 AT_ONCE = 700  # elements that are formed at a time: a vector has several pieces, some of two tensors

@@ -14,7 +14,7 @@ from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.transport.interface import Flight, Message
-from tools.loopback import LoopbackTransport, loopback_world
+from tests.loopback import LoopbackTransport, loopback_world
 
 K = 4  # local steps between two rounds
 ELEMENTS = 37

@@ -26,7 +26,7 @@ from megatron_noloco.outer import (
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.evaluator import Evaluator
-from tools.loopback import LoopbackTransport, loopback_world
+from tests.loopback import LoopbackTransport, loopback_world
 
 CHUNK_BYTES = 64
 PIECES = (30, 13)  # elements of a replica's weights

@@ -25,6 +25,7 @@ from megatron_noloco.outer.channels import CHANNELS, Contacts
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import NolocoSettings
+from tests.loopback import loopback_world
 from tests.unit.fleet import (
     CHUNK_BYTES,
     CODED_CHUNK_BYTES,
@@ -40,7 +41,6 @@ from tests.unit.fleet import (
     made,
     noise,
 )
-from tools.loopback import loopback_world
 
 SHORT_SECONDS = 0.05  # only where no answer comes
 

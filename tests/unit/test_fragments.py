@@ -16,8 +16,8 @@ from megatron_noloco.outer.round import Fragment, cut
 from megatron_noloco.plans.fragments import fragment_after, most_under_way
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
+from tests.loopback import loopback_world
 from tests.unit.fleet import SECONDS, K, fleet_of, noise
-from tools.loopback import loopback_world
 
 phases = st.integers(1, 40).flatmap(lambda k: st.tuples(st.just(k), st.integers(1, k)))
 

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from tools.netlab.network import COHERENCE_SECONDS, Link, Network, Sites
-from tools.netlab.relay import obey
+from tests.netlab.network import COHERENCE_SECONDS, Link, Network, Sites
+from tests.netlab.relay import obey
 
 MTU = 1500
 RATE = 8 * MTU * 100.0  # a hundred packets a second

@@ -19,11 +19,11 @@ from megatron_noloco.outer import CodedExchange, Coding, Exchange, ExchangeRepor
 from megatron_noloco.outer.finite_mean import MEASURED
 from megatron_noloco.outer.payload import BLOCK, UnequalError
 from megatron_noloco.plans.topology import Place
+from tests.loopback import loopback_world
 from tests.unit.fleet import noise
 from tests.unit.memory_streams import Faults, MemoryCarrier
 from tests.unit.test_layouts import Layout, two_layouts
 from tests.unit.test_movement import MOST_RANKS, holdings_of, movements, part_of
-from tools.loopback import loopback_world
 
 SECONDS = 60.0
 LARGE = 1 << 24  # bytes of a message that comes as a whole

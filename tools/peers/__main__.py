@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tools.netlab.network import Link
+from tests.netlab.network import Link
 from tools.options import command_line
 from tools.peers import planned
 from tools.peers.torchft import VERSION, WAYS, Environment, faults, plot_links, same_weights, slow_links

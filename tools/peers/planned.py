@@ -10,8 +10,8 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import RankParameters
 from megatron_noloco.preflight.schemes import Network, scheme_of
 from megatron_noloco.settings import TrainerSettings
-from tools.netlab.lab import lab
-from tools.netlab.network import Link
+from tests.netlab.lab import lab
+from tests.netlab.network import Link
 from tools.peers.torchft import Environment, Replicas
 
 STEP_SECONDS = 0.5  # of sleep in a local step, so that ranks which share processors take equal steps

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from tools.netlab.lab import NIC, REPOSITORY, Lab, lab
-from tools.netlab.network import Link
-from tools.netlab.relay import address_of
+from tests.netlab.lab import NIC, REPOSITORY, Lab, lab
+from tests.netlab.network import Link
+from tests.netlab.relay import address_of
 from tools.processes import free_ports
 
 VERSION = "0.2.0"

@@ -24,7 +24,7 @@ from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, Rounds, TorchWeights
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Place
-from tools.loopback import loopback_world
+from tests.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
 from tools.simulator.slow import Slow

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tools.netlab.lab import Lab, Tcp, lab
-from tools.netlab.network import Link
-from tools.netlab.relay import address_of
+from tests.netlab.lab import Lab, Tcp, lab
+from tests.netlab.network import Link
+from tests.netlab.relay import address_of
 
 PORT = 5000
 SECONDS = 8.0
@@ -39,7 +39,7 @@ def measure(hosts: Sequence[int], link: Link, tcp: Tcp) -> Iterator[dict[str, An
 
 def _stream(there: Lab) -> list[dict[str, float]]:
     def start(host: int, role: str, *arguments: str) -> subprocess.Popen[str]:
-        command = there.on(there.names[host], sys.executable, "-m", "tools.netlab.check", role, *arguments)
+        command = there.on(there.names[host], sys.executable, "-m", "tests.netlab.check", role, *arguments)
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     senders = range(0, len(there.names) - 1, 2)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.federation.keys import Keys
-from tools.netlab.lab import Lab, Tcp, lab
-from tools.netlab.network import Link
+from tests.netlab.lab import Lab, Tcp, lab
+from tests.netlab.network import Link
 from tools.processes import Federation, base_config
 
 _REPLICAS, _HOMES = 4, 2

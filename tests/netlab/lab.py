@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
-from tools.netlab.launcher import Launcher
-from tools.netlab.network import Link, Sites
-from tools.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
+from tests.netlab.launcher import Launcher
+from tests.netlab.network import Link, Sites
+from tests.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
 
 NIC = "wan0"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -243,7 +243,7 @@ def _holder(name: str, known: Path) -> Iterator[int]:
 def _relay(links: Sequence[Link], sites: Sites | None, devices: list[int]) -> Iterator[IO[bytes]]:
     """Start the relay; yields its input."""
     fields = json.dumps({"links": [asdict(link) for link in links], "sites": sites and asdict(sites)})
-    command = [sys.executable, "-m", "tools.netlab.relay", fields, *map(str, devices)]
+    command = [sys.executable, "-m", "tests.netlab.relay", fields, *map(str, devices)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=devices, cwd=REPOSITORY
     )

@@ -1,7 +1,7 @@
 """A network lab on this machine: hosts with slow links between them, for root.
 
-    python -m tools.netlab rounds --hosts 2,16 --rate 10Mbit --delay 25ms --bytes 1MB
-    python -m tools.netlab check --hosts 2,16 --rate 10Mbit --delay 25ms
+    python -m tests.netlab rounds --hosts 2,16 --rate 10Mbit --delay 25ms --bytes 1MB
+    python -m tests.netlab check --hosts 2,16 --rate 10Mbit --delay 25ms
 
 Every host is a network namespace with a name of its own; a process carries the packets between them, each link
 with its own rate, delay, jitter and loss. Prints one JSON object.
@@ -27,9 +27,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tools.netlab import check, nat, rounds
-from tools.netlab.lab import LabUnavailableError, Tcp, lab
-from tools.netlab.network import Link
+from tests.netlab import check, nat, rounds
+from tests.netlab.lab import LabUnavailableError, Tcp, lab
+from tests.netlab.network import Link
 from tools.options import command_line
 
 _UNITS = {
@@ -79,7 +79,7 @@ def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: lis
 
 
 def main() -> None:
-    parser = command_line(__doc__, "python -m tools.netlab")
+    parser = command_line(__doc__, "python -m tests.netlab")
     parser.add_argument("measurement", choices=("rounds", "check", "nat", "run"))
     parser.add_argument("--hosts", default="2,16", help="their numbers, one measurement each")
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")

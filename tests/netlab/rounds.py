@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tools.netlab.lab import Tcp, lab
-from tools.netlab.network import Link
+from tests.netlab.lab import Tcp, lab
+from tests.netlab.network import Link
 
 
 class Launch(NamedTuple):
@@ -51,6 +51,6 @@ def measure(
             with lab([link] * number, tcp) as there:
                 arguments = [str(length), str(repeats), str(pause_seconds), str(there.folder)]
                 name, chosen = LAUNCHES[way]
-                said = there.mpirun([*options, *chosen], "tools.netlab.rank", name, *arguments)
+                said = there.mpirun([*options, *chosen], "tests.netlab.rank", name, *arguments)
                 figures = json.loads(said.splitlines()[-1])
             yield {"hosts": number, "way": way, **figures}

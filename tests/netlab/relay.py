@@ -1,6 +1,6 @@
 """The process that carries the packets between the hosts of a lab: a TUN device for each, a `Network` in between.
 
-    python -m tools.netlab.relay NETWORK FD FD ...
+    python -m tests.netlab.relay NETWORK FD FD ...
 
 NETWORK is a JSON object with the arguments of `Network`: links and sites. The FDs are the open TUN devices, in
 the order of the links; host i has the address 10.77.0.(i + 1). A line "cut I" of its input cuts the link of host
@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 
-from tools.netlab.network import Link, Network, Sites
+from tests.netlab.network import Link, Network, Sites
 
 DEVICE = "/dev/net/tun"
 MTU = 1500

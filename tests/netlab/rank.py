@@ -1,6 +1,6 @@
 """One rank of a measurement in the lab; `rounds` starts it by mpirun. Rank 0 prints one JSON object.
 
-    python -m tools.netlab.rank WAY BYTES REPEATS PAUSE_SECONDS FOLDER
+    python -m tests.netlab.rank WAY BYTES REPEATS PAUSE_SECONDS FOLDER
 
 Ranks begin each repeat at the same instant of the clock that they share, and agree on it through files in FOLDER:
 no message of theirs opens a connection or fills a window before the measurement does.
