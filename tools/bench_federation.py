@@ -5,11 +5,11 @@
     python -m tools.bench_federation --rendezvous s3://bucket/run    # without ports; also file:///FOLDER
 
 Each job is a process. They exchange vectors of so many bytes in fp32 as a run does, and vectors of 1,000 weights
-in turn, after a first of each. Meanwhile a row of metrics goes to and fro over their link, again and again, but not
-through a folder. Prints one JSON object for each payload: the medians of the seconds, the bytes that a replica sent
-in a round, and the longest way of a row there and back. Over a link that `tests.netlab` emulates also the share of
-its rate; through a folder or a bucket also the medians of the requests of one job in a round, and the requests in a
-second without.
+in turn, after a first of each. Meanwhile a row of metrics goes to and fro over their link, again and again, but
+not through a folder. Prints one JSON object for each payload: the medians of the seconds, the bytes that a replica
+sent in a round, and the longest way of a row there and back. Over a link that `tests.netlab` emulates also the
+share of its rate; through a folder or a bucket also the medians of the requests of one job in a round, and the
+requests in a second without.
 """
 
 import json
