@@ -45,7 +45,8 @@ def fewest_steps(
     Args:
         exchange_seconds: of all fragments together.
         most_waiting: the share.
-        least, most: numbers of local steps that the run can have.
+        least: local steps that the run can have, at least.
+        most: and at most.
     """
     enough = math.ceil(exchange_seconds * (1 - most_waiting) / (most_waiting * step_seconds))
     return int(min(max(enough, least, 1), most))
