@@ -1,12 +1,14 @@
 """What the ranks of a job agree on."""
 
 import threading
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
-from megatron_noloco.job import agreement
+from megatron_noloco.job import activity, agreement
+from megatron_noloco.training import joined
 from tests.harness import run_ranks
 
 BEATS = 3
@@ -41,6 +43,36 @@ def test_ranks_hear_from_rank_0_while_it_waits() -> None:
     assert [what for what, _ in found] == ["rank 0"] * 3
     (beats,) = {beats for _, beats in found}
     assert beats >= BEATS
+
+
+def waits_for_data(rank: int, world_size: int, folder: Path) -> tuple[bool, str]:
+    """Whether the other host had its dataset when this rank went on, and what its watchdog would say meanwhile."""
+    said, waited, made = "", folder / "waited", folder / "made"
+
+    def read_data(_: Any) -> Any:
+        if rank == 1:
+            while not waited.exists():
+                threading.Event().wait(0.001)
+            made.touch()
+
+    def sleep(_: float) -> None:
+        nonlocal said
+        said = str(activity.now.state)
+        waited.touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joined, "read_data", read_data)
+        patch.setattr(agreement.time, "sleep", sleep)
+        joined._wait_for_data(cast(Any, None))
+    there = made.exists()
+    dist.barrier()
+    return there, said
+
+
+def test_a_host_waits_for_the_dataset_of_another_and_says_so(tmp_path: Path) -> None:
+    (there, said), _ = run_ranks(2, waits_for_data, tmp_path)
+    assert there
+    assert said == "preparing the data: waiting for other hosts, which prepare theirs"
 
 
 def all_ways(rank: int, world_size: int) -> list[Any]:
