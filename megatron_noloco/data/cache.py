@@ -18,7 +18,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -186,17 +186,29 @@ def entries(folder: Path) -> list[Entry]:
 def clear(folder: Path, digests: Sequence[str] = ()) -> int:
     """Remove entries whose digests begin so, all if none is given, and what is not finished; return the bytes.
 
-    Runs that have an entry open keep it until they end, on a local disk.
+    Runs that have an entry open keep it until they end, on a local disk. An entry that is being made stays.
     """
     freed = 0
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if _is_of_cache(path) and path.name.startswith(tuple(digests) or ""):
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        chosen = _is_of_cache(path) and path.name.startswith(tuple(digests) or "")
+        if chosen and not _is_being_made(folder, path.name[:_DIGITS]):
             if path.is_dir():
                 freed += sum(file.stat().st_size for file in path.iterdir())
                 shutil.rmtree(path)
             else:
                 path.unlink()
     return freed
+
+
+def _is_being_made(folder: Path, digest: str) -> bool:
+    path = folder / f"{digest}.lock"
+    with path.open("a") if path.exists() else nullcontext() as lock, suppress(OSError):
+        if lock is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
 
 
 def _is_of_cache(path: Path) -> bool:

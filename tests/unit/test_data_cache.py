@@ -231,6 +231,18 @@ def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[
     assert listed() == [f"{folder}: 0.0 MB"]
 
 
+def test_what_is_being_made_is_not_cleared(text: Path) -> None:
+    digest = recipe(source_of(text), BYTES).digest
+    partial = text.parent / "cache" / f"{digest}.partial-1"
+    partial.mkdir(parents=True)
+    with (partial.parent / f"{digest}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cache.clear(partial.parent)
+        assert partial.exists()
+    cache.clear(partial.parent)
+    assert not list(partial.parent.iterdir())
+
+
 def test_facts_are_json(text: Path) -> None:
     entry = make(source_of(text), BYTES, False)
     assert json.loads((entry.folder / "facts.json").read_text()) == entry.facts
