@@ -147,8 +147,8 @@ MUTANTS = {
     ),
     "each loss is read": Mutant(
         "pipeline/pipeline.py",
-        'self.record("train/loss", loss, MEAN)',
-        'self.record("train/loss", float(loss), MEAN)',
+        'self.record("train/loss", loss)',
+        'self.record("train/loss", float(loss))',
         WAITS,
     ),
     "stages send before they receive": Mutant(
