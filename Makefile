@@ -69,7 +69,7 @@ commands: $(INSTALLED)
 	@.venv/bin/python -m tools.commands
 
 bench: $(INSTALLED)
-	@.venv/bin/python -m tools.bench --against '$(AGAINST)'
+	@.venv/bin/python -m tools.bench against '$(AGAINST)'
 
 gpu-check: $(INSTALLED)
 	@.venv/bin/python -m tools.gpu_check

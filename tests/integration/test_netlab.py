@@ -52,7 +52,7 @@ def test_rounds_are_measured_over_mpi_and_gloo(permitted: None) -> None:
 
 def test_a_module_runs_on_all_hosts(permitted: None) -> None:
     arguments = ["--hosts", "2", "--rate", "1Gbit", "--delay", "1ms"]
-    module = ["tools.bench_overlap", "--megabytes", "0.1", "--repeats", "1", "--microbatches", "2"]
+    module = ["tools.bench", "overlap", "--megabytes", "0.1", "--repeats", "1", "--microbatches", "2"]
     finished = run_launcher([*COMMAND, "run", *arguments, "--module", *module], timeout=300, env=None)
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)

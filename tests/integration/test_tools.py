@@ -11,14 +11,14 @@ import pytest
 from tests.harness import REPOSITORY, by_hand, run_mpi
 
 IN_FOLDER = {
-    "bench_checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "bytes_per_parameter"),
-    "bench_convert": ("--hidden 128 --layers 2 --vocabulary 257 --repeats 1", "parameters"),
+    "bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "bytes_per_parameter"),
+    "bench convert": ("--hidden 128 --layers 2 --vocabulary 257 --repeats 1", "parameters"),
 }
 ALONE = {
-    "bench_data": ("--megabytes 0.1 --repeats 1 --steps 0", "preprocess_over_raw"),
-    "bench_host": ("--weights 4096 --repeats 1", "core_seconds"),
-    "bench_payload": ("--elements 2048 --repeats 1", "ways"),
-    "bench_throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
+    "bench data": ("--megabytes 0.1 --repeats 1 --steps 0", "preprocess_over_raw"),
+    "bench host": ("--weights 4096 --repeats 1", "core_seconds"),
+    "bench payload": ("--elements 2048 --repeats 1", "ways"),
+    "bench throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
     "gpu_check.coding": ("--elements 8192 --repeats 1 --device cpu", "figure"),
     "gpu_check.replicas": (
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
@@ -28,21 +28,21 @@ ALONE = {
     "strangers": ("--connections 40", "after all"),
     "bench_federation": ("--megabytes 1 --repeats 1 --payloads int8", "seconds_of_small_rounds"),
     "bench_pairing": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
-    "bench_routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
+    "bench routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
 OF_RANKS = {
-    "bench_exchange": (2, "--megabytes 0.01 --repeats 1", "transport_time_over"),
-    "bench_overlap": (2, "--megabytes 0.01 --repeats 1", "exchange_seconds"),
+    "bench exchange": (2, "--megabytes 0.01 --repeats 1", "transport_time_over"),
+    "bench overlap": (2, "--megabytes 0.01 --repeats 1", "exchange_seconds"),
 }
 
 
-# bench_pairing and bench_overlap are run by test_federation.py and test_netlab.py as well.
+# bench_pairing and bench overlap are run by test_federation.py and test_netlab.py as well.
 SECONDS_LONG = (
-    "bench_checkpoint",
-    "bench_data",
-    "bench_overlap",
+    "bench checkpoint",
+    "bench data",
+    "bench overlap",
     "bench_pairing",
-    "bench_routing",
+    "bench routing",
     "gpu_check.replicas",
     "strangers",
 )
@@ -53,7 +53,7 @@ def printed(output: str) -> dict[str, Any]:
 
 
 def run(name: str, options: list[str], timeout: float = 180) -> dict[str, Any]:
-    command = [sys.executable, "-m", f"tools.{name}", *options]
+    command = [sys.executable, "-m", *f"tools.{name}".split(), *options]
     finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=timeout)
     assert finished.returncode == 0, finished.stderr
     return printed(finished.stdout)
@@ -116,6 +116,6 @@ def test_a_tool_prints_what_it_measures(name: str) -> None:
 @pytest.mark.parametrize("name", by_hand(OF_RANKS, SECONDS_LONG))
 def test_a_tool_of_several_ranks(name: str) -> None:
     ranks, options, figure = OF_RANKS[name]
-    finished = run_mpi(ranks, f"tools.{name}", options.split(), timeout=180)
+    finished = run_mpi(ranks, "tools.bench", [*name.split()[1:], *options.split()], timeout=180)
     assert finished.returncode == 0, finished.stderr
     assert figure in json.dumps(printed(finished.stdout))

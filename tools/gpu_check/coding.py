@@ -2,7 +2,7 @@
 
     python -m tools.gpu_check.coding [--elements 134217728] [--device cuda]
 
-A member of a pair codes, and uses the codes of the other, without messages (`tools.bench_payload`). Exit code 1
+A member of a pair codes, and uses the codes of the other, without messages (`tools/bench/payload.py`). Exit code 1
 where its mean is not that of a CPU, bit for bit.
 """
 
@@ -11,7 +11,7 @@ import json
 import torch
 
 from megatron_noloco.outer.payload import BITS, BLOCK
-from tools.bench_payload import coded
+from tools.bench.payload import coded
 from tools.options import command_line
 
 

@@ -4,7 +4,7 @@ from tools.gpu_check.runner import Step
 
 _PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
 _REPLICAS = ("-m", "tools.gpu_check.replicas")
-_THROUGHPUT = ("-m", "tools.bench_throughput")
+_THROUGHPUT = ("-m", "tools.bench", "throughput")
 
 
 def _tests(name: str, what: str, limit_seconds: float, gpus: int = 1) -> Step:

@@ -1,7 +1,7 @@
 """How much of an exchange with overlap still delays training, and by how much local steps become slower.
 
-    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_overlap --megabytes 64
-    torchrun --nproc-per-node 2 -m tools.bench_overlap --megabytes 64
+    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench overlap --megabytes 64
+    torchrun --nproc-per-node 2 -m tools.bench overlap --megabytes 64
 
 Every rank is a replica; with `--transport federation` they exchange as separate jobs do, encrypted. A local step
 consists of matrix products on one core, in `--microbatches` parts between which messages may move, as in the
@@ -14,10 +14,10 @@ is merged d steps later ("delayed"). All times are those of the slowest rank:
     wait        the part of it that waits for messages
     in_the_air  the first d local steps of a round; under "alone" the same steps without one
 
-Rank 0 prints one JSON object. Between ranks of one machine the processor itself carries the messages: no wait is
+Between ranks of one machine the processor itself carries the messages: no wait is
 left, but copying and arithmetic take from the steps what they took from the pause. On a slow network, for root:
 
-    python -m tests.netlab run --hosts 2 --rate 100Mbit --delay 25ms --module tools.bench_overlap --megabytes 8
+    python -m tests.netlab run --hosts 2 --rate 100Mbit --delay 25ms --module tools.bench overlap --megabytes 8
 """
 
 import argparse
@@ -28,10 +28,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.node_thread import NodeThread
@@ -43,15 +43,14 @@ from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.interface import Transport
+from tools.bench.laps import slowest
 from tools.federated import DEADLINE_SECONDS, join_as_jobs, outer_of
-from tools.options import command_line
 
 WIDTH = 256  # of the matrices of a local step: 1 MB for the three of them
 WARM_UPS = 2
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 weights / 1e6")
     parser.add_argument("--transport", choices=("auto", "mpi", "torch", "federation"), default="auto")
     parser.add_argument("--local-steps", type=int, default=4, help="k")
@@ -59,7 +58,10 @@ def main() -> None:
     parser.add_argument("--step-over-exchange", type=float, default=1.0)
     parser.add_argument("--microbatches", type=int, default=8, help="of a local step")
     parser.add_argument("--repeats", type=int, default=9, help=f"timed repeats, after {WARM_UPS} to warm up")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> NoReturn:
+    """Measure."""
     if not 0 < options.overlap_steps < options.local_steps:
         raise SystemExit(
             f"--overlap-steps {options.overlap_steps} must lie between 0 and {options.local_steps}"
@@ -71,12 +73,13 @@ def main() -> None:
     if options.transport == "federation":
         with TemporaryDirectory() as folder:
             shared = Path(of_rank_0(folder))
-            run(options, join_as_jobs(world.rank, world.world_size, shared, dist.barrier))
+            measure(options, join_as_jobs(world.rank, world.world_size, shared, dist.barrier))
     else:
-        run(options, choose_transport(options.transport, world))
+        measure(options, choose_transport(options.transport, world))
+    leave(0)
 
 
-def run(options: argparse.Namespace, way: Transport | NodeThread) -> None:
+def measure(options: argparse.Namespace, way: Transport | NodeThread) -> None:
     """Measure, and print the figures."""
     bench = Bench(options, build_outer(options, way))
     exchange_seconds = bench.calibrate()
@@ -189,14 +192,3 @@ def timed(work: Callable[[], None]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def slowest(seconds: float) -> float:
-    worst: Tensor = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
-
-
-if __name__ == "__main__":
-    main()
-    leave(0)

@@ -1,7 +1,7 @@
 """Tokens per second and MFU of a local step, beside the same work in plain torch loops.
 
-    python -m tools.bench_throughput --size 1.3B        # on a GPU; the default there: 125M, bf16
-    python -m tools.bench_throughput --size tiny        # on a CPU, in fp32
+    python -m tools.bench throughput --size 1.3B        # on a GPU; the default there: 125M, bf16
+    python -m tools.bench throughput --size tiny        # on a CPU, in fp32
 
 One process, one replica of one rank. `ours` is the local step of `train`: Megatron-core's schedule, DeepSpeed's
 optimizer, and the recording of its numbers. The peers take the same microbatches of random tokens through
@@ -11,17 +11,15 @@ optimizer, and the recording of its numbers. The peers take the same microbatche
 
 Both have fp32 master weights, gradients clipped by their norm, and torch's AdamW (fused on a GPU). Steps of ours
 and of a peer alternate. Seconds are medians, on a CPU those of the process itself, so that other work counts
-little; a ratio is ours / peer in tokens per second, the median over the repeats. Prints one JSON object; `profile`
-has the operators that take ours longest.
+little; a ratio is ours / peer in tokens per second, the median over the repeats. `profile` has
+the operators that take ours longest.
 """
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,15 +47,14 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.preflight.accelerators import peak_tflops_here
-from tools.options import command_line
+from tools.bench.laps import Laps
 
 SHOWN_OPERATORS = 12
 Step = Callable[[], None]
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     gpu = torch.cuda.is_available()
-    parser = command_line(__doc__)
     parser.add_argument("--size", choices=SIZES, default="125M" if gpu else "tiny")
     parser.add_argument("--precision", choices=DTYPES, default="bf16" if gpu else "fp32")
     parser.add_argument("--transformer-impl", choices=("auto", "local", "transformer_engine"), default="auto")
@@ -65,14 +62,20 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="of transformers' model")
     parser.add_argument("--warm-ups", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=10)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
+    gpu = torch.cuda.is_available()
     if not gpu:
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=0, world_size=1)
-        print(json.dumps(Bench(options).measure(), indent=1))
-        dist.destroy_process_group()
+        try:
+            return Bench(options).measure()
+        finally:
+            dist.destroy_process_group()
 
 
 class Bench:
@@ -215,28 +218,29 @@ class Bench:
 
     def alternate(self, ours: Step, peer: Step) -> tuple[list[float], list[float]]:
         """Return the seconds of each step, after the warm-ups."""
-        for _ in range(self.options.warm_ups):
-            ours()
-            peer()
-        pairs = [(self.timed(ours), self.timed(peer)) for _ in range(self.options.repeats)]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        laps = Laps(self.options.repeats, self.options.warm_ups)
+        for _ in laps:
+            self.timed(ours, laps, "ours")
+            self.timed(peer, laps, "peer")
+        seconds = laps.wall if self.device.type == "cuda" else laps.cpu
+        return seconds["ours"], seconds["peer"]
 
-    def timed(self, step: Step, clock: Callable[[], float] | None = None) -> float:
-        """Return the seconds of a step with an empty queue before and after it; a run queues steps ahead."""
-        clock = clock or (time.perf_counter if self.device.type == "cuda" else time.process_time)
+    def timed(self, step: Step, laps: Laps, name: str) -> None:
+        """Measure a step with an empty queue before and after it; a run queues steps ahead."""
         wait_for(self.device)
-        started = clock()
-        step()
-        wait_for(self.device)
-        return clock() - started
+        with laps.lap(name):
+            step()
+            wait_for(self.device)
 
     def profile(self, step: Step) -> dict[str, float]:
         """Return shares of a step's wall time: of the operators that take longest, and of all of them."""
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        laps = Laps(1)
         with profile(activities=activities) as profiler:
-            seconds = self.timed(step, time.perf_counter)
+            self.timed(step, laps, "profiled")
+        (seconds,) = laps.wall["profiled"]
         if self.device.type == "cuda":  # kernels; the operators that queued them hold their times once more
             times = {
                 event.key: event.self_device_time_total
@@ -258,7 +262,3 @@ def forget() -> None:
 
 
 PEERS: dict[str, Callable[[Bench], Step]] = {"core": Bench.core, "transformers": Bench.transformers}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,19 @@
 """Speed of preprocessing relative to its bare tokenizer, and waiting for data in the quickstart.
 
-    python -m tools.bench_data --megabytes 64 --steps 20
+    python -m tools.bench data --megabytes 64 --steps 20
 
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
 Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call, on texts already
 in memory. Both run --repeats times in turn; medians. On a busy machine, compare the CPU seconds (for raw, without
-its preparation). RAYON_NUM_THREADS sets the threads of both. Prints one JSON object.
+its preparation). RAYON_NUM_THREADS sets the threads of both.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,23 @@ from megatron_noloco.data.preprocess import Encoding, Job, preprocess
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.monitor.run_log import RunLog
-from tools.options import command_line
+from tools.bench.laps import Laps
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BATCH = 512  # texts per raw call
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="of text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokenizer-model", help="folder with a tokenizer.json (default: one trained here)")
     parser.add_argument(
         "--steps", type=int, default=20, help="of the quickstart, 8 processes; 0: leave it out"
     )
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -46,7 +48,7 @@ def main() -> None:
         report |= compare(folder, encoding, options.repeats, report["text_megabytes"])
         if options.steps:
             report["quickstart"] = data_wait(folder, options.steps)
-    print(json.dumps(report))
+    return report
 
 
 def train_tokenizer(folder: Path) -> Path:
@@ -75,37 +77,34 @@ def write_text(path: Path, megabytes: float) -> float:
 
 
 def compare(folder: Path, encoding: Encoding, repeats: int, megabytes: float) -> dict[str, Any]:
-    raw, ours, raw_cpu, our_cpu = [], [], [], []
-    for repeat in range(repeats):
-        wall, cpu = raw_seconds(folder / "text.jsonl", encoding)
-        raw.append(wall)
-        raw_cpu.append(cpu)
+    laps = Laps(repeats)
+    for repeat in laps:
+        encode_raw(folder / "text.jsonl", encoding, laps)
         job = Job(find_inputs([str(folder / "text.jsonl")], "--input"), folder / f"out{repeat}", encoding)
-        started, cpu_before = time.perf_counter(), time.process_time()
-        preprocess(job, lambda _: None)
-        ours.append(time.perf_counter() - started)
-        our_cpu.append(time.process_time() - cpu_before)
-    raw_median, our_median = statistics.median(raw), statistics.median(ours)
+        with laps.lap("ours"):
+            preprocess(job, lambda _: None)
+    raw_median, our_median = laps.medians()["raw"], laps.medians()["ours"]
     return {
         "raw_mb_per_second": round(megabytes / raw_median, 3),
         "preprocess_mb_per_second": round(megabytes / our_median, 3),
         "preprocess_over_raw": round(raw_median / our_median, 3),
-        "raw_seconds": [round(seconds, 3) for seconds in raw],
-        "preprocess_seconds": [round(seconds, 3) for seconds in ours],
-        "raw_cpu_seconds": [round(seconds, 3) for seconds in raw_cpu],
-        "preprocess_cpu_seconds": [round(seconds, 3) for seconds in our_cpu],
-        "preprocess_over_raw_by_cpu": round(statistics.median(raw_cpu) / statistics.median(our_cpu), 3),
+        "raw_seconds": [round(seconds, 3) for seconds in laps.wall["raw"]],
+        "preprocess_seconds": [round(seconds, 3) for seconds in laps.wall["ours"]],
+        "raw_cpu_seconds": [round(seconds, 3) for seconds in laps.cpu["raw"]],
+        "preprocess_cpu_seconds": [round(seconds, 3) for seconds in laps.cpu["ours"]],
+        "preprocess_over_raw_by_cpu": round(
+            statistics.median(laps.cpu["raw"]) / statistics.median(laps.cpu["ours"]), 3
+        ),
     }
 
 
-def raw_seconds(path: Path, encoding: Encoding) -> tuple[float, float]:
-    """Return the seconds, and the CPU seconds."""
+def encode_raw(path: Path, encoding: Encoding, laps: Laps) -> None:
+    """Measure the bare tokenizer, without its preparation."""
     texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()]
     tokenizer = build_tokenizer(encoding.tokenizer)._tokenizer  # type: ignore[union-attr]  # without what we add to it
-    started, cpu_before = time.perf_counter(), time.process_time()
-    for first in range(0, len(texts), BATCH):
-        tokenizer.encode_batch_fast(texts[first : first + BATCH], add_special_tokens=False)
-    return time.perf_counter() - started, time.process_time() - cpu_before
+    with laps.lap("raw"):
+        for first in range(0, len(texts), BATCH):
+            tokenizer.encode_batch_fast(texts[first : first + BATCH], add_special_tokens=False)
 
 
 def data_wait(folder: Path, steps: int) -> dict[str, Any]:
@@ -128,7 +127,3 @@ def data_wait(folder: Path, steps: int) -> dict[str, Any]:
         "data_wait_share_median": round(statistics.median(shares), 6),
         "data_wait_share_largest": round(max(shares), 6),
     }
-
-
-if __name__ == "__main__":
-    main()

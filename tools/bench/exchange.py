@@ -1,21 +1,20 @@
 """The speed of a pair's exchange over MPI, its messages alone and with the mean, against raw MPI calls.
 
-    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_exchange --megabytes 64
-    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_exchange --model
+    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench exchange --megabytes 64
+    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench exchange --model
 
 Ranks 2i and 2i+1 are a pair. Each repeat runs all variants in turn, on the same bytes, so that noise of the
-machine affects them alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
+machine affects them alike; a time is that of the slowest rank.
 
 --model: the vector is a Llama of 110M weights, and one more variant is the exchange of the paper's authors: outer
 gradient and slow weights go to the lower rank tensor by tensor, and their means back; each message is waited for.
 """
 
+import argparse
 import itertools
-import json
 import math
-import statistics
-import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Message
 from megatron_noloco.transport.mpi import MpiTransport, library
-from tools.options import command_line
+from tools.bench.laps import Laps, rounded
 
 DEADLINE_SECONDS = 300.0
 TRANSPORT = "transport"
@@ -49,14 +48,15 @@ MODEL = Architecture(
 )
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
     parser.add_argument("--model", action="store_true", help="a model's tensors instead")
     parser.add_argument("--chunk-kib", type=int, default=4096, help="longest chunk of the transport")
     parser.add_argument("--repeats", type=int, default=15, help="timed repeats, after two to warm up")
-    options = parser.parse_args()
 
+
+def run(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure."""
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
     if world.Get_size() % 2:
@@ -66,24 +66,26 @@ def main() -> None:
     ways = make_ways(world, elements, options.chunk_kib * 1024)
     if tensors:
         ways["authors"] = authors_way(world, tensors)
-    seconds = measure(ways, world, options.repeats)
-    if world.Get_rank() == 0:
-        medians = {name: statistics.median(times) for name, times in seconds.items()}
-        report = {
-            "library": library(),
-            "ranks": world.Get_size(),
-            "bytes": elements * 4,
-            "chunk_bytes": options.chunk_kib * 1024,
-            "repeats": options.repeats,
-            "median_seconds": {name: round(value, 6) for name, value in medians.items()},
-            "gb_per_second": {name: round(elements * 4 / value / 1e9, 3) for name, value in medians.items()},
-            "transport_time_over": {
-                name: round(medians[TRANSPORT] / value, 3)
-                for name, value in medians.items()
-                if name != TRANSPORT
-            },
-        }
-        print(json.dumps(report), flush=True)
+    laps = Laps(options.repeats, 2, world.Barrier, lambda seconds: world.allreduce(seconds, op=MPI.MAX))
+    for _ in laps:
+        for name, way in ways.items():
+            with laps.lap(name):
+                way()
+    if world.Get_rank() != 0:
+        return None
+    medians = laps.medians()
+    return {
+        "library": library(),
+        "ranks": world.Get_size(),
+        "bytes": elements * 4,
+        "chunk_bytes": options.chunk_kib * 1024,
+        "repeats": options.repeats,
+        "median_seconds": rounded(medians, 6),
+        "gb_per_second": {name: round(elements * 4 / value / 1e9, 3) for name, value in medians.items()},
+        "transport_time_over": {
+            name: round(medians[TRANSPORT] / value, 3) for name, value in medians.items() if name != TRANSPORT
+        },
+    }
 
 
 def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Callable[[], None]]:
@@ -143,21 +145,3 @@ def authors_way(world: MPI.Comm, tensors: list[int]) -> Callable[[], None]:
                 world.Recv(tensor, partner)
 
     return average
-
-
-def measure(ways: dict[str, Callable[[], None]], world: MPI.Comm, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of the slowest rank, per variant and repeat."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(-2, repeats):
-        for name, way in ways.items():
-            world.Barrier()
-            started = time.perf_counter()
-            way()
-            slowest = world.allreduce(time.perf_counter() - started, op=MPI.MAX)
-            if repeat >= 0:
-                seconds[name].append(slowest)
-    return seconds
-
-
-if __name__ == "__main__":
-    main()

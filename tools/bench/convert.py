@@ -1,28 +1,24 @@
 """Time of an export relative to copying the same bytes in the same run, and its memory.
 
-    python -m tools.bench_convert                                   # 1.3B parameters: 11 GB under --folder
-    python -m tools.bench_convert --layers 4 --hidden 512 --dtype bfloat16
+    python -m tools.bench convert                                   # 1.3B parameters: 11 GB under --folder
+    python -m tools.bench convert --layers 4 --hidden 512 --dtype bfloat16
 
 Writes a checkpoint of random weights (replicas x pipeline 2 x tensor 2), then measures in turn, `--repeats`
 times: copying the weight files with `shutil.copyfile`, and exporting them in a separate process. Both times
 include syncing the files to the disk. The check of the logits, which needs both models in memory, is not
-made. Prints one JSON object.
+made.
 """
 
 import argparse
-import json
+import multiprocessing
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -37,17 +33,12 @@ from megatron_noloco.huggingface.source import open_source
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
-from tools.options import command_line
+from tools.bench.laps import Laps, memory_bytes
 
 STAGES, TP = 2, 2
-CONVERT = "--convert"  # the program calls itself, to measure one conversion's memory
 
 
-def main() -> None:
-    if sys.argv[1:2] == [CONVERT]:
-        convert(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
-        return
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -55,62 +46,66 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--folder", help="where to work; default: the system's temporary folder")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
     with tempfile.TemporaryDirectory(prefix="bench_convert-", dir=options.folder) as folder:
-        print(json.dumps(measure(Path(folder), options)))
+        return measure(Path(folder), options)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     config = make_config(options)
     step_folder = write_checkpoint(folder / "checkpoints", config, options.replicas)
     weights = sorted(step_folder.glob("replica_*/*.safetensors"))
-    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "copy_cpu", "convert", "convert_cpu")}
-    rss = 0
-    for _ in range(options.repeats):
-        with timed(seconds["copy"], seconds["copy_cpu"]):
+    copies, exports = Laps(options.repeats), list[Exported]()
+    for _ in copies:
+        os.sync()
+        with copies.lap("copy"):
             copy(weights, folder / "copy")
         shutil.rmtree(folder / "copy")
-        command = [sys.executable, "-m", "tools.bench_convert", CONVERT]
-        command += [str(step_folder), str(folder / "hf"), options.dtype]
-        process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        report = json.loads(process.stdout)
-        seconds["convert"].append(report["seconds"])
-        seconds["convert_cpu"].append(report["cpu_seconds"])
-        rss = max(rss, report["peak_rss_bytes"])
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+            exports.append(alone.submit(convert, step_folder, folder / "hf", options.dtype).result())
         written = sum(file.stat().st_size for file in (folder / "hf").glob("*.safetensors"))
         shutil.rmtree(folder / "hf")
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratios = [there / here for there, here in zip(seconds["convert"], seconds["copy"], strict=True)]
+    ratios = [there.seconds / here for there, here in zip(exports, copies.wall["copy"], strict=True)]
     return {
         "parameters": table_of(config.architecture(options.vocabulary)).parameter_count,
         "replicas": options.replicas,
         "dtype": options.dtype,
         "read_gb": round(sum(file.stat().st_size for file in weights) / 1e9, 3),
         "written_gb": round(written / 1e9, 3),
-        "copy_seconds": round(medians["copy"], 2),
-        "convert_seconds": round(medians["convert"], 2),
+        "copy_seconds": round(copies.medians()["copy"], 2),
+        "convert_seconds": round(statistics.median(export.seconds for export in exports), 2),
         "convert_over_copy": round(statistics.median(ratios), 3),
         "convert_over_copy_of_each_repeat": [round(ratio, 3) for ratio in ratios],
-        "copy_cpu_seconds": round(medians["copy_cpu"], 2),
-        "convert_cpu_seconds": round(medians["convert_cpu"], 2),
-        "peak_rss_gb": round(rss / 1e9, 3),
-        "rss_of_imports_gb": round(report["rss_before_bytes"] / 1e9, 3),
+        "copy_cpu_seconds": round(statistics.median(copies.cpu["copy"]), 2),
+        "convert_cpu_seconds": round(statistics.median(export.cpu_seconds for export in exports), 2),
+        "peak_rss_gb": round(max(export.peak_bytes for export in exports) / 1e9, 3),
+        "rss_of_imports_gb": round(exports[-1].bytes_before / 1e9, 3),
     }
 
 
-def convert(step_folder: Path, output: Path, dtype: str) -> None:
-    """Export once, and print time and peak memory. The time to start Python is not counted."""
+class Exported(NamedTuple):
+    """What an export took, and the peaks of memory before and after it."""
+
+    seconds: float
+    cpu_seconds: float
+    bytes_before: int
+    peak_bytes: int
+
+
+def convert(step_folder: Path, output: Path, dtype: str) -> Exported:
+    """Export once, in a process that does nothing else. The time to start Python is not counted."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401  (export imports it for the tokenizer's files)
 
-    before = peak_rss()
-    seconds: list[float] = []
-    cpu_seconds: list[float] = []
-    with timed(seconds, cpu_seconds):
+    before, laps = memory_bytes("VmHWM"), Laps(1)
+    os.sync()  # the disk has finished its earlier writes
+    with laps.lap("export"):
         export(open_source([step_folder], "mean"), output, dtype, 500 * 10**6)
         for file in output.iterdir():
             sync(file)
-    report = {"seconds": seconds[0], "cpu_seconds": cpu_seconds[0]}
-    print(json.dumps(report | {"peak_rss_bytes": peak_rss(), "rss_before_bytes": before}))
+    return Exported(laps.wall["export"][0], laps.cpu["export"][0], before, memory_bytes("VmHWM"))
 
 
 def copy(files: list[Path], to: Path) -> None:
@@ -125,21 +120,6 @@ def sync(file: Path) -> None:
     descriptor = os.open(file, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-@contextmanager
-def timed(seconds: list[float], cpu_seconds: list[float]) -> Iterator[None]:
-    """Append the seconds of the context, which begins when the disk has finished its earlier writes."""
-    os.sync()
-    started, cpu_started = time.perf_counter(), time.process_time()
-    yield
-    seconds.append(time.perf_counter() - started)
-    cpu_seconds.append(time.process_time() - cpu_started)
-
-
-def peak_rss() -> int:
-    """Return this program's peak; getrusage counts the memory of the program that started it, too."""
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 # A checkpoint as the ranks of a run would leave it, but for DeepSpeed's files and the outer momentum
@@ -203,7 +183,3 @@ def write_random(path: Path, length: int) -> None:
     """Write one vector that repeats a million random numbers, which no copy can profit from."""
     piece = torch.randn(min(length, 1 << 20))
     save_file({"slow_weights.0": piece.repeat(-(-length // len(piece)))[:length].contiguous()}, path)
-
-
-if __name__ == "__main__":
-    main()

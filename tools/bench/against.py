@@ -1,15 +1,15 @@
 """How much slower or faster this tree is than another commit: ratios of both, measured in turn on this machine.
 
     make bench AGAINST=v0.2.0
-    python -m tools.bench --against v0.2.0 --only exchange step
+    python -m tools.bench against v0.2.0 --only exchange throughput
 
-The commit is checked out in a temporary folder. Each repeat runs a benchmark of `tools/` once in either tree, with
-the same Python and packages, and the trees take turns in going first. A ratio is this tree's seconds over those of
-the commit: its median over the repeats, the smallest and the largest. Prints one JSON object. A benchmark that one
-of the trees cannot run has the end of its error output instead. Only an idle machine gives ratios near 1 for equal
-trees.
+The commit is checked out in a temporary folder. Each repeat runs a benchmark once in either tree, with the same
+Python and packages, and the trees take turns in going first. A ratio is this tree's seconds over those of the
+commit: its median over the repeats, the smallest and the largest. A benchmark that one of the trees cannot run has
+the end of its error output instead. Only an idle machine gives ratios near 1 for equal trees.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -21,38 +21,37 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from tools.options import command_line
-
-ROOT = Path(__file__).parents[1]
-_PAIR = ("mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable, "-m")
-_ONE = (sys.executable, "-m")
+ROOT = Path(__file__).parents[2]
+_PAIR = ("mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2")
 
 
 class Measure(NamedTuple):
     """A benchmark, and where the object that it prints has the seconds to compare."""
 
-    command: tuple[str, ...]
+    launcher: tuple[str, ...]
+    options: tuple[str, ...]
     seconds: dict[str, tuple[str, ...]]
 
 
 MEASURES = {
     "exchange": Measure(
-        (*_PAIR, "tools.bench_exchange", "--megabytes", "32"),
+        _PAIR,
+        ("--megabytes", "32"),
         {"messages": ("median_seconds", "transport"), "exchange": ("median_seconds", "exchange")},
     ),
     "overlap": Measure(
-        (*_PAIR, "tools.bench_overlap", "--megabytes", "16"),
+        _PAIR,
+        ("--megabytes", "16"),
         {"waiting": ("fastest_seconds", "none", "all"), "overlapping": ("fastest_seconds", "delayed", "all")},
     ),
     "federation": Measure(
-        (*_ONE, "tools.bench_federation", "--megabytes", "32", "--payloads", "int8"),
+        (),
+        ("--megabytes", "32", "--payloads", "int8"),
         {"large": ("seconds",), "small": ("seconds_of_small_rounds",)},
     ),
-    "step": Measure(
-        (*_ONE, "tools.bench_throughput", "--peers", "core"), {"step": ("ours", "tokens_per_second")}
-    ),
-    "routing": Measure((*_ONE, "tools.bench_routing"), {"routed": ("median_seconds", "microbatch")}),
-    "checkpoint": Measure((*_ONE, "tools.bench_checkpoint"), {"save": ("median_seconds", "sync")}),
+    "throughput": Measure((), ("--peers", "core"), {"step": ("ours", "tokens_per_second")}),
+    "routing": Measure((), (), {"routed": ("median_seconds", "microbatch")}),
+    "checkpoint": Measure((), (), {"save": ("median_seconds", "sync")}),
 }
 
 
@@ -60,15 +59,17 @@ class FailedError(Exception):
     """A benchmark that did not end well; the message is the end of what it wrote."""
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--against", required=True, metavar="COMMIT", help="what git can check out")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("commit", help="what git can check out")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each benchmark in either tree")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), metavar="NAME")
-    options = parser.parse_args()
-    with _checked_out(options.against) as before:
-        report = {name: _compared(MEASURES[name], before, options.repeats) for name in options.only}
-    print(json.dumps({"against": options.against, "repeats": options.repeats, "ratios": report}, indent=1))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure."""
+    with _checked_out(options.commit) as before:
+        report = {name: _compared(name, before, options.repeats) for name in options.only}
+    print(json.dumps({"against": options.commit, "repeats": options.repeats, "ratios": report}, indent=1))
     if any(isinstance(found, str) for found in report.values()):
         raise SystemExit(1)
 
@@ -82,19 +83,19 @@ def _checked_out(commit: str) -> Iterator[Path]:
             (*git, "add", "--quiet", "--detach", folder, commit), stderr=subprocess.PIPE, text=True
         )
         if added.returncode:
-            raise SystemExit(f"--against {commit}: {added.stderr.strip()}")
+            raise SystemExit(f"{commit}: {added.stderr.strip()}")
         try:
             yield folder
         finally:
             subprocess.run((*git, "remove", "--force", folder), check=True)
 
 
-def _compared(measure: Measure, before: Path, repeats: int) -> dict[str, dict[str, float]] | str:
-    ratios: dict[str, list[float]] = {name: [] for name in measure.seconds}
+def _compared(case: str, before: Path, repeats: int) -> dict[str, dict[str, float]] | str:
+    ratios: dict[str, list[float]] = {name: [] for name in MEASURES[case].seconds}
     try:
         for repeat in range(repeats):
             trees = (ROOT, before) if repeat % 2 else (before, ROOT)
-            found = {tree: _measured(measure, tree) for tree in trees}
+            found = {tree: _measured(case, tree) for tree in trees}
             for name, taken in ratios.items():
                 taken.append(found[ROOT][name] / found[before][name])
     except FailedError as error:
@@ -109,17 +110,21 @@ def _compared(measure: Measure, before: Path, repeats: int) -> dict[str, dict[st
     }
 
 
-def _measured(measure: Measure, tree: Path) -> dict[str, float]:
+def _measured(case: str, tree: Path) -> dict[str, float]:
     """Run a benchmark in a tree; returns its seconds by name, of a speed those of a unit."""
+    measure = MEASURES[case]
+    is_file = (tree / f"tools/bench_{case}.py").exists()  # older trees have a command for each
+    module = (f"tools.bench_{case}",) if is_file else ("tools.bench", case)
+    command = (*measure.launcher, sys.executable, "-m", *module, *measure.options)
     environ = os.environ | {
         "PYTHONPATH": str(tree),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    ended = subprocess.run(measure.command, cwd=tree, env=environ, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
     if ended.returncode:
-        raise FailedError(f"{measure.command[-1]} in {tree}: {ended.stderr.strip()[-500:]}")
+        raise FailedError(f"{case} in {tree}: {ended.stderr.strip()[-500:]}")
     printed = json.loads(ended.stdout[ended.stdout.index("{") :])
     return {name: _at(printed, path) for name, path in measure.seconds.items()}
 
@@ -128,7 +133,3 @@ def _at(printed: Any, path: tuple[str, ...]) -> float:
     for key in path:
         printed = printed[key]
     return 1 / printed if path[-1].endswith("per_second") else float(printed)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,18 @@
 """What an exchange costs a replica of several ranks, whose first rank leads: its speed, and its memory.
 
-    python -m tools.bench_leader --ranks 4 --megabytes 256
+    python -m tools.bench leader --ranks 4 --megabytes 256
 
 Two jobs on this machine exchange a vector as those of a federation do: one has a rank, the other one or
 `--ranks` ranks, each of which has a part of every row. `memory_bytes` is by how much the resident memory of a rank
-of the other job grows during its exchanges. Its weights and the vectors of its optimizer are there before. Prints
-one JSON object.
+of the other job grows during its exchanges. Its weights and the vectors of its optimizer are there before.
 """
 
+import argparse
 import gc
-import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +23,21 @@ from megatron_noloco.federation.movement import SLAB, movement_of
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.canonical import Block, Matrix
 from megatron_noloco.settings import NolocoSettings
+from tools.bench.laps import Laps, memory_bytes
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
-from tools.options import command_line
 
 _COLUMNS = 4096
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=4, help="of the larger replica")
     parser.add_argument("--megabytes", type=float, default=256.0, help="bytes of the fp32 vector / 1e6")
     parser.add_argument("--payload", choices=("fp32", "int8"), default="fp32")
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats, after one to warm up")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
     rows = max(1, int(options.megabytes * 1e6 / 4) // _COLUMNS)
     report: dict[str, Any] = {
         "bytes": 4 * rows * _COLUMNS,
@@ -54,7 +53,7 @@ def main() -> None:
         report[f"1 rank with {ranks}"] = one
     if len(found) > 1:
         report["ratio"] = round(found[options.ranks]["seconds"] / found[1]["seconds"], 2)
-    print(json.dumps(report), flush=True)
+    return report
 
 
 def _measure(sizes: list[int], rows: int, payload: str, repeats: int) -> dict[str, Any]:
@@ -100,39 +99,16 @@ def _rank(
     outer = outer_of(slot, thread, weights, movement, settings)
     outer.run_round(0)
     gc.collect()
-    before, seconds = _resident(), []
-    _forget_peak()
-    for repeat in range(1, repeats + 1):
-        started = time.perf_counter()
-        (report,) = outer.after_local_step(repeat * settings.local_steps + settings.local_steps)
-        seconds.append(time.perf_counter() - started)
+    before, laps = memory_bytes("VmRSS"), Laps(repeats)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    for repeat in laps:
+        with laps.lap("round"):
+            (report,) = outer.after_local_step((repeat + 2) * settings.local_steps)
         assert report.exchange.group == (0, 1), report.exchange.missed
-    results.put(((slot, rank), (seconds, _peak() - before)))
+    results.put(((slot, rank), (laps.wall["round"], memory_bytes("VmHWM") - before)))
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
     if thread is not None:
         time.sleep(1.0)  # the other one may still read
         thread.close()
-
-
-def _resident() -> int:
-    return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(name: str) -> int:
-    lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        main()

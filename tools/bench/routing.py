@@ -1,19 +1,17 @@
 """Time of a batch on routes that cross replicas, relative to straight pipelines.
 
-    python -m tools.bench_routing --repeats 60
+    python -m tools.bench routing --repeats 60
 
 Starts its ranks itself (forked, gloo, one machine) and builds real stages. Forward and backward of a batch are
 timed, without the optimizer, which does not depend on routes. Each repeat runs all variants once, in an order that
 rotates, so that noise of the machine affects them alike; a time is that of the slowest rank. "off" is the routed
 communicator inside each replica, "off again" the same once more: the deviation of their ratio from 1 is noise.
-"core" is Megatron-core's own communicator. Prints one JSON object.
+"core" is Megatron-core's own communicator.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from megatron_noloco.pipeline.pipeline import Pipeline
 from megatron_noloco.pipeline.stream_clock import StreamClock
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from tools.options import command_line
+from tools.bench.laps import Laps, rounded, slowest
 
 VOCABULARY = 256
 WARM_UPS = 3
@@ -53,8 +51,7 @@ class CoreCommunicator(P2PCommunicator):
         """Ignore the routes: the two neighbours are always the same."""
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
@@ -63,7 +60,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=40, help=f"timed repeats, after {WARM_UPS} to warm up")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
     if options.replicas < 2 or options.stages < 2:
         raise SystemExit("there is nothing to route with fewer than 2 replicas of 2 stages")
     config = configuration(options)
@@ -72,8 +72,17 @@ def main() -> None:
         mp.start_processes(
             run_rank, args=(ranks, folder, config, options.repeats), nprocs=ranks, start_method="fork"
         )
-        seconds = json.loads(Path(folder, "seconds.json").read_text())
-    print(json.dumps(report(seconds, options), indent=1))
+        found = json.loads(Path(folder, "seconds.json").read_text())
+    medians, fastest = found["medians"], found["fastest"]
+    return {
+        "ranks": f"{options.replicas} replicas x {options.stages} stages",
+        "microbatches": options.microbatches,
+        "message_bytes": options.micro_batch_size * options.seq_length * options.hidden * 4,
+        "repeats": options.repeats,
+        "median_seconds": rounded(medians, 5),
+        "median_over_off": rounded(medians, 3, medians[BASE]),
+        "fastest_over_off": rounded(fastest, 3, fastest[BASE]),
+    }
 
 
 def configuration(options: argparse.Namespace) -> RunConfig:
@@ -103,9 +112,17 @@ def run_rank(rank: int, ranks: int, folder: str, config: RunConfig, repeats: int
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    seconds = measure(make_ways(config, config.topology(ranks)), repeats)
+    ways, laps = make_ways(config, config.topology(ranks)), Laps(repeats, WARM_UPS, dist.barrier, slowest)
+    for step in laps:
+        for name in laps.in_turn(ways):
+            with laps.lap(name):
+                ways[name](step + WARM_UPS)
     if rank == 0:
-        Path(folder, "seconds.json").write_text(json.dumps(seconds))
+        found = {
+            "medians": laps.medians(),
+            "fastest": {name: min(times) for name, times in laps.wall.items()},
+        }
+        Path(folder, "seconds.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -136,38 +153,3 @@ def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int]
 
     straight = {BASE: way(inside, "off"), AGAIN: way(inside, "off"), CORE: way(inside, "off", core=True)}
     return straight | {interval: way(across, interval) for interval in INTERVALS}
-
-
-def measure(ways: dict[str, Callable[[int], None]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of the slowest rank, per variant and repeat."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for step in range(-WARM_UPS, repeats):
-        turn = step % len(names)
-        for name in names[turn:] + names[:turn]:
-            dist.barrier()
-            started = time.perf_counter()
-            ways[name](step + WARM_UPS)
-            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if step >= 0:
-                seconds[name].append(float(slowest))
-    return seconds
-
-
-def report(seconds: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    fastest = {name: min(times) for name, times in seconds.items()}
-    return {
-        "ranks": f"{options.replicas} replicas x {options.stages} stages",
-        "microbatches": options.microbatches,
-        "message_bytes": options.micro_batch_size * options.seq_length * options.hidden * 4,
-        "repeats": options.repeats,
-        "median_seconds": {name: round(value, 5) for name, value in medians.items()},
-        "median_over_off": {name: round(value / medians[BASE], 3) for name, value in medians.items()},
-        "fastest_over_off": {name: round(value / fastest[BASE], 3) for name, value in fastest.items()},
-    }
-
-
-if __name__ == "__main__":
-    main()

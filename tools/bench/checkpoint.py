@@ -1,20 +1,16 @@
 """Time and size of a checkpoint, relative to plain `torch.save` of the same tensors in the same run.
 
-    python -m tools.bench_checkpoint --hidden-size 384 --layers 6
+    python -m tools.bench checkpoint --hidden-size 384 --layers 6
 
 One process: one replica of one rank, after one local step (so that Adam has its state). Each repeat runs all
 variants in turn, so that noise of the machine affects them alike. "torch.save" writes one file, without checksums
 or fsync; "torch.save and fsync" is as safe from a power cut as "sync". "async pause" is how long an asynchronous
-save pauses training, "async until written" the time until its files exist. Prints one JSON object.
+save pauses training, "async until written" the time until its files exist.
 """
 
 import argparse
-import json
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +36,22 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
-from tools.options import command_line
+from tools.bench.laps import Laps, rounded
 
 VOCABULARY, SEQUENCE = 256, 32
 PLAIN = "torch.save"
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--repeats", type=int, default=7, help="timed repeats, after one to warm up")
     parser.add_argument("--folder", help="where to write; default: the system's folder for temporary files")
-    options = parser.parse_args()
 
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
     before_engines()
     cpu.prepare()
     torch.set_num_threads(1)
@@ -63,13 +60,12 @@ def main() -> None:
         waiting, going_on = (
             build(options, Path(folder) / name, name == "async") for name in ("sync", "async")
         )
-        seconds = measure(waiting, going_on, Path(folder) / "plain.pt", options.repeats)
+        medians = measure(waiting, going_on, Path(folder) / "plain.pt", options.repeats)
         plain_bytes = (Path(folder) / "plain.pt").stat().st_size
         (step,) = catalog.steps(waiting.settings.folder)
         written = {path.name: path.stat().st_size for path in step.rglob("*") if path.is_file()}
     parameters = waiting.engine.weights.length
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    report = {
+    return {
         "parameters": parameters,
         "precision": options.precision,
         "repeats": options.repeats,
@@ -79,10 +75,9 @@ def main() -> None:
             PLAIN: round(plain_bytes / parameters, 2),
             **{name: round(size / parameters, 2) for name, size in sorted(written.items())},
         },
-        "median_seconds": {name: round(value, 4) for name, value in medians.items()},
-        f"times_{PLAIN}": {name: round(value / medians[PLAIN], 2) for name, value in medians.items()},
+        "median_seconds": rounded(medians, 4),
+        f"times_{PLAIN}": rounded(medians, 2, medians[PLAIN]),
     }
-    print(json.dumps(report, indent=1))
 
 
 def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Checkpointer:
@@ -122,32 +117,22 @@ def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor, None]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
 
 
-def measure(
-    waiting: Checkpointer, going_on: Checkpointer, plain: Path, repeats: int
-) -> dict[str, list[float]]:
-    """Return the seconds of each repeat by variant."""
-    seconds: dict[str, list[float]] = {}
-    for repeat in range(1 + repeats):
+def measure(waiting: Checkpointer, going_on: Checkpointer, plain: Path, repeats: int) -> dict[str, float]:
+    """Return the median of the seconds by variant."""
+    laps = Laps(repeats, warm_ups=1)
+    for _ in laps:
         state = waiting._tensors()
-        times = {
-            PLAIN: timed(torch.save, state, plain),
-            "torch.save and fsync": timed(save_and_sync, state, plain),
-            "sync": sound(waiting.save(1, {})).pause_seconds,
-        }
-        started = time.perf_counter()
-        times["async pause"] = sound(going_on.save(1, {})).pause_seconds
-        going_on.wait()
-        times["async until written"] = time.perf_counter() - started
-        if repeat:
-            for name, value in times.items():
-                seconds.setdefault(name, []).append(value)
-    return seconds
-
-
-def timed(work: Callable[..., Any], *arguments: Any) -> float:
-    started = time.perf_counter()
-    work(*arguments)
-    return time.perf_counter() - started
+        with laps.lap(PLAIN):
+            torch.save(state, plain)
+        with laps.lap("torch.save and fsync"):
+            save_and_sync(state, plain)
+        with laps.lap("sync"):
+            sound(waiting.save(1, {}))
+        with laps.lap("async until written"):
+            with laps.lap("async pause"):
+                sound(going_on.save(1, {}))
+            going_on.wait()
+    return laps.medians()
 
 
 def save_and_sync(state: dict[str, Any], path: Path) -> None:
@@ -159,7 +144,3 @@ def save_and_sync(state: dict[str, Any], path: Path) -> None:
 def sound(report: SaveReport) -> SaveReport:
     assert report.error is None, report.error
     return report
-
-
-if __name__ == "__main__":
-    main()

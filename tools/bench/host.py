@@ -1,13 +1,12 @@
 """Core seconds of the host in a round, for 10^9 weights of a rank: combining, coding, mean, outer step.
 
-    python -m tools.bench_host [--weights 16000000]
+    python -m tools.bench host [--weights 16000000]
 
-Replicas are threads of one core, and copy messages in memory. Prints JSON, for each group size and payload the
+Replicas are threads of one core, and copy messages in memory. For each group size and payload, the
 fastest of the repeats. `plan` has these figures.
 """
 
-import json
-import time
+import argparse
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,14 +16,16 @@ from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
 from tests.loopback import loopback_world
-from tools.options import command_line
+from tools.bench.laps import Laps
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", type=int, default=16_000_000)
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
     torch.set_num_threads(1)
     found = {
         f"{payload}, groups of {members}": round(
@@ -33,7 +34,7 @@ def main() -> None:
         for members in (2, 4)
         for payload in ("fp32", "int8", "int4")
     }
-    print(json.dumps({"core_seconds": found}, indent=1))
+    return {"core_seconds": found}
 
 
 def seconds(weights: int, members: int, payload: str, repeats: int) -> float:
@@ -50,14 +51,9 @@ def seconds(weights: int, members: int, payload: str, repeats: int) -> float:
         )
         for transport in loopback_world(members)
     ]
-    taken = []
+    laps = Laps(repeats)
     with ThreadPoolExecutor(members) as threads:
-        for index in range(repeats):
-            began = time.process_time()
-            list(threads.map(lambda outer, index=index: outer.run_round(index), outers))
-            taken.append(time.process_time() - began)
-    return min(taken) / members / weights * 1e9
-
-
-if __name__ == "__main__":
-    main()
+        for index in laps:
+            with laps.lap("round"):
+                list(threads.map(lambda outer, index=index: outer.run_round(index), outers))
+    return min(laps.cpu["round"]) / members / weights * 1e9

@@ -1,15 +1,15 @@
 """The costs of codes for the combined vector of a pair: error, bytes, time to encode and decode on one core.
 
-    python -m tools.bench_payload
+    python -m tools.bench payload
 
 Two replicas have equal slow weights phi and outer gradients Delta of their own, both normally distributed, and
 c = 0.7 * (phi + Delta). The error is that of the pull towards the partner, mean - c, over its true size, in the
 Euclidean norm. fp16, bf16 and "plain int16 /256" (a scale for every 256 elements) round c itself, and both
 replicas use the mean of two rounded vectors. "int8" and "int4" are payloads of `NolocoSettings`.
-Prints JSON; GB are those of the fp32 vector.
+GB are those of the fp32 vector.
 """
 
-import json
+import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,6 @@ from megatron_noloco.outer.payload import (
 )
 from megatron_noloco.outer.vectors import HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
-from tools.options import command_line
 
 RATIOS = (3, 30, 300)
 OUTER_LR = 0.7
@@ -46,12 +45,14 @@ class Figures(NamedTuple):
     decode_seconds: float
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--elements", type=int, default=1 << 22)
     parser.add_argument("--repeats", type=int, default=5, help="the fastest counts")
     parser.add_argument("--tails", choices=["normal", "laplace"], default="normal", help="of Delta")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure."""
     torch.set_num_threads(1)
     elements, repeats = options.elements // BLOCK * BLOCK, options.repeats
 
@@ -64,7 +65,7 @@ def main() -> None:
         per_element = message_bytes(elements, bits) / elements
         ways[f"int{bits}"] = (per_element, partial(coded, repeats=repeats, bits=bits))
     report = {name: measure(elements, options.tails, *way) for name, way in ways.items()}
-    print(json.dumps({"elements": elements, "tails": options.tails, "ways": report}, indent=1))
+    return {"elements": elements, "tails": options.tails, "ways": report}
 
 
 def measure(
@@ -156,7 +157,3 @@ def fastest(work: Callable[[], Any], repeats: int, device: torch.device = HOST) 
         wait_for(device)
         seconds.append(clock() - started)
     return outcome, min(seconds)
-
-
-if __name__ == "__main__":
-    main()
