@@ -15,7 +15,6 @@ import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
@@ -64,17 +63,6 @@ class Also(NamedTuple):
 def field(default: Any, meaning: str, **bounds: Any) -> Any:
     """Return a field; a default of ... means that it is required."""
     return Field(default=default, description=meaning, **bounds)
-
-
-def refusing(**reasons: str) -> BeforeValidator:
-    """Return an annotation that refuses values which users try, each with the reason against it."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, str) and value in reasons:
-            raise UserError(f'"{value}" {reasons[value]}')
-        return value
-
-    return BeforeValidator(check)
 
 
 class Settings(BaseModel):

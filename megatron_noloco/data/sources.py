@@ -131,7 +131,7 @@ class Needs:
     vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
     seq_length: int
     global_batch: int = 1  # training samples that a local step of all replicas consumes
-    seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledDataset`)
+    seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledSamples`)
     evaluates: bool = True  # whether validation datasets are built
     documents: DocumentBorders | None = None  # None: documents are not separated
     shown: bool = True  # whether this process shows progress while a dataset is made

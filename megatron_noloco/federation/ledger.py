@@ -59,10 +59,6 @@ class Ledger:
         found = self._rounds.get(number)
         return found.verdict.result() if found is not None and found.verdict.done() else None
 
-    async def wait(self, number: int) -> bool:
-        """Return the verdict on a round that was begun, as soon as there is one."""
-        return await asyncio.shield(self._rounds[number].verdict)
-
     def _decide(self, number: int) -> None:
         if self._rounds[number].ours and self._rounds[number].theirs:
             self.close(number, True)
