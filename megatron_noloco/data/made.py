@@ -143,6 +143,7 @@ def _no_text_error(inputs: list[Input], text: str) -> UserError:
 def _left_out(counts: Counter[str]) -> str:
     binary, empty, json = (counts[name] for name in ("binary_files", "empty_files", "json_as_text"))
     parts = [f"{binary} files that are not UTF-8 text ({counts['binary_bytes']:,} bytes)"] * (binary > 0)
+    parts += [f"{counts['not_text']} files that are not UTF-8 text"] * (counts["not_text"] > 0)
     parts += [f"{empty} empty files"] * (empty > 0)
     parts += [f"{counts['empty']} empty documents"] * (counts["empty"] > 0)
     left_out = f"; left out: {', '.join(parts)}" if parts else ""

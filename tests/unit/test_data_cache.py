@@ -1,6 +1,7 @@
 """The cache of datasets: made once, whole or not at all, anew when a file or a setting changes."""
 
 import fcntl
+import gzip
 import json
 import multiprocessing
 import os
@@ -52,6 +53,14 @@ def count_makings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cache, "_make", count)
     return made_now
+
+
+def test_a_binary_file_among_compressed_texts_is_left_out_and_counted(tmp_path: Path) -> None:
+    (folder := tmp_path / "text").mkdir()
+    (folder / "a.txt.gz").write_bytes(gzip.compress(b"the text\n" * 9))
+    (folder / "b.txt.gz").write_bytes(gzip.compress(bytes(range(256)) * 9))
+    facts = make(source_of(folder), BYTES, False).facts
+    assert facts["notes"] == "; left out: 1 files that are not UTF-8 text"
 
 
 def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
