@@ -3,7 +3,6 @@
 import fcntl
 import gzip
 import json
-import multiprocessing
 import os
 import threading
 from pathlib import Path
@@ -24,7 +23,7 @@ from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.job import activity
-from tests.harness import full_disk
+from tests.harness import full_disk, run_ranks
 
 BYTES = ByteTokenizer()
 HALVES = Split.parse("1,1")
@@ -146,15 +145,14 @@ def no_locks(*_: Any) -> None:
     raise OSError("no locks here")
 
 
-def make_and_count(text: Path) -> tuple[str, int]:
+def make_and_count(rank: int, world_size: int, text: Path) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         makings = count_makings(patch)
         return make(source_of(text), BYTES, False).prefix, len(makings)
 
 
 def test_one_process_of_a_host_makes_it(text: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        prefixes, makings = zip(*pool.map(make_and_count, [text] * 4, chunksize=1), strict=True)
+    prefixes, makings = zip(*run_ranks(4, make_and_count, text), strict=True)
     assert len(set(prefixes)) == 1
     assert sum(makings) == 1
 
