@@ -18,9 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
     ValidationError,
     model_validator,
 )
@@ -40,12 +37,11 @@ def _checked_path(path: str) -> str:
     return os.path.expanduser(path)
 
 
-# Strict: "10" is not 10 and true is not 1, because a guess that is wrong costs days of training.
-Positive = Annotated[StrictInt, Field(ge=1)]
-NonNegative = Annotated[StrictInt, Field(ge=0)]
-Size = Annotated[StrictFloat, Field(ge=0)]
-AboveZero = Annotated[StrictFloat, Field(gt=0)]
-Text = Annotated[StrictStr, Field(min_length=1)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Size = Annotated[float, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0)]
+Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Text, AfterValidator(_checked_path)]  # or a word that stands for one, such as "auto"
 
 
@@ -68,9 +64,9 @@ def field(default: Any, meaning: str, **bounds: Any) -> Any:
 class Settings(BaseModel):
     """A block of settings: frozen, and checked when it is made; all arguments are keywords.
 
-    A rule between the fields of a block is a validator that yields what is wrong, in lines which begin with the
-    name of a field; see `rules`. Raises UserError, with a line for each problem. Numbers of numpy become those of
-    Python, as JSON needs them.
+    A rule between the fields of a block is a line that `rules` yields. Strict: "10" is not 10 and true is not 1,
+    because a guess that is wrong costs days of training. Raises UserError, with a line for each problem. Numbers
+    of numpy become those of Python, as JSON needs them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

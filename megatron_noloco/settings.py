@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import (
@@ -60,7 +60,7 @@ def _short(name: str) -> str:
     return name
 
 
-SiteName = Annotated[StrictStr, AfterValidator(_short)]
+SiteName = Annotated[str, AfterValidator(_short)]
 
 
 class NolocoSettings(Settings):
@@ -74,13 +74,13 @@ class NolocoSettings(Settings):
         'Replicas that average in a round; "noloco": a random group of replicas, "diloco": all.',
     )
     local_steps: Positive = field(10, _K)
-    outer_momentum: Annotated[StrictFloat, Field(ge=0, lt=1)] = field(
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = field(
         0.0, "alpha: the share of the outer momentum buffer kept from round to round."
     )
     outer_lr: Annotated[AboveZero, _SQUARED] = field(
         1.0, "beta: the weight of the group's mean outer gradient."
     )
-    outer_nesterov: StrictBool = field(
+    outer_nesterov: bool = field(
         False,
         'Whether the outer step looks ahead by Nesterov\'s momentum. The usual DiLoCo is method "diloco", '
         "outer_momentum 0.9, outer_lr 0.7 and outer_nesterov true.",
@@ -88,7 +88,7 @@ class NolocoSettings(Settings):
     consensus_weight: Annotated[Size, _SQUARED] | None = field(
         None, "gamma: the pull towards the group's mean slow weights; null means outer_lr."
     )
-    group_size: Annotated[StrictInt, Field(ge=2)] = field(
+    group_size: Annotated[int, Field(ge=2)] = field(
         2, 'n: replicas in a group; 2 is a pair (method "noloco" only).'
     )
     pairing: Literal["auto", "random", "cycle"] = field(
@@ -97,16 +97,14 @@ class NolocoSettings(Settings):
         "groups are the prime factors of the number of replicas, of which none may be above n. "
         '"auto": cycles of pairs where that number is a power of two, else random (method "noloco" only).',
     )
-    sites: (
-        Positive | Literal["hosts"] | Annotated[list[StrictInt | StrictStr], Field(min_length=1)] | None
-    ) = field(
+    sites: Positive | Literal["hosts"] | Annotated[list[int | str], Field(min_length=1)] | None = field(
         None,
         "Where replicas are: a number of sites, each of as many consecutive replicas, or a list with the site of "
         'each; "hosts" (in `train`): each host is a site. Groups are inside sites, but in every site_interval-th '
         "round across them. All sites have as many replicas, and pairing is in cycles. null: groups are drawn "
         "from all replicas alike. A job of a federation has federation.site instead.",
     )
-    site_interval: Annotated[StrictInt, Field(ge=2)] | None = field(
+    site_interval: Annotated[int, Field(ge=2)] | None = field(
         None,
         "m: every m-th round goes across sites. null: as many as a site has replicas, so that it sends as much to "
         f"other sites as a single replica sends in all; in a federation {SITE_INTERVAL}.",
@@ -266,13 +264,13 @@ class TrainerSettings(NolocoSettings):
         f'{_K} "auto" (with all replicas in one job): as few as can be at first, until most_waiting, which is '
         f"then {MOST_WAITING}, chooses k. A federation needs a number.",
     )
-    most_waiting: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = field(
+    most_waiting: Annotated[float, Field(gt=0, lt=1)] | None = field(
         None,
         "Largest share of the time that training may wait for exchanges: after the first rounds, which are "
         "measured, k becomes the smallest number with which it waits no longer; null: k stays local_steps.",
     )
-    enabled: StrictBool = field(True, "Whether replicas average at all; false: each replica trains alone.")
-    final_average: StrictBool = field(
+    enabled: bool = field(True, "Whether replicas average at all; false: each replica trains alone.")
+    final_average: bool = field(
         True,
         "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
         "one exchange for each prime factor of replicas; in a federation over a tree of the replicas that are "
@@ -316,13 +314,13 @@ class FederationSettings(Settings):
     Each job has its own. Raises UserError as `NolocoSettings` does.
     """
 
-    rendezvous: StrictStr | None = field(
+    rendezvous: str | None = field(
         None,
         'How jobs find each other: "file://FOLDER" or "s3://BUCKET/FOLDER", which all jobs can write, or '
         '"tcp://HOST:PORT,...", the addresses of one or more replicas, any one of which is enough. Each replica '
         "is then a job of its own, `train --replica I`; jobs may come and go. null: all replicas are one job.",
     )
-    listen: StrictStr | None = field(
+    listen: str | None = field(
         None,
         'Where the replica listens: "tcp://HOST:PORT", with an IPv6 address in []. HOST "*" is every interface, '
         'IPv4 and IPv6; port 0 is any free port. "off": nowhere; the job then opens all its connections itself, '
@@ -330,7 +328,7 @@ class FederationSettings(Settings):
         'null: "tcp://*:0" if '
         "rendezvous is a folder, else the port that all addresses of rendezvous have.",
     )
-    advertise: StrictStr | None = field(
+    advertise: str | None = field(
         None,
         'Where others reach the replica, "tcp://HOST:PORT", if that is not where it listens: behind a router that '
         "forwards this port.",
@@ -357,7 +355,7 @@ class FederationSettings(Settings):
         "takes over the state of the furthest replica. A replica that ends further behind gets the mean at the "
         "end, and is not in it.",
     )
-    skip_local_steps: StrictBool = field(
+    skip_local_steps: bool = field(
         True,
         "Whether a replica that is slower than half of the others leaves out local steps before a round, so that "
         "its partners need not wait for it; false: it takes all of noloco.local_steps.",

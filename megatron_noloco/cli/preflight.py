@@ -93,8 +93,7 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config, resolve
-    from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.preflight.plan import computing_seconds, plan_of
+    from megatron_noloco.preflight.plan import architecture_of_run, computing_seconds, plan_of
     from megatron_noloco.preflight.plan_text import departure_lines, fit_lines, fits, memory_lines, time_lines
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
@@ -108,8 +107,7 @@ def _plan(args: argparse.Namespace) -> int:
     with naming(args.config):
         topology = config.topology(ranks)
         config = resolve(config, topology.ensemble).config
-        known = config.model.vocab_size is not None
-        architecture = config.architecture(0 if known else build_tokenizer(config.data.tokenizer).vocab_size)
+        architecture = architecture_of_run(config)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)
     step, peak = args.step, None if accelerator is None else accelerator.peak(config.precision)
     if step is None and peak is not None:

@@ -13,8 +13,6 @@ from megatron_noloco.config.optimizer_block import (
     OPTIMIZERS,
     Optimizer,
     Schedule,
-    check_schedule,
-    schedule_as_deepspeed,
 )
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import NonNegative, Positive, Settings, Size, field
@@ -153,15 +151,6 @@ class DeepSpeedConfig(Settings):
                 values[name] = _without_auto(values[name])
         return values
 
-    def batch(self, dp_size: int) -> "Batch":
-        """Return the batch of a replica of so many data-parallel ranks. Raises UserError."""
-        given = (
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-            self.train_batch_size,
-        )
-        return _batch(*given, dp_size)
-
     @property
     def precision(self) -> Precision:
         """Return the numbers in which the model is computed."""
@@ -171,42 +160,6 @@ class DeepSpeedConfig(Settings):
     def zero_stage(self) -> int:
         """Return DeepSpeed's stage of ZeRO, 1 or 2."""
         return self.zero_optimization.stage or 1  # why not 0: `deepspeed_settings` in engine/
-
-    def as_deepspeed_of(self, dp_size: int, train_iters: int) -> dict[str, Any]:
-        """Return what DeepSpeed is given for one replica, with every "auto" resolved.
-
-        Args:
-            dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world.
-            train_iters: local steps of the run.
-        """
-        names = DeepSpeedConfig.model_fields.keys() & self.model_fields_set
-        given = self.model_dump(include=set(names), exclude_unset=True, exclude_none=True)
-        batch = self.batch(dp_size)
-        settled: dict[str, Any] = {
-            TRAIN: batch.samples,
-            MICRO: batch.micro,
-            STEPS: batch.steps,
-            "optimizer": self.optimizer.as_deepspeed(),
-            "zero_optimization": {**given.get("zero_optimization", {}), "stage": self.zero_stage},
-        }
-        if self.scheduler is not None:
-            settled["scheduler"] = schedule_as_deepspeed(self.scheduler, train_iters)
-        if self.gradient_clipping == AUTO:
-            settled["gradient_clipping"] = 1.0
-        if self.optimizer.type in ("Muon", "SGD"):
-            settled["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
-        return given | settled
-
-    def check_deepspeed(self, dp_size: int, train_iters: int) -> Iterator[str]:
-        """Yield what the rules between DeepSpeed's keys refuse; see `as_deepspeed_of`."""
-        if self.bf16.enabled and self.fp16.enabled:
-            yield "bf16 and fp16 are both enabled; choose one of them"
-        if self.scheduler is not None:
-            yield from check_schedule(self.optimizer, self.scheduler, train_iters)
-        try:
-            self.batch(dp_size)
-        except UserError as error:
-            yield str(error)
 
 
 class Batch(NamedTuple):
@@ -223,8 +176,11 @@ def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
     return {"enabled": False, **kept} if block.get("enabled") == AUTO else kept
 
 
-def _batch(micro: int | None, steps: int | None, samples: int | None, dp_size: int) -> Batch:
-    """Apply DeepSpeed's rule to one replica: train_batch_size = micro batch x accumulation steps x dp."""
+def batch_of(micro: int | None, steps: int | None, samples: int | None, dp_size: int) -> Batch:
+    """Apply DeepSpeed's rule to one replica: train_batch_size = micro batch x accumulation steps x dp.
+
+    Raises UserError for numbers that do not fit.
+    """
     given = {MICRO: micro, STEPS: steps, TRAIN: samples}
     found = {name: number for name, number in given.items() if number is not None}
     if TRAIN not in found and MICRO not in found:

@@ -1,7 +1,7 @@
 """The blocks `optimizer` and `scheduler`: the params of each type, and the rules between them."""
 
 from collections.abc import Iterator, Mapping, Set
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -19,6 +19,12 @@ _BETAS = "Decay rates of the first and the second moment."
 _EPS = "Added to the root of the second moment."
 
 
+def _params_by_type(*blocks: type[Settings]) -> dict[str, Any]:
+    """Return the class of the params of each type that blocks have."""
+    fields = (block.model_fields for block in blocks)
+    return {kind: of["params"].annotation for of in fields for kind in get_args(of["type"].annotation)}
+
+
 class OptimizerParams(Settings):
     """Parameters of every optimizer."""
 
@@ -27,10 +33,15 @@ class OptimizerParams(Settings):
     )
 
 
-class AdamParams(OptimizerParams):
-    """DeepSpeed's fused kernel on a GPU where it is available, else torch's."""
+class OneRateParams(OptimizerParams):
+    """Parameters of every optimizer with a single learning rate."""
 
     lr: Size = field(1e-3, _PEAK)
+
+
+class AdamParams(OneRateParams):
+    """DeepSpeed's fused kernel on a GPU where it is available, else torch's."""
+
     betas: Betas = field([0.9, 0.999], _BETAS)
     eps: Size = field(1e-8, _EPS)
     adam_w_mode: bool = field(True, 'With "Adam": whether weight decay is decoupled, as in AdamW.')
@@ -52,10 +63,9 @@ class MuonParams(OptimizerParams):
     eps: Size = field(1e-10, _EPS)
 
 
-class SgdParams(OptimizerParams):
+class SgdParams(OneRateParams):
     """Torch's SGD."""
 
-    lr: Size = field(1e-3, _PEAK)
     momentum: Momentum = field(0.0, "Share of the momentum that stays.")
     nesterov: bool = field(False, "Whether the momentum is Nesterov's.")
 
@@ -64,7 +74,23 @@ class SgdParams(OptimizerParams):
 # or Adafactor would not find their tensors. Muon finds them by itself (engine/muon.py).
 
 
-class AdamOptimizer(Settings):
+class _OneRate(Settings):
+    """An optimizer with a single learning rate."""
+
+    type: str
+    params: OneRateParams
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Return the peak learning rates by name."""
+        return {"lr": self.params.lr}
+
+    def as_deepspeed(self) -> dict[str, Any]:
+        """Return DeepSpeed's block `optimizer`."""
+        return {"type": self.type, "params": _given(self.params)}
+
+
+class AdamOptimizer(_OneRate):
     type: Literal["AdamW", "Adam"]
     params: AdamParams = AdamParams()
 
@@ -79,17 +105,8 @@ class AdamOptimizer(Settings):
         """Return the number of moments that are kept of a weight."""
         return 2
 
-    @property
-    def rates(self) -> dict[str, float]:
-        """Return the peak learning rates by name."""
-        return {"lr": self.params.lr}
 
-    def as_deepspeed(self) -> dict[str, Any]:
-        """Return DeepSpeed's block `optimizer`."""
-        return {"type": self.type, "params": _given(self.params)}
-
-
-class SgdOptimizer(Settings):
+class SgdOptimizer(_OneRate):
     type: Literal["SGD"]
     params: SgdParams = SgdParams()
 
@@ -101,15 +118,6 @@ class SgdOptimizer(Settings):
     def moments(self) -> int:
         """Return the number of moments that are kept of a weight."""
         return int(self.params.momentum > 0)
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Return the peak learning rates by name."""
-        return {"lr": self.params.lr}
-
-    def as_deepspeed(self) -> dict[str, Any]:
-        """Return DeepSpeed's block `optimizer`."""
-        return {"type": self.type, "params": _given(self.params)}
 
 
 class MuonOptimizer(Settings):
@@ -133,18 +141,12 @@ class MuonOptimizer(Settings):
 
     def as_deepspeed(self) -> dict[str, Any]:
         """Return DeepSpeed's block `optimizer`."""
-        params = self.params.model_dump(exclude={"lr"})
-        params["weight_decay"] = params.pop("weight_decay")  # as it is shown
-        return {"type": self.type, "params": params | self.rates | _given(self.params, {"lr"})}
+        defaults = self.params.model_dump(exclude={"lr", "weight_decay"})
+        return {"type": self.type, "params": defaults | self.rates | _given(self.params, {"lr"})}
 
 
 Optimizer = Annotated[AdamOptimizer | MuonOptimizer | SgdOptimizer, Field(discriminator="type")]
-OPTIMIZERS: dict[str, type[OptimizerParams]] = {
-    "AdamW": AdamParams,
-    "Adam": AdamParams,
-    "Muon": MuonParams,
-    "SGD": SgdParams,
-}
+OPTIMIZERS: dict[str, type[OptimizerParams]] = _params_by_type(AdamOptimizer, MuonOptimizer, SgdOptimizer)
 
 
 def _given(params: OptimizerParams, without: Set[str] = frozenset()) -> dict[str, Any]:
@@ -227,12 +229,9 @@ class WsdSchedule(Settings):
 Schedule = Annotated[
     WsdSchedule | WarmupSchedule | WarmupDecaySchedule | WarmupCosineSchedule, Field(discriminator="type")
 ]
-SCHEDULES: dict[str, type[Settings]] = {
-    "WSD": WsdParams,
-    "WarmupLR": WarmupParams,
-    "WarmupDecayLR": WarmupDecayParams,
-    "WarmupCosineLR": WarmupCosineParams,
-}
+SCHEDULES: dict[str, type[Settings]] = _params_by_type(
+    WsdSchedule, WarmupSchedule, WarmupDecaySchedule, WarmupCosineSchedule
+)
 
 
 def schedule_as_deepspeed(schedule: Schedule, train_iters: int) -> dict[str, Any]:

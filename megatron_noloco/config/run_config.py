@@ -17,13 +17,24 @@ from megatron_noloco.config.blocks import (
     WandbConfig,
 )
 from megatron_noloco.config.data_block import DataConfig
-from megatron_noloco.config.deepspeed_block import DeepSpeedConfig, Fp16Config, ZeroConfig
+from megatron_noloco.config.deepspeed_block import (
+    AUTO,
+    MICRO,
+    STEPS,
+    TRAIN,
+    Batch,
+    DeepSpeedConfig,
+    Fp16Config,
+    ZeroConfig,
+    batch_of,
+)
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.names import hint_of
+from megatron_noloco.config.optimizer_block import check_schedule, schedule_as_deepspeed
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import DocumentBorders
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Settings, fields_of, problems_of
+from megatron_noloco.fields import fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
@@ -63,10 +74,14 @@ class RunConfig(DeepSpeedConfig):
         """Yield what the rules between blocks refuse."""
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
         replicas = None if self.federation.exists else replicas
-        yield from self.check_deepspeed(self.parallel.data_parallel_size, self.training.train_iters)
+        if self.bf16.enabled and self.fp16.enabled:
+            yield "bf16 and fp16 are both enabled; choose one of them"
+        if self.scheduler is not None:
+            yield from check_schedule(self.optimizer, self.scheduler, self.training.train_iters)
         try:
             microbatches = self.microbatches
-        except UserError:
+        except UserError as error:
+            yield str(error)
             return
         yield from _check_federation(self.federation, self.noloco, self.parallel)
         yield from self.check_groups(replicas)
@@ -85,8 +100,26 @@ class RunConfig(DeepSpeedConfig):
             yield f"noloco.{problem}"
 
     def as_deepspeed(self) -> dict[str, Any]:
-        """Return what DeepSpeed is given; it must see a world of this replica's data parallelism."""
-        return self.as_deepspeed_of(self.parallel.data_parallel_size, self.training.train_iters)
+        """Return what DeepSpeed is given, with every "auto" resolved.
+
+        It must see a world of this replica's data parallelism.
+        """
+        names = DeepSpeedConfig.model_fields.keys() & self.model_fields_set
+        given = self.model_dump(include=set(names), exclude_unset=True, exclude_none=True)
+        settled: dict[str, Any] = {
+            TRAIN: self.batch.samples,
+            MICRO: self.batch.micro,
+            STEPS: self.batch.steps,
+            "optimizer": self.optimizer.as_deepspeed(),
+            "zero_optimization": {**given.get("zero_optimization", {}), "stage": self.zero_stage},
+        }
+        if self.scheduler is not None:
+            settled["scheduler"] = schedule_as_deepspeed(self.scheduler, self.training.train_iters)
+        if self.gradient_clipping == AUTO:
+            settled["gradient_clipping"] = 1.0
+        if self.optimizer.type in ("Muon", "SGD"):
+            settled["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
+        return given | settled
 
     def given(self) -> dict[str, Any]:
         """Return the JSON object of this configuration, without fields that were left out."""
@@ -138,19 +171,25 @@ class RunConfig(DeepSpeedConfig):
         return DocumentBorders(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
 
     @property
+    def batch(self) -> Batch:
+        """Return the batch of a replica. Raises UserError."""
+        micro, steps = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        return batch_of(micro, steps, self.train_batch_size, self.parallel.data_parallel_size)
+
+    @property
     def micro_batch_size(self) -> int:
         """Return the samples in a microbatch."""
-        return self.batch(self.parallel.data_parallel_size).micro
+        return self.batch.micro
 
     @property
     def microbatches(self) -> int:
         """Return the microbatches per data-parallel rank and local step (DeepSpeed's accumulation steps)."""
-        return self.batch(self.parallel.data_parallel_size).steps
+        return self.batch.steps
 
     @property
     def replica_batch(self) -> int:
         """Return the samples that one replica consumes per local step (DeepSpeed's train_batch_size)."""
-        return self.batch(self.parallel.data_parallel_size).samples
+        return self.batch.samples
 
     @property
     def world_size(self) -> int | None:
@@ -158,8 +197,8 @@ class RunConfig(DeepSpeedConfig):
         return self.parallel.replica_size if self.federation.exists else self.parallel.world_size
 
 
-BLOCKS: dict[str, type[Settings]] = {
-    name: type(field.default) if isinstance(field.default, Settings) else field.annotation  # type: ignore[misc]
+BLOCKS: dict[str, Any] = {
+    name: field.annotation
     for name, field in RunConfig.model_fields.items()
     if name not in DeepSpeedConfig.model_fields
 }

@@ -15,17 +15,16 @@ from megatron_noloco.config.agreed import divided, names_in
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.inputs import STANDARD_LIBRARY
-from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.directory import can_listen
 from megatron_noloco.federation.invitation import DATA, JoinBundle, JoinRequirements, Offer
 from megatron_noloco.federation.joining import LinkSpeed
 from megatron_noloco.federation.keys import Keys, fingerprint_of
 from megatron_noloco.files import outside, write_text
-from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
-from megatron_noloco.preflight.plan import plan_of
+from megatron_noloco.preflight.plan import architecture_of_run, plan_of
 from megatron_noloco.preflight.plan_text import memory_lines, time_lines
 from megatron_noloco.preflight.schemes import Network
 
@@ -190,12 +189,7 @@ def proposed(config: RunConfig, gpus: tuple[int, ...]) -> tuple[RunConfig, int]:
 
 
 def _gpu_bytes(config: RunConfig, ranks: int) -> int:
-    return fullest_stage(config, _architecture(config), config.topology(ranks))[2].gpu_bytes
-
-
-def _architecture(config: RunConfig) -> Architecture:
-    tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.data.tokenizer).vocab_size
-    return config.architecture(tokens)
+    return fullest_stage(config, architecture_of_run(config), config.topology(ranks))[2].gpu_bytes
 
 
 def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:
@@ -208,7 +202,10 @@ def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:
     config = load_config(path)
     topology = config.topology(config.parallel.replica_size)
     plan = plan_of(
-        config, _architecture(config), topology, Network(speed.rate, speed.latency, topology.replica_size)
+        config,
+        architecture_of_run(config),
+        topology,
+        Network(speed.rate, speed.latency, topology.replica_size),
     )
     return is_ready(findings), [
         "",

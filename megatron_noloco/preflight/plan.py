@@ -5,6 +5,7 @@ from statistics import mean
 from typing import Any
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
@@ -87,6 +88,12 @@ class Plan:
         routed = 0.0 if scheme.name == "synchronous" else self.routed_seconds or 0.0
         waits = scheme.share_lost(step_seconds + routed)
         return waits + (1 - waits) * routed / (step_seconds + routed)
+
+
+def architecture_of_run(config: RunConfig) -> Architecture:
+    """Return the model of a config; the tokenizer is read only where its vocabulary decides. Raises UserError."""
+    known = config.model.vocab_size is not None
+    return config.architecture(0 if known else build_tokenizer(config.data.tokenizer).vocab_size)
 
 
 def plan_of(
