@@ -93,7 +93,7 @@ def _preprocess(args: argparse.Namespace) -> int:
     notes = f"; left out: {', '.join(left_out)}" if left_out else ""
     notes += read_once(sum(item.further_paths for item in job.inputs))
     notes += dead_links(Path(given).expanduser() for given in args.input)
-    notes += spelled_out(counts["special_tokens"], args.split_special_tokens)
+    notes += spelled_out(counts)
     text = counts["beside_records"]
     beside = f", {text} of them from files of text beside records" * (text > 0)
     say(f"{counts['documents']} documents{beside}, {counts['tokens']} tokens{notes}")
@@ -108,12 +108,13 @@ def _cache(args: argparse.Namespace) -> int:
     if args.clear is not None:
         say(f"{folder}: {clear(folder, args.clear) / 1e6:,.1f} MB removed")
         return 0
-    for entry in entries(folder):
+    found = entries(folder)
+    for entry in found:
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
         say(
             f"{entry.folder.name}  {entry.bytes / 1e6:10,.1f} MB  used {used}  {outside(entry.facts['source'])}"
         )
-    say(f"{folder}: {sum(entry.bytes for entry in entries(folder)) / 1e6:,.1f} MB")
+    say(f"{folder}: {sum(entry.bytes for entry in found) / 1e6:,.1f} MB")
     return 0
 
 

@@ -10,7 +10,6 @@ killed process leaves is removed when the entry is made again.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -22,13 +21,14 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from megatron_noloco.data.chat_template import sha256_of
 from megatron_noloco.data.encode import Advance
 from megatron_noloco.data.inputs import Input
 from megatron_noloco.data.progress import Progress
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, write_text, writing
 
-_FORMAT = 1  # of entries; another one where the same files would become other tokens
+_FORMAT = 2  # of entries; another one where the same files would become other tokens or facts
 _POLL_SECONDS = 0.2
 _DIGITS = 32  # of a digest
 _FACTS = "facts.json"
@@ -47,8 +47,7 @@ class Recipe(NamedTuple):
     def digest(self) -> str:
         stats = [(item.name, item.path.stat()) for item in self.inputs]
         files = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
-        content = json.dumps([_FORMAT, files, self.settings], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:_DIGITS]
+        return sha256_of([_FORMAT, files, self.settings])[:_DIGITS]
 
 
 class Entry(NamedTuple):
@@ -168,7 +167,8 @@ def _written(recipe: Recipe, digest: str, prefix: Path, advance: Advance) -> dic
         folder = str(prefix.parent.parent)
         if not str(error.filename).startswith(folder):  # of an input
             raise
-        raise UserError(f"{folder}: cannot be written: {error.strerror}; give another data.cache") from None
+        with writing(folder, "data.cache"):
+            raise
     except Exception:
         with suppress(OSError):  # a file that is gone
             if recipe.digest == digest:
@@ -193,7 +193,7 @@ def clear(folder: Path, digests: Sequence[str] = ()) -> int:
         chosen = _is_of_cache(path) and path.name.startswith(tuple(digests) or "")
         if chosen and not _is_being_made(folder, path.name[:_DIGITS]):
             if path.is_dir():
-                freed += sum(file.stat().st_size for file in path.iterdir())
+                freed += Entry(path, {}).bytes
                 shutil.rmtree(path)
             else:
                 path.unlink()

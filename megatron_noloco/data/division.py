@@ -156,16 +156,13 @@ class Division:
     def _notes(self) -> str:
         """Return the end of a summary: what is left out, and what is read otherwise than it looks."""
         facts = self.facts
-        as_text, as_tokens = facts.get("special_tokens_as_text", 0), facts.get("special_tokens", 0)
-        if self.kind != "records" and self.tokenizer.splits_special_tokens:
-            as_text, as_tokens = as_tokens, as_text
         counted = {
             "empty_answers": "; empty answers: {}, of which only the end is learnt",
             "joined": "; answers that begin within a token of the prompt: {}, which generation reads apart",
             "learnt_apart": "; later turns learnt apart: {}, which read earlier answers as other tokens",
         }
         lines = [line.format(facts[name]) for name, line in counted.items() if facts.get(name)]
-        return facts["notes"] + spelled_out(as_text, True) + spelled_out(as_tokens, False) + "".join(lines)
+        return facts["notes"] + spelled_out(facts) + "".join(lines)
 
     def _check_beginnings(self) -> Iterator[str]:
         """Yield the end of a summary that names each dataset with a BOS that nobody asks for.
@@ -196,12 +193,14 @@ def _in_words(blend: Blend | None) -> str:
     )
 
 
-def spelled_out(special_tokens: int, as_text: bool) -> str:
+def spelled_out(counts: Mapping[str, Any]) -> str:
     """Return the end of a summary that says how special tokens in a text are read; "" if there are none."""
-    if not special_tokens:
-        return ""
-    how = "text" if as_text else "these tokens, not as text"
-    return f"; special tokens spelled out: {special_tokens}, read as {how}"
+    read_as = {"special_tokens_as_text": "text", "special_tokens": "these tokens, not as text"}
+    return "".join(
+        f"; special tokens spelled out: {counts[name]}, read as {how}"
+        for name, how in read_as.items()
+        if counts.get(name)
+    )
 
 
 def check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:

@@ -25,11 +25,8 @@ class Sequence(NamedTuple):
     mask: np.ndarray | None = None  # whether each token has a loss, bool [tokens]; None: each has
 
 
-def read_documents(
-    inputs: Iterable[Input], key: str, counts: Counter[str], advance: Advance
-) -> Iterator[Piece]:
+def read_documents(inputs: list[Input], key: str, counts: Counter[str], advance: Advance) -> Iterator[Piece]:
     """Read inputs in order; leave out, and count, files in folders that are not text."""
-    inputs = list(inputs)
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
         if item.kind == "text" and item.folder is not None and not is_text(item):
@@ -47,12 +44,13 @@ def encode(
 
     Counts documents, tokens and the special tokens that texts spell out.
     """
+    special_tokens = "special_tokens_as_text" if tokenizer.splits_special_tokens else "special_tokens"
     none = tokenizer.encode("")
     begin = np.array(tokenizer.before_document, none.dtype)
     end = np.array([tokenizer.end_of_document] * append_eod, none.dtype)
     for group in read_ahead(_groups(pieces)):
         texts = [piece.text for piece in group]
-        counts["special_tokens"] += sum(map(tokenizer.count_special, texts))
+        counts[special_tokens] += sum(map(tokenizer.count_special, texts))
         # A single call of the tokenizer, which encodes on all cores.
         for piece, tokens in zip(group, tokenizer.encode_batch(texts), strict=True):
             if piece.begins and piece.ends and not len(tokens):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -111,15 +111,20 @@ def _identity(path: str | Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def check_outside(output: Path, option: str, folder: Path, folder_option: str) -> None:
-    """Raise UserError when `output` lies in a folder of text, or in one that is linked there.
+def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str) -> None:
+    """Raise UserError when an output lies in a folder of text, or in one that is linked there.
 
-    `folder` may be a file, in which nothing lies.
+    Args:
+        outputs: by option.
+        folder: may be a file, in which nothing lies.
     """
-    real = output.resolve()
-    above = {_identity(path) for path in (real, *real.parents) if path.exists()}
-    if folder.is_dir() and any(_identity(parent) in above for parent, _ in _folders_from(folder, ())):
-        raise UserError(
-            f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as text; "
-            f"give another {option}"
-        )
+    if not folder.is_dir():
+        return
+    below = {_identity(parent) for parent, _ in _folders_from(folder, ())}
+    for option, output in outputs.items():
+        real = output.resolve()
+        if any(_identity(path) in below for path in (real, *real.parents) if path.exists()):
+            raise UserError(
+                f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as "
+                f"text; give another {option}"
+            )

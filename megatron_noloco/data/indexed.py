@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -86,9 +86,9 @@ class Indexed:
             raise UserError(
                 f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
             )
-        self.tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
+        self.tokens = _mapped(bin_path, self.dtype)
         mask = _mask_of(prefix)
-        self.mask = np.memmap(mask, dtype=np.bool_, mode="r") if mask.exists() else None
+        self.mask = _mapped(mask, np.bool_) if mask.exists() else None
         if self.mask is not None and len(self.mask) != tokens:
             raise UserError(
                 f"{mask}: {len(self.mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
@@ -175,6 +175,11 @@ def open_indexed(prefix: str, tokenizer: Tokenizer) -> Indexed:
 @lru_cache(maxsize=64)
 def _open(prefix: str, stamps: tuple[object, ...]) -> Indexed:
     return Indexed(prefix)
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    """Map a file of numbers. A view, since each slice of a memmap costs a microsecond of Python."""
+    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
 
 def _mask_of(prefix: str | Path) -> Path:

@@ -262,11 +262,11 @@ def _read_parquet(item: Input, columns: Iterable[str] | None) -> Iterator[tuple[
             missing = [name for name in chosen if name not in names]
             if missing:
                 raise UserError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
-            rows = max(1, file.metadata.num_rows)
+            rows, size = max(1, file.metadata.num_rows), item.bytes
             for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
                 for row in batch.to_pylist():
                     number += 1
-                    read = item.bytes * number // rows - item.bytes * (number - 1) // rows
+                    read = size * number // rows - size * (number - 1) // rows
                     yield f"{item.path}, row {number}", row, read
     except UnicodeDecodeError as error:
         raise UserError(f"{item.path}, after row {number}: not UTF-8 text ({error.reason})") from None

@@ -1,6 +1,6 @@
 """Make indexed datasets of text and of records, in the cache."""
 
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from itertools import chain
@@ -119,22 +119,22 @@ def find_text(source: TextSource) -> list[Input]:
     return inputs
 
 
-def is_of_records(inputs: list[Input]) -> bool:
+def is_of_records(inputs: abc.Sequence[Input]) -> bool:
     """Return whether all files hold records or are compressed; beside plain text, JSON is text."""
     return not any(item.is_plain_text for item in inputs)
 
 
-def check_begins(source: TextSource) -> None:
+def check_begins(inputs: abc.Sequence[Input], text: str) -> None:
     """Raise UserError if there is no text, as far as the beginning of each file says."""
-    inputs = find_text(source)
     if not is_of_records(inputs) and not any(begins_as_text(item.path) for item in inputs):
-        raise _no_text_error(inputs, source.text)
+        raise _no_text_error(inputs, text)
 
 
-def _no_text_error(inputs: list[Input], text: str) -> UserError:
+def _no_text_error(inputs: abc.Sequence[Input], text: str) -> UserError:
     if inputs[0].folder is None:
         try:
-            check_utf_8(inputs[0].path.read_bytes())
+            with inputs[0].path.open("rb") as file:
+                check_utf_8(file.read(4))
         except UserError as error:
             return UserError(f"data.text: {text}: {error}; {_ADVICE}")
     return UserError(f"data.text: no UTF-8 text in {text}; {_ADVICE}")

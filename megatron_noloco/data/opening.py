@@ -136,14 +136,13 @@ def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None
         for prefix in source.prefixes:
             open_indexed(prefix, tokenizer)
         return
-    option, given = "data.sft_data_path", getattr(source, "path", "")
+    ours, option = recipe(source, tokenizer), "data.sft_data_path"
     if isinstance(source, TextSource):
-        option, given = "data.text", source.text
-        check_begins(source)
+        option = "data.text"
+        check_begins(ours.inputs, source.text)
     folder = cache_folder(source.cache)
-    digest = recipe(source, tokenizer).digest
-    if given != STANDARD_LIBRARY:
-        check_outside(output_dir, "training.output_dir", Path(given), option)
-        check_outside(folder, "data.cache", Path(given), option)
-    if find_entry(folder, digest) is None:
+    if ours.source != STANDARD_LIBRARY:
+        outputs = {"training.output_dir": output_dir, "data.cache": folder}
+        check_outside(outputs, Path(ours.source), option)
+    if find_entry(folder, ours.digest) is None:
         check_writable(folder, "data.cache")

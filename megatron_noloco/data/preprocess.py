@@ -7,6 +7,7 @@ A dataset gets its name, `PREFIX_KEY_document.{bin,idx}`, when it is complete: a
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megatron_noloco.data.auto_tokenizer import check_folder
@@ -15,7 +16,7 @@ from megatron_noloco.data.folders import check_outside
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Input
 from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 
@@ -42,6 +43,11 @@ class Job:
         """Bytes that are read: the inputs once for each key."""
         return len(self.encoding.json_keys) * sum(item.bytes for item in self.inputs)
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, which is read once."""
+        return build_tokenizer(self.encoding.tokenizer)
+
     def output(self, key: str) -> Path:
         """Return the prefix of the finished dataset of `key`."""
         return self.prefix.with_name(f"{self.prefix.name}_{key}_document")
@@ -64,8 +70,8 @@ def check(job: Job) -> None:
     if text is not None and len(job.encoding.json_keys) > 1:
         raise UserError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
     for folder in {item.folder for item in job.inputs if item.folder is not None}:
-        check_outside(job.prefix, "--output-prefix", folder, "--input")
-    check_folder(build_tokenizer(job.encoding.tokenizer))
+        check_outside({"--output-prefix": job.prefix}, folder, "--input")
+    check_folder(job.tokenizer)
 
 
 def preprocess(job: Job, advance: Advance) -> Counter[str]:
@@ -74,7 +80,7 @@ def preprocess(job: Job, advance: Advance) -> Counter[str]:
     Raises UserError for an input that cannot be read, and for a dataset that exists or is being written. The
     inputs are read once for each key.
     """
-    counts, tokenizer = Counter[str](), build_tokenizer(job.encoding.tokenizer)
+    counts, tokenizer = Counter[str](), job.tokenizer
     with ExitStack() as stack:
         with writing(job.prefix, "--output-prefix"):
             job.prefix.parent.mkdir(parents=True, exist_ok=True)

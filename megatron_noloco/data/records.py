@@ -62,7 +62,7 @@ def encode_records(
     Raises UserError that names file and line of the first line that is not a record.
     """
     texts = (text for item in inputs for text in _read(item, tokenizer))
-    for batch in read_ahead(iter(lambda: list(islice(texts, _BATCH_RECORDS)) or None, None)):
+    for batch in read_ahead(iter(lambda: list(islice(texts, _BATCH_RECORDS)), [])):
         for from_template, group in groupby(batch, key=lambda text: text.from_template):
             alike = list(group)
             ends = [text.text[:end] for text in alike for answer in text.answers for end in answer]

@@ -40,10 +40,10 @@ def find_texts(inputs: Sequence[Input], counts: Counter[str]) -> list[TextRange]
     for item in inputs:
         with item.path.open("rb") as file:
             head = file.read(3)
-        mark = len(head) - len(without_mark(head))
-        size = item.bytes - mark
+        mark, stop = len(head) - len(without_mark(head)), item.bytes
+        size = stop - mark
         if size and is_text(item, decompressed=False):
-            texts.append(TextRange(item, mark, item.bytes))
+            texts.append(TextRange(item, mark, stop))
             counts["bytes"] += size
             counts["files"] += 1
             counts["json_as_text"] += item.path.name.lower().endswith(JSON_LINES)

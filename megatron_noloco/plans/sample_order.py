@@ -110,7 +110,8 @@ def slots_of(weights: Sequence[float]) -> tuple[int, ...]:
 def slots_at(weights: Sequence[float], resolution: int) -> tuple[int, ...]:
     """Return the places of each part in a cycle of about `resolution`, without what they have in common."""
     slots = [max(1, round(weight * resolution)) for weight in weights]
-    return tuple(slot // math.gcd(*slots) for slot in slots)
+    common = math.gcd(*slots)
+    return tuple(slot // common for slot in slots)
 
 
 @dataclass(frozen=True)
