@@ -151,9 +151,9 @@ def is_utf_8(pieces: Iterable[bytes]) -> bool:
 
 def put_in_place(finished: Path, path: Path) -> None:
     """Rename a finished file so that a power cut leaves `path` complete, as it was, or absent."""
-    _sync(finished)
+    sync(finished)
     finished.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _errno_of(error: Exception) -> int | None:
@@ -162,7 +162,7 @@ def _errno_of(error: Exception) -> int | None:
     return int(refused[1]) if refused else None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """The bytes of a file, or the renames in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -11,6 +11,7 @@ from megatron_noloco.config import RunConfig, load_config, resolve
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.preflight.plan import plan_of
 from megatron_noloco.preflight.schemes import Network
+from tools.options import write_between
 
 README = Path(__file__).parents[1] / "configs" / "README.md"
 BEGIN, END = "<!-- tools/config_table.py -->\n", "<!-- end -->"
@@ -19,8 +20,7 @@ _RANKS_OF_NODE = 8  # that share a link, as `plan --gpu` has it
 
 
 def main() -> None:
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+    write_between(README, BEGIN, END, table())
 
 
 def table() -> str:

@@ -29,8 +29,8 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
 from megatron_noloco.federation.node import MOST_TOLD, Carriers, Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
-from tools.memory import resident_bytes
 from tools.options import command_line
+from tools.processes import memory_bytes
 
 _GRAIN_SECONDS = 0.001  # the clock jumps when nothing happens for so long
 _SETTLE_SECONDS, _IDLE_SECONDS = 20.0, 10.0
@@ -86,7 +86,7 @@ class Crowd:
 
     async def measure(self, replicas: int) -> dict[str, Any]:
         gc.collect()
-        before, loop = resident_bytes(), asyncio.get_running_loop()
+        before, loop = memory_bytes("VmRSS"), asyncio.get_running_loop()
         for slot in range(replicas):
             await self._start(slot, 1)
             await asyncio.sleep(random.uniform(0, 0.5))  # else all tick at once
@@ -94,7 +94,7 @@ class Crowd:
         gc.collect()
         gc.freeze()  # or each collection would visit the objects of all replicas
         await asyncio.sleep(_SETTLE_SECONDS)
-        found: dict[str, Any] = {"replicas": replicas, "bytes": (resident_bytes() - before) // replicas}
+        found: dict[str, Any] = {"replicas": replicas, "bytes": (memory_bytes("VmRSS") - before) // replicas}
         started, busy = loop.time(), time.process_time()
         await asyncio.sleep(_IDLE_SECONDS)
         share = (time.process_time() - busy) / (loop.time() - started) / replicas

@@ -24,7 +24,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.leaving import leave
 from megatron_noloco.job.start_up import before_engines, importing
-from tools.processes import allocated_bytes
+from tools.processes import allocated_bytes, memory_bytes
 
 
 def main() -> None:
@@ -80,17 +80,11 @@ def growth(ranks: list[dict[str, list[int]]], since: int) -> float:
     return round(max(ratios), 4)
 
 
-def resident_bytes() -> int:
-    """What the kernel counts as this process's."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def held() -> dict[str, int]:
     """What this process holds now, without what waits for Python's garbage collector."""
     gc.collect()
     return {
-        "resident_bytes": resident_bytes(),
+        "resident_bytes": memory_bytes("VmRSS"),
         "allocated_bytes": allocated_bytes(),
         "python_blocks": sys.getallocatedblocks(),
     }

@@ -8,14 +8,14 @@ writes it there, between two comments.
 from pathlib import Path
 
 from megatron_noloco.monitor.numbers import TABLE, Number
+from tools.options import write_between
 
 PAGE = Path(__file__).parents[1] / "docs" / "watching.md"
 BEGIN, END = "<!-- tools/number_table.py -->\n", "<!-- end -->"
 
 
 def main() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+    write_between(PAGE, BEGIN, END, table())
 
 
 def table() -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 
@@ -10,6 +11,12 @@ def command_line(doc: str | None, prog: str | None = None) -> argparse.ArgumentP
     return argparse.ArgumentParser(
         prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Write a text into a page, between two comments that are there."""
+    before, rest = page.read_text().split(begin)
+    page.write_text(before + begin + text + end + rest.split(end)[1])
 
 
 def add_changes(parser: argparse.ArgumentParser, of: str) -> None:

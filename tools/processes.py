@@ -291,6 +291,11 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
+def memory_bytes(name: str) -> int:
+    """Return "VmRSS" or "VmHWM" of this process; the peak of getrusage counts the process that started it."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
+
+
 def allocated_bytes() -> int:
     """What this process has taken from malloc and not given back."""
     libc = ctypes.CDLL(None)

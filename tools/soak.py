@@ -38,8 +38,8 @@ from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.settings import NolocoSettings
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
-from tools.memory import allocated_bytes, resident_bytes
 from tools.options import command_line
+from tools.processes import allocated_bytes, memory_bytes
 
 _SAMPLES = 60
 _LOOK_SECONDS = 0.001
@@ -210,7 +210,7 @@ def held() -> dict[str, int]:
     ctypes.CDLL(None).malloc_trim(0)
     return {
         "allocated_bytes": allocated_bytes(),
-        "resident_bytes": resident_bytes(),
+        "resident_bytes": memory_bytes("VmRSS"),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
     }

@@ -172,15 +172,16 @@ def phases_of(run: RunLog) -> tuple[list[int], dict[str, list[float]]]:
 
     def layers(whole: Number) -> Iterator[tuple[str, list[float]]]:
         """Yield the parts of a number, and last what they leave of it."""
-        parts = [number for number in numbers_in(TIME) if number.part_of == whole.name]
+        parts = [number for number in numbers if number.part_of == whole.name]
         for part in parts:
             yield from layers(part)
-        totals = (_means(run, number.name)[1] for number in (whole, *parts))
+        totals = (means[number.name][1] for number in (whole, *parts))
         yield whole.label, [max(0.0, total - sum(taken)) for total, *taken in zip(*totals, strict=True)]
 
-    (whole,) = (number for number in numbers_in(TIME) if not number.part_of)
-    steps, _ = _means(run, whole.name)
-    return steps, {label: seconds for label, seconds in layers(whole) if any(seconds)}
+    numbers = [*numbers_in(TIME)]
+    means = {number.name: _means(run, number.name) for number in numbers}
+    (whole,) = (number for number in numbers if not number.part_of)
+    return means[whole.name][0], {label: seconds for label, seconds in layers(whole) if any(seconds)}
 
 
 def pairings_of(run: RunLog) -> list[Any]:

@@ -108,6 +108,11 @@ class Topology:
         return self.replicas * self.replica_size
 
     @property
+    def microbatches_at_once(self) -> int:
+        """Microbatches of which the schedule takes a multiple: with virtual stages as many as stages."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
     def replica_size(self) -> int:
         """Ranks in one replica."""
         return self.pp * self.dp * self.tp

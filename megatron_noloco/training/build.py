@@ -26,7 +26,7 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.training.choices import choices
 from megatron_noloco.training.evaluator import Evaluator
-from megatron_noloco.training.joined import Joined, checkpoint_settings
+from megatron_noloco.training.joined import Joined
 from megatron_noloco.training.outputs import build_monitor
 from megatron_noloco.training.prepare import Prepared
 from megatron_noloco.training.run import Run, Schedule
@@ -52,11 +52,10 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     engine.pipeline.between_microbatches = outer.progress
     if torch.cuda.is_available():
         engine.pipeline.between_microbatches = partial(outer.progress, _PROGRESS_SECONDS)
-    settings = checkpoint_settings(config, topology, tokenizer=prepared.tokenizer)
-    checkpointer = Checkpointer(settings, engine, outer, plan)
+    checkpointer = Checkpointer(joined.settings, engine, outer, plan)
     chosen_later = choices(config, outer, start.counters)
     if start.saved is not None:
-        restore(start.saved, engine, outer, settings)
+        restore(start.saved, engine, outer, joined.settings)
 
     slot = topology.slot if topology.separate_jobs else None
     training = joined.data.training

@@ -145,7 +145,7 @@ class Evaluator:
         total = torch.zeros(2, dtype=torch.float64)
         at_once = 1 if topology.pp == 1 else _FILLS * topology.pp
         ranks, own = shares * topology.dp, share * topology.dp + position.dp
-        multiple = topology.pp if topology.vpp > 1 else 1  # that the interleaved schedule takes
+        multiple = topology.microbatches_at_once
         # All ranks compute as many, since ranks of other experts and stages wait for them.
         count = -(-len(source) // (ranks * multiple)) * multiple
         for first in range(0, count, at_once):

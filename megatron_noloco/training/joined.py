@@ -26,7 +26,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job import activity
-from megatron_noloco.job.agreement import announce, announced, of_all_ranks, of_rank_0
+from megatron_noloco.job.agreement import announce, announced, found_by_rank_0, of_all_ranks
 from megatron_noloco.job.join import (
     check_gpus,
     choose_transport,
@@ -57,7 +57,7 @@ class Joined(NamedTuple):
         stopping: whether this job is to stop.
         data: the data of the run.
         validation: microbatches of each dataset of the blend.
-        training_data: checksums of the training data, as rank 0 reads them, by their counter.
+        settings: of the checkpoints, with the checksums of the training data as rank 0 reads them.
     """
 
     config: RunConfig
@@ -67,7 +67,7 @@ class Joined(NamedTuple):
     stopping: Stopping
     data: Data
     validation: list[ValidationSource]
-    training_data: dict[str, int]
+    settings: CheckpointSettings
 
 
 class StoppedAtStartError(Exception):
@@ -89,11 +89,11 @@ def join_job(prepared: Prepared) -> Joined:
     hosts = of_all_ranks(socket.gethostname())[:: topology.replica_size]
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
-    training_data = of_rank_0(data.checksums if dist.get_rank() == 0 else {})
+    training_data = found_by_rank_0(lambda: data.checksums)
     settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
     tokenizer_copy = tokenizer_folder(settings.folder.parent)
     notes += _check_tokenizer(prepared, tokenizer_copy)
-    if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
+    if taken := found_by_rank_0(lambda: occupy(settings.folder.parent)):
         raise UserError(taken)
     start = find_start(settings, topology)
     saved = None if start.saved is None else start.saved.manifests[0].config
@@ -119,7 +119,7 @@ def join_job(prepared: Prepared) -> Joined:
     if dist.get_rank() == 0:
         prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
-    return Joined(config, by_recipe, link, start, stopping, data, validation, training_data)
+    return Joined(config, by_recipe, link, start, stopping, data, validation, settings)
 
 
 def check_ranks(prepared: Prepared, data: Data) -> None:
@@ -192,7 +192,7 @@ def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
     Raises UserError, on all ranks, where AutoTokenizer would read other tokens.
     """
     # It imports transformers: one rank of the job does.
-    if problem := of_rank_0(folder_problem(prepared.tokenizer) if dist.get_rank() == 0 else ""):
+    if problem := found_by_rank_0(lambda: folder_problem(prepared.tokenizer)):
         raise UserError(problem)
     place = prepared.config.data.tokenizer.tokenizer_model
     if place is None or Path(place).exists():

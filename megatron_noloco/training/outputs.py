@@ -47,7 +47,7 @@ def build_monitor(
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
-    for name, checksum in joined.training_data.items():
+    for name, checksum in joined.settings.training_data.items():
         metrics.count(name, checksum)
     return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
 
@@ -153,5 +153,5 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield f"data: {joined.data.summary}"
     yield f"started by {prepared.world.launcher}; exchanges over {joined.link.name}"
     yield from joined.start.notes
-    if same_data(joined.training_data, joined.start.counters) is False:
+    if same_data(joined.settings.training_data, joined.start.counters) is False:
         yield "changed: the training data have other contents than those of the checkpoint, or another order"

@@ -119,12 +119,11 @@ def _read(
     )
     data = open_data(config.data.source, tokenizer, needs)
     count = None if evaluation.full else evaluation.iters
-    at_once = topology.pp if topology.vpp > 1 else 1  # microbatches that the interleaved schedule takes
     validation = []
     if data.validation is not None:
         parts = zip(data.validation.parts, data.validation.weights, strict=True)
         validation = [
-            ValidationSource(samples, config.micro_batch_size, count, weight, at_once)
+            ValidationSource(samples, config.micro_batch_size, count, weight, topology.microbatches_at_once)
             for samples, weight in parts
         ]
     return data, validation

@@ -112,9 +112,9 @@ class Run:
                 self.checkpointer.place.check()
             if self.stopping.before_step(done):
                 return self._stop(done, leaves=self.stopping.leaves), True
-            if self.stopping.saves_before_step(done) and self.checkpointer.saved_step != done:
+            if self.stopping.saves_before_step(done):
                 with now.doing(f"saving after local step {done}"):
-                    self._save(done, last=False)
+                    self._save_once(done, last=False)
             before, step = done, self._cross(self.peers.catch_up(done))
             if step >= self.schedule.steps:  # the state of a replica at its end was taken over
                 done = step
@@ -202,9 +202,9 @@ class Run:
             self._save_once(done)
         return done
 
-    def _save_once(self, done: int) -> None:
+    def _save_once(self, done: int, last: bool = True) -> None:
         if self.checkpointer.saved_step != done:
-            self._save(done)
+            self._save(done, last)
 
     def _save(self, done: int, last: bool = True) -> None:
         """Save, unless the last local step was lost and more of them follow: ten would push out what is good."""

@@ -23,6 +23,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.files import sync
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import World
 from megatron_noloco.job.start_up import before_engines
@@ -125,7 +126,8 @@ def measure(waiting: Checkpointer, going_on: Checkpointer, plain: Path, repeats:
         with laps.lap(PLAIN):
             torch.save(state, plain)
         with laps.lap("torch.save and fsync"):
-            save_and_sync(state, plain)
+            torch.save(state, plain)
+            sync(plain)
         with laps.lap("sync"):
             sound(waiting.save(1, {}))
         with laps.lap("async until written"):
@@ -135,12 +137,5 @@ def measure(waiting: Checkpointer, going_on: Checkpointer, plain: Path, repeats:
     return laps.medians()
 
 
-def save_and_sync(state: dict[str, Any], path: Path) -> None:
-    torch.save(state, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sound(report: SaveReport) -> SaveReport:
+def sound(report: SaveReport) -> None:
     assert report.error is None, report.error
-    return report

@@ -27,13 +27,14 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import FileRecord, Manifest
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
-from megatron_noloco.files import write_whole
+from megatron_noloco.files import sync, write_whole
 from megatron_noloco.huggingface.export import export
 from megatron_noloco.huggingface.source import open_source
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
-from tools.bench.laps import Laps, memory_bytes
+from tools.bench.laps import Laps
+from tools.processes import memory_bytes
 
 STAGES, TP = 2, 2
 
@@ -114,12 +115,6 @@ def copy(files: list[Path], to: Path) -> None:
         copied = to / str(number)
         shutil.copyfile(file, copied)
         sync(copied)
-
-
-def sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 # A checkpoint as the ranks of a run would leave it, but for DeepSpeed's files and the outer momentum

@@ -5,7 +5,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -70,8 +69,3 @@ def slowest(seconds: float) -> float:
     worst = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
-
-
-def memory_bytes(name: str) -> int:
-    """Return "VmRSS" or "VmHWM" of this process; the peak of getrusage counts the process that started it."""
-    return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])

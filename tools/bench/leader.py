@@ -23,8 +23,9 @@ from megatron_noloco.federation.movement import SLAB, movement_of
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.canonical import Block, Matrix
 from megatron_noloco.settings import NolocoSettings
-from tools.bench.laps import Laps, memory_bytes
+from tools.bench.laps import Laps
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
+from tools.processes import memory_bytes
 
 _COLUMNS = 4096
 
