@@ -98,17 +98,18 @@ def open_node(network: Network, slot: int, stopped: Callable[[], bool] = lambda:
     listener = None if network.listen is None else _listening(network, network.listen, slot)
     endpoint = _announced(network, listener)
 
-    def tell(line: str) -> None:
-        thread.node.warn(line)
-
     def make() -> Node:
+        def tell(line: str) -> None:  # a connection may come before `open_node` has the thread
+            node.warn(line)
+
         carriers = Carriers(TcpCarrier(network.keys, listener, tell))
         own = endpoint
         if listener is None and isinstance(network.rendezvous, Folder):
             folder = network.rendezvous.carrier(slot, network.key_file, tell)
             carriers, own = carriers._replace(folder=folder), folder.endpoint
         address = Address(own, time.time_ns(), network.site)
-        return Node(Identity(slot, address, network.member), carriers, stopped)
+        node = Node(Identity(slot, address, network.member), carriers, stopped)
+        return node
 
     thread = NodeThread(make, network.rendezvous)
     for line in _doubts(network, endpoint):
@@ -188,7 +189,6 @@ def listening(host: str, port: int) -> socket.socket:
     if host != "*":
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-    made.setblocking(False)
     _LISTENERS.add(made)
     return made
 
