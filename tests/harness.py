@@ -45,6 +45,7 @@ torch.set_num_threads(1)
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORTS = random.SystemRandom()  # nobody seeds it
+_UNTIL_SECONDS = 60.0  # for what takes a second
 _GRACE_SECONDS = 5.0  # for a launcher to end its ranks before it is killed itself
 
 
@@ -309,3 +310,11 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that another thread or process does."""
+    deadline = time.monotonic() + _UNTIL_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

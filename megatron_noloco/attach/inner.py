@@ -283,9 +283,7 @@ def _states(
         first = names.get(id(parameters[0])) if parameters else None
         entry: Entry = given["named"].get(first, given["common"])
         states[id(tensor)] = {
-            name: filled[name][at] if value is None else deepcopy(value)
-            for name, value in entry.items()
-            if value is not None or name in filled
+            name: filled[name][at] if value is None else deepcopy(value) for name, value in entry.items()
         }
     return states
 

@@ -17,6 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import cached_property
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -41,8 +42,11 @@ class Gather:
 
     def __init__(self, movement: Movement, first_tag: int = 0) -> None:
         self.movement = movement
-        self._fragments = [movement.own.ascending(interval.start) for interval in movement.intervals]
         self._tags = count(first_tag)
+
+    @cached_property
+    def _fragments(self) -> list[Holding]:
+        return [self.movement.own.ascending(interval.start) for interval in self.movement.intervals]
 
     def fragment(self, index: int, gives: Tensor | None, gets: Tensor | None) -> "Transfer":
         """Begin a transfer of what this rank has of a fragment, in canonical order; padding follows, and stays.

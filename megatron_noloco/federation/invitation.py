@@ -21,12 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco import __version__
 from megatron_noloco.federation.messages import (
     LONGEST_FIRST_BYTES,
+    STRICT,
     Member,
     Visit,
     receive_json,
@@ -50,7 +51,6 @@ _FILE = (  # of a tokenizer
     r"^((tokenizer|tokenizer_config|special_tokens_map)\.json|"
     r"(additional_chat_templates/[\w.-]+|chat_template)\.jinja)$"
 )
-_STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 def _seeds(text: str) -> str:
@@ -68,7 +68,7 @@ Slot = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
 Size = Annotated[int, Field(ge=0, le=MOST_PROBE_BYTES)]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Wish:
     """Asks for an invitation that is good for so many seconds.
 
@@ -80,7 +80,7 @@ class Wish:
     slot: Slot | None = None
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Made:
     """A new invitation: what its line says of the job, and the slot of the job."""
 
@@ -90,14 +90,14 @@ class Made:
     slot: Slot
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Knock:
     """The first message of a newcomer."""
 
     secret: Annotated[str, Field(max_length=64)]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class JoinRequirements:
     """What a newcomer must have itself.
 
@@ -110,7 +110,7 @@ class JoinRequirements:
     pretrained: bool
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Probe:
     """Bytes that follow this message, and bytes that are to come back, with another byte after them."""
 
@@ -119,14 +119,14 @@ class Probe:
     type: Literal["probe"] = "probe"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Ready:
     """The newcomer has all that it must have."""
 
     type: Literal["ready"] = "ready"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class JoinBundle:
     """What a newcomer gets.
 
@@ -145,7 +145,7 @@ class JoinBundle:
     tokenizer: dict[Annotated[str, Field(pattern=_FILE)], Annotated[str, AfterValidator(_base64)]]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class _Invitation:
     """What the job keeps.
 

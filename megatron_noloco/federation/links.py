@@ -172,7 +172,7 @@ class Link:
 
     async def tell_status(self) -> None:
         """Say where this replica is, unless the last message is not sent yet."""
-        if not self._sending.locked():
+        if self._streams and not self._sending.locked():
             await self.say(self.node.status(self))
 
     def tick(self, silent: int) -> None:
@@ -368,13 +368,14 @@ class Link:
     async def _talk(self, talking: "_Talking") -> AsyncIterator[Stream]:
         """End a conversation with the block, which does not wait until the other side has closed the stream."""
         stream, began = talking.stream, asyncio.get_running_loop().time()
+        before = stream.received
         self._talks.add(stream)
         try:
             yield stream
         except BaseException as error:
             stream.abort(reason_of(error))
             if asyncio.get_running_loop().time() - began > _STALLED_SECONDS:
-                self._name_lost_packets(talking)
+                self._name_lost_packets(stream.received - before)
             raise
         else:
             if talking.dialled:
@@ -382,9 +383,8 @@ class Link:
         finally:
             talking.over.set()
 
-    def _name_lost_packets(self, talking: "_Talking") -> None:
+    def _name_lost_packets(self, came: int) -> None:
         """Say so where the link lives, and of a long conversation no more has come than small packets hold."""
-        came = talking.stream.received - talking.received_before
         if 0 < came < _SMALL_BYTES and self._streams and self.silent_ticks <= _ALIVE_TICKS:
             self.node.warn(
                 f"small messages of replica {self.slot} arrive, large ones do not: {IS_IT_THE_MTU}"
@@ -401,13 +401,11 @@ class _Talking:
     Attributes:
         dialled: whether this side has opened the stream, and closes it.
         over: set when the conversation is over here.
-        received_before: bytes of the stream.
     """
 
     def __init__(self, stream: Stream, dialled: bool = False) -> None:
         self.stream, self.dialled = stream, dialled
         self.over = asyncio.Event()
-        self.received_before = stream.received
 
     def refuse(self, reason: str) -> None:
         self.stream.abort(reason)

@@ -34,10 +34,10 @@ Slot = Annotated[int, Field(ge=0, lt=2**20)]
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 Latest = Annotated[int, Field(ge=-1, le=LARGEST)]  # number of a round; -1: none
 Text = Annotated[str, Field(max_length=255)]
-_STRICT = ConfigDict(strict=True, extra="forbid")
+STRICT = ConfigDict(strict=True, extra="forbid")
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Address:
     """Where a replica is.
 
@@ -52,7 +52,7 @@ class Address:
     site: Text = ""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Member:
     """What a job must have alike with the others; see `compatibility`.
 
@@ -67,7 +67,7 @@ class Member:
     kind: Text = ""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Hello:
     """Begins a link."""
 
@@ -77,7 +77,7 @@ class Hello:
     type: Literal["hello"] = "hello"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Later:
     """Says that a later process of the receiver's slot is there, or was there: its clock was ahead.
 
@@ -90,7 +90,7 @@ class Later:
     type: Literal["later"] = "later"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Talk:
     """Begins a conversation of two replicas.
 
@@ -109,7 +109,7 @@ class Talk:
     type: Literal["talk"] = "talk"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Visit:
     """Begins a conversation with a program that is no replica."""
 
@@ -121,7 +121,7 @@ class Visit:
 Phase = Literal["training", "behind", "ended", "left"]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Status:
     """Where a replica is.
 
@@ -147,7 +147,7 @@ class Status:
     type: Literal["status"] = "status"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Known:
     """Addresses by slot."""
 
@@ -155,7 +155,7 @@ class Known:
     type: Literal["known"] = "known"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Open:
     """Asks for a stream for a conversation; see `Talk`."""
 
@@ -165,7 +165,7 @@ class Open:
     type: Literal["open"] = "open"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Prepared:
     """The sender has accepted the mean of this round, and asks whether the round counts."""
 
@@ -173,7 +173,7 @@ class Prepared:
     type: Literal["prepared"] = "prepared"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Verdict:
     """Whether a round counts for the sender, for ever."""
 
@@ -182,7 +182,7 @@ class Verdict:
     type: Literal["verdict"] = "verdict"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Row:
     """A row of the sender's `metrics.jsonl`."""
 

@@ -203,10 +203,8 @@ class PairExchange:
         if partner is not None:
             return partner, ""
         planned = replica.pairing.planned(at, others).get(replica.place.replica)
-        return (
-            None,
-            "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}",
-        )
+        why = "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}"
+        return None, why
 
     def _wait(self) -> _Ended:
         """Wait for the end of the round; from now on the partner has until the deadline."""

@@ -1,7 +1,6 @@
 """For tests of attach: jobs with a torch.distributed world of their own, and the rounds that they must have."""
 
 import os
-import time
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -137,14 +136,6 @@ def node_of(noloco: Attached) -> Node:
     assert isinstance(noloco._peers, FederationPeers)
     assert noloco._peers._membership.leading is not None
     return noloco._peers._membership.leading.thread.node
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for something that another thread or process does."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def by_way_of_a_handover(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
 from megatron_noloco.federation import membership
-from tests.harness import REPOSITORY, run_script, run_torchrun
-from tests.integration.jobs import federation, node_of, paper, run_jobs, until
+from tests.harness import REPOSITORY, run_script, run_torchrun, until
+from tests.integration.jobs import federation, node_of, paper, run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
 FSDP_ON_CPU = REPOSITORY / "tests" / "integration" / "fsdp_on_cpu.py"

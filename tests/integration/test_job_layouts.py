@@ -26,9 +26,9 @@ from megatron_noloco.attach.torch_module import torch_adapter
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.messages import Member
 from megatron_noloco.plans.topology import Topology
-from tests.harness import run_ranks
+from tests.harness import run_ranks, until
 from tests.integration import test_attach, test_fully_shard
-from tests.integration.jobs import by_the_equations, federation, member_of_attach, paper, run_jobs, until
+from tests.integration.jobs import by_the_equations, federation, member_of_attach, paper, run_jobs
 from tests.integration.test_fully_shard import SEED
 
 Rank = tuple[StartReport, Tensor]  # and its weights

@@ -29,7 +29,7 @@ from megatron_noloco.federation.node import Node
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.settings import FederationSettings, NolocoSettings
-from tests.harness import run_ranks
+from tests.harness import run_ranks, until
 from tests.integration.jobs import (
     SECONDS,
     by_the_equations,
@@ -39,7 +39,6 @@ from tests.integration.jobs import (
     paper,
     refusal,
     run_jobs,
-    until,
 )
 
 SEED, K, STEPS = 5, 2, 12
@@ -285,10 +284,7 @@ def stands_still(slot: int, rank: int, folder: Path) -> tuple[str, list[str]]:
         noloco.watch(0.05)
         loop.step(0)
         noloco.step()
-        deadline = time.monotonic() + SECONDS
-        while "local step 2\n" not in output.getvalue():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: "local step 2\n" in output.getvalue())
         noloco.close()
     left = [one.name for one in threading.enumerate() if one.name == "watchdog"]
     return output.getvalue().splitlines()[-1], left

@@ -4,7 +4,6 @@ import errno
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -22,17 +21,10 @@ from megatron_noloco.federation.rendezvous import Folder, Seeds
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.job.join import reachable_address
-from tests.harness import free_port
+from tests.harness import free_port, until
 
 MEMBER = Member(77)
 SECONDS = 60.0  # for what takes a second
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager
