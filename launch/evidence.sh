@@ -36,7 +36,7 @@ study rounds 300 --jobs 2
 study batch 100 --jobs 2
 study exchange 300 --jobs 2
 study routing 20 --trainer
-measure uneven found.json tools.uneven --output "$out/uneven/runs" --replicas 4 --steps 20 --step-seconds 0.5
+measure uneven found.json tools.faults uneven --output "$out/uneven/runs" --replicas 4 --steps 20 --step-seconds 0.5
 tell time 'loss.png, found.json'
 code=0 # 2: network namespaces are not permitted here
 "$python" -m tools.time_to_loss tools/studies/time_to_loss.json --rate 100Mbit --delay 5ms --output "$out/time" \

@@ -1,7 +1,10 @@
 """Replicas as a federation, for measurements: each could as well be a job of its own."""
 
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +80,45 @@ def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], objec
     wait_for_all(thread, size)
     barrier()
     return thread
+
+
+@contextmanager
+def echoing(thread: NodeThread) -> Iterator[None]:
+    """Send each row of metrics that comes over a link back, until the context ends."""
+
+    def echo(over: threading.Event) -> None:
+        while not over.wait(0.005):
+            for _ in thread.rows():
+                thread.tell_row("!")
+
+    with _beside(echo):
+        yield
+
+
+@contextmanager
+def timing_rows(thread: NodeThread) -> Iterator[list[float]]:
+    """Send a row of metrics to a replica that is `echoing`, again and again; gives the seconds there and back."""
+    ways = list[float]()
+
+    def ask(over: threading.Event) -> None:
+        while not over.is_set():
+            asked = time.monotonic()
+            thread.tell_row("?")
+            while not thread.rows() and not over.wait(0.005):
+                pass
+            ways.append(time.monotonic() - asked)
+
+    with _beside(ask):
+        yield ways
+
+
+@contextmanager
+def _beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    over = threading.Event()
+    working = threading.Thread(target=work, args=(over,))
+    working.start()
+    try:
+        yield
+    finally:
+        over.set()
+        working.join()

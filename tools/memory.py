@@ -12,8 +12,6 @@ The run writes into the config's output folder, and continues from a checkpoint 
 OMP_NUM_THREADS=1 where ranks share cores.
 """
 
-import argparse
-import gc
 import json
 import os
 import sys
@@ -24,13 +22,12 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.leaving import leave
 from megatron_noloco.job.start_up import before_engines, importing
-from tools.processes import allocated_bytes, memory_bytes
+from tools.options import command_line
+from tools.processes import held
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--steps", type=int, help="local steps, in place of the config's")
     parser.add_argument("--every", type=int, default=100, help="local steps between two looks")
@@ -78,16 +75,6 @@ def growth(ranks: list[dict[str, list[int]]], since: int) -> float:
         before = [size for step, size in zip(rank["steps"], sizes, strict=True) if step <= since]
         ratios.append(max(sizes) / max(before))
     return round(max(ratios), 4)
-
-
-def held() -> dict[str, int]:
-    """What this process holds now, without what waits for Python's garbage collector."""
-    gc.collect()
-    return {
-        "resident_bytes": memory_bytes("VmRSS"),
-        "allocated_bytes": allocated_bytes(),
-        "python_blocks": sys.getallocatedblocks(),
-    }
 
 
 if __name__ == "__main__":

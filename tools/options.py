@@ -1,7 +1,11 @@
 """Command lines of the tools."""
 
 import argparse
+import importlib
 import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,25 @@ def command_line(doc: str | None, prog: str | None = None) -> argparse.ArgumentP
     return argparse.ArgumentParser(
         prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def run_case(package: str, doc: str | None, cases: Sequence[str]) -> None:
+    """Run the case that the command line names, a module of the package, and print the JSON of its report.
+
+    A module has `add_options(parser)` and `run(options)`, which returns the report; None: there is none to print.
+    A report whose "well" is False gives exit code 1.
+    """
+    parser = command_line(doc, f"python -m {package}")
+    parser.add_argument("case", choices=cases)
+    name = parser.parse_args(sys.argv[1:2]).case
+    case = importlib.import_module(f"{package}.{name}")  # alone: some set environment variables
+    parser = command_line(case.__doc__, f"{parser.prog} {name}")
+    case.add_options(parser)
+    with suppress(KeyboardInterrupt):
+        report = case.run(parser.parse_args(sys.argv[2:]))
+        if report is not None:  # the first rank has it
+            print(json.dumps(report, indent=1), flush=True)
+            sys.exit(report.get("well") is False)
 
 
 def write_between(page: Path, begin: str, end: str, text: str) -> None:

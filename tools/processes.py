@@ -1,34 +1,28 @@
-"""Runs whose replicas are processes of this machine: as separate jobs, or as ranks of one job."""
+"""Federations whose jobs are processes of this machine, and what a process holds."""
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import Any
 
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
 from tests.netlab.lab import Lab
 from tests.netlab.relay import address_of
 
-if TYPE_CHECKING:
-    from tools.chaos import Fault
-
 _BASE = Path(__file__).parents[1] / "configs" / "federation.json"
 _PORT = 29500  # on every host of a lab
-_LAUNCH = Path(__file__).parents[1] / "launch" / "mpirun.sh"
-_LOOK_SECONDS = 0.05
 
 
 class Written:
@@ -127,6 +121,10 @@ class Federation(Written):
         with (self.folder / f"replica_{replica}.log").open("ab") as log:
             self._processes[replica] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
+    def start_all(self, replicas: Iterable[int]) -> None:
+        for replica in replicas:
+            self.start(replica)
+
     def signal(self, replica: int, number: signal.Signals) -> None:
         self._processes[replica].send_signal(number)
 
@@ -156,97 +154,6 @@ class Federation(Written):
 
     def folders(self, replica: int) -> Iterable[Path]:
         return self.host(replica).glob("replica_*")
-
-
-class OneJob(Written):
-    """Replicas as ranks of one job under mpirun. A context that leaves no process behind.
-
-    Attributes:
-        exit_codes_before: of all starts but the last.
-
-    Args:
-        base: the config of a federation; what only a federation has is left out.
-    """
-
-    def __init__(self, folder: Path, replicas: int, base: dict[str, Any]) -> None:
-        self._folder, self._replicas = folder, replicas
-        self._process: subprocess.Popen[bytes] | None = None
-        self.exit_codes_before: list[int] = []
-        folder.mkdir(parents=True)
-        self._config, self._log = write_as_one_job(folder, base, {"replicas": replicas}), folder / "job.log"
-
-    def __enter__(self) -> "OneJob":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            ranks = psutil.Process(self._process.pid).children(recursive=True)
-            self._process.kill()
-            for rank in ranks:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    rank.kill()
-            self._process.wait()
-
-    def folders(self, replica: int) -> Iterable[Path]:
-        return [self._folder / f"replica_{replica:02d}"]
-
-    def run(self, faults: Sequence["Fault"], limit: float) -> int | None:
-        """Run the job and return its exit code; None where it has not ended after `limit` seconds.
-
-        Only kills and freezes are inflicted: where one rank ends all do, so that none can join or return. A job
-        that has failed is started again, at most once for each kill.
-        """
-        deadline = time.monotonic() + limit
-        coming = [fault for fault in faults if fault.what in ("kill", "freeze")]
-        kills = sum(fault.what == "kill" for fault in coming)
-        process = self._start()
-        while time.monotonic() < deadline:
-            code = process.poll()
-            if code and len(self.exit_codes_before) < kills:
-                self.exit_codes_before.append(code)
-                process = self._start()
-            elif code is not None:
-                break
-            if coming and self.step(range(self._replicas)) >= coming[0].step and self._apply(coming[0]):
-                del coming[0]
-            time.sleep(_LOOK_SECONDS)
-        return process.poll()
-
-    def continued_from(self) -> list[int]:
-        """Return the steps of the checkpoints from which the starts after the first continued."""
-        found = re.findall(r"^continuing from .*: step (\d+),", self._log.read_text(), re.MULTILINE)
-        return [int(step) for step in found]
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-        command = ["sh", str(_LAUNCH), str(self._replicas), str(self._config)]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | settings)
-        return self._process
-
-    def _apply(self, fault: "Fault") -> bool:
-        """Inflict a fault; returns False where the rank is not there because the job is being started again."""
-        time.sleep(fault.seconds)
-        ranks = self._ranks()
-        rank = ranks.get(str(fault.replica))
-        if rank is None:
-            return False
-        if fault.what == "kill":
-            rank.kill()
-            psutil.wait_procs(ranks.values())  # the next fault is for the next start
-        else:
-            rank.send_signal(signal.SIGSTOP)
-            time.sleep(fault.lasts_seconds)
-            rank.send_signal(signal.SIGCONT)
-        return True
-
-    def _ranks(self) -> dict[str, psutil.Process]:
-        assert self._process is not None
-        found = {}
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile; it is no rank
-                found[process.environ()["OMPI_COMM_WORLD_RANK"]] = process
-        return found
 
 
 def base_config(steps: int) -> dict[str, Any]:
@@ -302,3 +209,16 @@ def allocated_bytes() -> int:
     libc.mallinfo2.restype = _Mallinfo2
     malloc = libc.mallinfo2().numbers
     return malloc[4] + malloc[7]
+
+
+def held() -> dict[str, int]:
+    """Return what this process holds: memory, files, threads, without what waits to be freed."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return {
+        "allocated_bytes": allocated_bytes(),
+        "resident_bytes": memory_bytes("VmRSS"),
+        "python_blocks": sys.getallocatedblocks(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }

@@ -25,7 +25,7 @@ from megatron_noloco.federation import membership
 from megatron_noloco.job import leaving
 from tests.harness import free_port
 from tests.integration.tiny import TINY, tiny, write_config
-from tools.disturbed_replica import pause
+from tools.faults.replica import pause
 
 LONGEST_SECONDS = 120.0
 _LOOK_SECONDS = 0.02

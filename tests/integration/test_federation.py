@@ -29,7 +29,7 @@ from tests.integration.chaos import command
 from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, assert_same, begin_alone, state_of
 from tests.integration.tiny import run_as_slots, tiny, write_config, write_text
-from tools.disturbed_replica import pause, send_times
+from tools.faults.replica import pause, send_times
 
 STEPS = 8
 ENDLESS = {"training": {"train_iters": 100_000}, "checkpoint": {"save_interval": 4}}  # until it is stopped

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.federation import Federation, assert_same
 from tests.integration.tiny import tiny, write_text
-from tools.disturbed_replica import pause
+from tools.faults.replica import pause
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from megatron_noloco.federation.node import Carriers, Identity, Node
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.federation.tcp import TcpCarrier
 from tests.unit.nodes import MEMBER, until
-from tools.strangers import KINDS, come
+from tools.faults.strangers import KINDS, come
 
 CONNECTIONS = 10 * len(KINDS)
 

@@ -1,23 +1,24 @@
 """Measures which share of the possible rounds takes place when slots of a federation are empty.
 
-    python -m tools.bench_pairing --slots 8 16 --empty 0 0.25 0.5
+    python -m tools.bench pairing --slots 8 16 --empty 0 0.25 0.5
 
 Starts the replicas that are there as threads of one process, connected over the loopback interface, with vectors
 of 1000 elements. Each replica sleeps for a random time in place of its local steps, so that they are not in
-lockstep. At best 2 * floor(replicas / 2) replicas have a partner. Prints one JSON object.
+lockstep. At best 2 * floor(replicas / 2) replicas have a partner.
 """
 
-import json
+import argparse
 import random
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import NolocoSettings
 from tools.federated import SEED, open_replica, outer_of, wait_for_all
-from tools.options import command_line
 
 ELEMENTS = 1000
 
@@ -50,8 +50,7 @@ class Case:
         return sorted(draw_permutation(self.slots, SEED, Stream.SAMPLES).tolist()[:count])
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 16])
     parser.add_argument(
         "--empty", type=float, nargs="+", default=[0.0, 0.25, 0.5], help="shares of the slots"
@@ -59,14 +58,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--phase-seconds", type=float, default=0.1, help="median from one round to the next")
     parser.add_argument("--sigma", type=float, default=0.3, help="of the logarithm of that time")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each case."""
     torch.set_num_threads(1)
     cases = [
         Case(slots, empty, options.rounds, options.phase_seconds, options.sigma)
         for slots in options.slots
         for empty in options.empty
     ]
-    print(json.dumps({"rounds": options.rounds, "cases": [measure(case) for case in cases]}), flush=True)
+    return {"rounds": options.rounds, "cases": [measure(case) for case in cases]}
 
 
 def measure(case: Case) -> dict[str, float]:
@@ -110,8 +112,3 @@ def rounds(case: Case, together: threading.Barrier, thread: NodeThread) -> list[
         time.sleep(case.phase_seconds * draw.lognormvariate(0, case.sigma))
         reports += outer.after_local_step(done)
     return reports
-
-
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        main()

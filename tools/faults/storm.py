@@ -1,20 +1,19 @@
 """How much of the work of a federation counts where its replicas are killed all the time.
 
-    nice python -m tools.storm --output runs/storm --replicas 8 --every 52 --restart 5 --minutes 15
+    nice python -m tools.faults storm --output runs/storm --replicas 8 --every 52 --restart 5 --minutes 15
 
-Every replica is a process of its own, with a folder of its own. Every `--every` seconds one, drawn at random, is
+Every `--every` seconds one, drawn at random, is
 killed (SIGKILL), and started again `--restart` seconds later. With `--notice` it is told to leave (SIGTERM) so
 many seconds before, and is killed if it is still there then. Each local step takes at least `--step-seconds`, so
 that replicas that run do not gain what those that do not run leave of the processor. Before, the same replicas run
 undisturbed for two minutes.
 
-Prints one JSON object. `tools.efficiency` says which local steps count; those that as many replicas would have
+`tools.efficiency` says which local steps count; those that as many replicas would have
 taken follow from the median time of a step in the undisturbed run. Lost steps are those that were taken and do not
 count, in the time of the kills alone.
 """
 
 import argparse
-import json
 import random
 import shutil
 import signal
@@ -22,9 +21,9 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tools.efficiency import steps_that_count
-from tools.options import command_line
 from tools.processes import Federation, base_config
 
 _LOOK_SECONDS = 0.1
@@ -32,8 +31,7 @@ _CALM_SECONDS = 120.0
 _STEPS = 10**6  # more than there is time for
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder; it is emptied")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--every", type=float, default=52.0, help="seconds between two kills")
@@ -43,14 +41,17 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=1.0, help="pause at each local step")
     parser.add_argument("--local-steps", type=int, default=5, help="from round to round")
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the federation without kills, then with them."""
     shutil.rmtree(options.output, ignore_errors=True)
     calm = Storm(options, options.output / "calm")
     calm.run(_CALM_SECONDS, kills=False)
     storm = Storm(options, options.output / "storm")
     storm.run(60 * options.minutes, kills=True)
     seconds_per_step = calm.seconds_per_step()
-    print(json.dumps({
+    return {
         "replicas": options.replicas,
         "kills": storm.kills,
         "kills_per_hour": round(3600 * storm.kills / storm.seconds, 1),
@@ -62,7 +63,7 @@ def main() -> None:
         "killed_all_the_same": storm.overdue,
         "missed_rounds": sum(storm.federation.total(one, "missed_rounds") for one in range(options.replicas)),
         "exit_codes": storm.exit_codes,
-    }))  # fmt: skip
+    }
 
 
 class Storm:
@@ -127,7 +128,7 @@ class Storm:
 
     def _start(self, replica: int) -> None:
         pause, times = str(self.options.step_seconds), str(self.federation.folder)
-        self.federation.start(replica, "tools.disturbed_replica", pause, "--times", times)
+        self.federation.start(replica, "tools.faults.replica", pause, "--times", times)
 
     def _remove(self, replica: int) -> None:
         """Kill a replica, after a notice if there is one."""
@@ -145,7 +146,3 @@ class Storm:
         ended = {one: code for one, code in codes.items() if code is not None}
         if ended:
             sys.exit(f"storm: replicas have ended, with exit codes {ended}: see {self.federation.folder}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The command line of a replica that is slow, or sends what it should not.
 
-    python -m tools.disturbed_replica SECONDS [--sigma S] [--times FOLDER] [--factor F] train ...
+    python -m tools.faults.replica SECONDS [--sigma S] [--times FOLDER] [--factor F] train ...
 
 Each local step begins with a pause of SECONDS: one number for all, or one for each replica with commas between.
 With a sigma it is drawn from a lognormal distribution of this mean. A line of FOLDER/steps_REPLICA has the seconds

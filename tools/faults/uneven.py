@@ -1,20 +1,19 @@
 """Goodput of synchronous training, DiLoCo and NoLoCo with uneven replicas, in one job and as separate jobs.
 
-    nice python -m tools.uneven --output runs/uneven
+    nice python -m tools.faults uneven --output runs/uneven
 
 A rank is a replica. Its local steps take `--step-seconds` at least, far longer than they need here, so that all
 can share the processors of one machine. Three cases: "even"; "one_slow", where those of the last replica take
 `--slower` times as long; and "by_chance", where every local step of every replica takes a time of its own,
 lognormal with `--sigma` and the same mean.
 
-Prints one JSON object. "goodput" is the number of local steps that all took, over what they would have taken
+"goodput" is the number of local steps that all took, over what they would have taken
 without waiting between the first step of all and the last, at one step in `--step-seconds`.
 "of_the_others" is that of the replicas but the last, each until it has ended itself. "left_out" are the local
 steps that the last replica left out, as slow ones do in a federation (docs/faults.md, different speeds).
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.options import command_line
 from tools.processes import Federation, base_config, write_as_one_job
 
 _CASES = ("even", "one_slow", "by_chance")
@@ -34,8 +32,7 @@ _METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder; it is emptied")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
@@ -44,7 +41,10 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=0.5)
     parser.add_argument("--cases", nargs="+", choices=_CASES, default=list(_CASES))
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for each run")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run each case with each method."""
     shutil.rmtree(options.output, ignore_errors=True)
     found: dict[str, dict[str, Any]] = {case: {} for case in options.cases}
     for case in options.cases:
@@ -56,9 +56,9 @@ def main() -> None:
             folder = (options.output / f"{case}, {method}").resolve()
             folder.mkdir(parents=True)
             train = separate_jobs if method == "NoLoCo, separate jobs" else one_job
-            train(folder, noloco, ["tools.disturbed_replica", *pace, "--times", str(folder)], options)
+            train(folder, noloco, ["tools.faults.replica", *pace, "--times", str(folder)], options)
             found[case][method] = goodput(folder, options)
-    print(json.dumps({"replicas": options.replicas, "step_seconds": options.step_seconds, "found": found}))
+    return {"replicas": options.replicas, "step_seconds": options.step_seconds, "found": found}
 
 
 def config(noloco: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +109,3 @@ def goodput(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         "of_the_others": sum(others) / len(others) * options.step_seconds,
         "left_out": options.steps - len(steps[-1]),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,13 @@
 """A federation for a long time, with delays, absences, drops and restarts: does anything grow?
 
-    nice python -m tools.soak --minutes 30
+    nice python -m tools.faults soak --minutes 30
 
 The replicas are threads of one process, connected over the loopback interface, with rounds of `--elements`
 weights. Before a round each waits for a random time. Some rounds a replica leaves out, and says so before the
 others come. In some its conversations are cut, as where a connection breaks. Now and then one is closed and
 started anew, as another process would be.
 
-Prints one JSON object: rounds, and skipped rounds, injected and counted, with their reasons. Injected are one
+Reports rounds, and skipped rounds, injected and counted, with their reasons. Injected are one
 where an odd number of replicas comes, and two where a cut ends a round. Then
 memory, file descriptors and threads after the first tenth and at the end, and the slope of the memory over the
 second half, by least squares. Allocated is what all libraries have taken from malloc and not given back. Resident
@@ -17,10 +17,6 @@ looking like growth.
 """
 
 import argparse
-import ctypes
-import gc
-import json
-import os
 import random
 import tempfile
 import threading
@@ -31,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import linear_regression
+from typing import Any
 
 import torch
 
@@ -38,16 +35,14 @@ from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.settings import NolocoSettings
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
-from tools.options import command_line
-from tools.processes import allocated_bytes, memory_bytes
+from tools.processes import held
 
 _SAMPLES = 60
 _LOOK_SECONDS = 0.001
-_CUT = "is cut, says tools.soak"
+_CUT = "is cut, says the soak"
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--elements", type=int, default=100_000)
@@ -62,10 +57,13 @@ def main() -> None:
     )
     parser.add_argument("--delay", type=float, default=0.05, help="seconds, at most, before a round")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the rounds."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(Soak(options, Path(folder)).run()))
+        return Soak(options, Path(folder)).run()
 
 
 class Soak:
@@ -80,7 +78,7 @@ class Soak:
         self.skips: Counter[str] = Counter()  # by their reason
         self.replicas = [self._start(replica, 0) for replica in range(options.replicas)]
 
-    def run(self) -> dict[str, object]:
+    def run(self) -> dict[str, Any]:
         started, samples = time.monotonic(), list[tuple[float, dict[str, int]]]()
         seconds = 60 * self.options.minutes
         with ThreadPoolExecutor(len(self.replicas)) as threads:
@@ -202,19 +200,3 @@ def slope(samples: list[tuple[float, dict[str, int]]], name: str) -> int | None:
         return None
     minutes = [seconds / 60 for seconds, _ in samples]
     return round(linear_regression(minutes, [held[name] for _, held in samples]).slope)
-
-
-def held() -> dict[str, int]:
-    """What this process has now."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return {
-        "allocated_bytes": allocated_bytes(),
-        "resident_bytes": memory_bytes("VmRSS"),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-    }
-
-
-if __name__ == "__main__":
-    main()

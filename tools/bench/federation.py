@@ -1,27 +1,27 @@
 """Rounds of two jobs of a federation, with keys: seconds, and the share of a link.
 
-    python -m tools.bench_federation --megabytes 64
-    python -m tools.bench_federation --rate 200Mbit --delay 50ms     # over an emulated link; needs root
-    python -m tools.bench_federation --rendezvous s3://bucket/run    # without ports; also file:///FOLDER
+    python -m tools.bench federation --megabytes 64
+    python -m tools.bench federation --rate 200Mbit --delay 50ms     # over an emulated link; needs root
+    python -m tools.bench federation --rendezvous s3://bucket/run    # without ports; also file:///FOLDER
 
 Each job is a process. They exchange vectors of so many bytes in fp32 as a run does, and vectors of 1,000 weights
 in turn, after a first of each. Meanwhile a row of metrics goes to and fro over their link, again and again, but
-not through a folder. Prints one JSON object for each payload: the medians of the seconds, the bytes that a replica
+not through a folder. Reports for each payload the medians of the seconds, the bytes that a replica
 sent in a round, and the longest way of a row there and back. Over a link that `tests.netlab` emulates also the
 share of its rate; through a folder or a bucket also the medians of the requests of one job in a round, and the
 requests in a second without.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,21 @@ from tests.netlab.__main__ import quantity
 from tests.netlab.lab import lab
 from tests.netlab.network import Link
 from tests.netlab.relay import address_of
-from tools.federated import DEADLINE_SECONDS, open_in_store, open_replica, outer_of, wait_for_all
-from tools.options import command_line
+from tools.federated import (
+    DEADLINE_SECONDS,
+    echoing,
+    open_in_store,
+    open_replica,
+    outer_of,
+    timing_rows,
+    wait_for_all,
+)
 
 _SMALL = 1000  # weights
 _FIRST = 2  # rounds of each kind that do not count
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
     parser.add_argument("--payloads", nargs="+", choices=("fp32", "int8", "int4"), default=["fp32", "int8"])
     parser.add_argument("--repeats", type=int, default=5)
@@ -58,10 +64,14 @@ def main() -> None:
     parser.add_argument(
         "--replica", nargs=3, metavar=("SLOT", "ADDRESS", "FOLDER"), help="(of the tool itself)"
     )
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run two jobs for each payload; as one of them, run its rounds."""
     if options.replica:
         slot, address, folder = options.replica
-        return print(json.dumps(_rounds(int(slot), address, Path(folder), options)))
+        return _rounds(int(slot), address, Path(folder), options)
+    report = {}
     for payload in options.payloads:
         rate = options.rate and quantity("rate", options.rate)
         numbers = ("megabytes", "repeats", "pause")
@@ -69,13 +79,14 @@ def main() -> None:
         arguments += [f"--rendezvous={options.rendezvous}/{payload}"] * (options.rendezvous is not None)
         with _hosts(rate, quantity("delay", options.delay)) as on, tempfile.TemporaryDirectory() as folder:
             Keys.make(Path(folder) / "key")
-            module = [sys.executable, "-m", "tools.bench_federation", *arguments, "--payloads", payload]
+            module = [sys.executable, "-m", "tools.bench", "federation", *arguments, "--payloads", payload]
             other, first = (on(slot, [*module, "--replica", str(slot)], folder) for slot in (1, 0))
             with subprocess.Popen(other, stdout=subprocess.DEVNULL):
                 found = json.loads(subprocess.check_output(first, timeout=2 * DEADLINE_SECONDS))
         if rate:
             found["share_of_link"] = round(8 * found["bytes_sent"] / found["seconds"] / rate, 3)
-        print(json.dumps({"payload": payload, "rate": rate, "delay": options.delay} | found), flush=True)
+        report[payload] = {"rate": rate, "delay": options.delay} | found
+    return report
 
 
 @contextmanager
@@ -102,32 +113,28 @@ def _rounds(slot: int, address: str, folder: Path, options: Any) -> dict[str, An
         large = _outer(slot, thread, base, options.payloads[0])
         tiny = _outer(slot, thread, small, options.payloads[0])
         wait_for_all(thread, 2)
-        over, ways = threading.Event(), [0.0]
-        talking = threading.Thread(target=_talk, args=(thread, over, ways))
-        if not options.rendezvous:  # where messages cost requests
-            talking.start()
+        asks = timing_rows if slot == 0 else echoing
+        rows = nullcontext() if options.rendezvous else asks(thread)  # through a folder they cost requests
         sent, seconds = 0, {False: list[float](), True: list[float]()}
         requests, idle = {False: list[Counter[str]](), True: list[Counter[str]]()}, Counter[str]()
-        for number in range(2 * (_FIRST + options.repeats)):
-            is_small = bool(number % 2)
-            before = calls.copy()
-            time.sleep(options.pause)
-            idle += calls - before
-            before, started = calls.copy(), time.perf_counter()
-            report = (tiny if is_small else large).run_round(number)
-            seconds[is_small].append(time.perf_counter() - started)
-            requests[is_small].append(calls - before)
-            assert report.exchange.group == (0, 1), report.exchange.missed
-            sent = max(sent, report.exchange.bytes_sent)
-        over.set()
-        if talking.is_alive():
-            talking.join()
+        with rows as ways:
+            for number in range(2 * (_FIRST + options.repeats)):
+                is_small = bool(number % 2)
+                before = calls.copy()
+                time.sleep(options.pause)
+                idle += calls - before
+                before, started = calls.copy(), time.perf_counter()
+                report = (tiny if is_small else large).run_round(number)
+                seconds[is_small].append(time.perf_counter() - started)
+                requests[is_small].append(calls - before)
+                assert report.exchange.group == (0, 1), report.exchange.missed
+                sent = max(sent, report.exchange.bytes_sent)
         time.sleep(1.0)  # the other one may still read
     return {
         "seconds": round(statistics.median(seconds[False][_FIRST:]), 3),
         "seconds_of_small_rounds": round(statistics.median(seconds[True][_FIRST:]), 3),
         "bytes_sent": sent,
-        "seconds_of_a_row": round(max(ways), 3),
+        "seconds_of_a_row": round(max(ways), 3) if ways else None,
     } | _requests(requests, idle, options)
 
 
@@ -153,21 +160,3 @@ def _outer(slot: int, thread: NodeThread, base: torch.Tensor, payload: Any) -> O
     weights = TorchWeights([base + 1e-2 * torch.randn(len(base), generator=draws)])
     settings = NolocoSettings(payload=payload, deadline_seconds=DEADLINE_SECONDS)
     return outer_of(slot, thread, weights, alone(len(base)), settings)
-
-
-def _talk(thread: NodeThread, over: threading.Event, ways: list[float]) -> None:
-    """Send a row to and fro; note how long it takes."""
-    asked = time.monotonic()
-    if thread.node.slot == 0:
-        thread.tell_row("?")
-    while not over.wait(0.005):
-        for _ in thread.rows():
-            ways.append(time.monotonic() - asked)
-            asked = time.monotonic()
-            thread.tell_row("?")
-    ways.append(time.monotonic() - asked)
-
-
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        main()

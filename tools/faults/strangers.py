@@ -1,24 +1,24 @@
 """Connections of strangers to the port of a replica: what they cost it, and whether others still get in.
 
-    python -m tools.strangers --connections 10000
+    python -m tools.faults strangers --connections 10000
 
 The replica is a process of its own, with a partner in this one. Strangers of each kind in `KINDS` come, 200 at a
 time. Each stays until the replica ends its connection, or for twenty seconds. Meanwhile a row of metrics goes to
-the replica and back over the link of the partner, again and again. Then another replica joins. Prints one JSON
-object: what the replica holds before, after a first tenth of the strangers, and after all; how many connections it
+the replica and back over the link of the partner, again and again. Then another replica joins.
+
+Reports what the replica holds before, after a first tenth of the strangers, and after all; how many connections it
 has ended; seconds until the new replica is linked; and the longest way of a row there and back.
 """
 
+import argparse
 import asyncio
 import json
-import os
 import socket
 import ssl
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
@@ -29,9 +29,8 @@ from megatron_noloco.federation import tcp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.tcp import TcpCarrier
-from tools.federated import open_replica, wait_for_all
-from tools.memory import held
-from tools.options import command_line
+from tools.federated import echoing, open_replica, timing_rows, wait_for_all
+from tools.processes import held
 
 GREETING = tcp._MAGIC + bytes([tcp.VERSION, 1])
 _AT_ONCE = 200
@@ -150,23 +149,26 @@ async def come(endpoint: str, keys: Keys, others: Keys, connections: int) -> int
     return ended
 
 
-def main() -> None:
-    parser = command_line(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--listener", type=Path, help="(of the tool itself) the folder")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Let the strangers come; as the listener, be the replica."""
     if options.listener:
-        return _listen(options.listener)
+        _listen(options.listener)
+        return None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keys, others = Keys.make(folder / "key"), Keys.make(folder / "other")
-        command = [sys.executable, "-m", "tools.strangers", "--listener", name]
+        command = [sys.executable, "-m", "tools.faults", "strangers", "--listener", name]
         pipe = subprocess.PIPE
         with (
             subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as listener,
             closing(open_replica(1, folder / "rendezvous", keys=keys)) as partner,
         ):
-            print(json.dumps(_measure(listener, partner, folder, keys, others, options.connections)))
+            return _measure(listener, partner, folder, keys, others, options.connections)
 
 
 def _measure(
@@ -179,61 +181,34 @@ def _measure(
 
     wait_for_all(partner, 2)
     endpoint = partner.node.directory.addresses[0].endpoint
-    over, longest = threading.Event(), [0.0]
-    watching = threading.Thread(target=_watch, args=(partner, over, longest))
-    watching.start()
-    report: dict[str, Any] = {"connections": connections, "before": ask()}
-    report["ended"] = asyncio.run(come(endpoint, keys, others, connections // 10))
-    time.sleep(_SETTLE_SECONDS)
-    report["after a tenth"] = ask()
-    report["ended"] += asyncio.run(come(endpoint, keys, others, connections - connections // 10))
-    started = time.monotonic()
-    with closing(open_replica(2, folder / "rendezvous", keys=keys)) as joined:
-        wait_for_all(joined, 3)
-        report["seconds to join"] = round(time.monotonic() - started, 2)
-    time.sleep(_SETTLE_SECONDS)
-    report["after all"] = ask()
-    over.set()
-    watching.join()
-    report["seconds of a row"] = round(longest[0], 2)
+    with timing_rows(partner) as ways:
+        report: dict[str, Any] = {"connections": connections, "before": ask()}
+        report["ended"] = asyncio.run(come(endpoint, keys, others, connections // 10))
+        time.sleep(_SETTLE_SECONDS)
+        report["after a tenth"] = ask()
+        report["ended"] += asyncio.run(come(endpoint, keys, others, connections - connections // 10))
+        started = time.monotonic()
+        with closing(open_replica(2, folder / "rendezvous", keys=keys)) as joined:
+            wait_for_all(joined, 3)
+            report["seconds to join"] = round(time.monotonic() - started, 2)
+        time.sleep(_SETTLE_SECONDS)
+        report["after all"] = ask()
+    report["seconds of a row"] = round(max(ways), 2)
     listener.stdin.close()
     report["lines"] = len(listener.stderr.read().splitlines())
     return report
 
 
-def _watch(partner: NodeThread, over: threading.Event, longest: list[float]) -> None:
-    """Send rows of metrics to the replica, which sends them back."""
-    while not over.is_set():
-        asked = time.monotonic()
-        partner.tell_row("?")
-        while not partner.rows() and not over.wait(0.01):
-            pass
-        longest[0] = max(longest[0], time.monotonic() - asked)
-
-
 def _listen(folder: Path) -> None:
     """Be the replica: say what it holds, for each line of the input."""
-    with closing(open_replica(0, folder / "rendezvous", keys=Keys.read(folder / "key"))) as thread:
-
-        def echo() -> None:
-            while True:
-                for _ in thread.rows():
-                    thread.tell_row("!")
-                time.sleep(0.005)
+    with (
+        closing(open_replica(0, folder / "rendezvous", keys=Keys.read(folder / "key"))) as thread,
+        echoing(thread),
+    ):
 
         async def tasks() -> int:
             return len(asyncio.all_tasks())
 
-        threading.Thread(target=echo, daemon=True).start()
         for _ in sys.stdin:
-            others = {
-                "tasks": thread.call(tasks()).result(),
-                "threads": threading.active_count(),
-                "files": len(os.listdir("/proc/self/fd")),
-                "links": len(thread.node.links),
-            }
+            others = {"tasks": thread.call(tasks()).result(), "links": len(thread.node.links)}
             print(json.dumps(held() | others), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,85 @@
+"""Faults of replicas, at moments of a run."""
+
+import math
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.netlab.lab import Lab
+from tools.processes import Federation
+
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One disturbance, `seconds` after the federation has made `step` local steps."""
+
+    step: int
+    seconds: float
+    what: str  # "kill", "return", "return empty", "freeze", "cut", "join"
+    replica: int
+    lasts_seconds: float = math.inf  # "freeze" and "cut"
+
+
+def disturb(
+    federation: Federation,
+    faults: Sequence[Fault],
+    limit: float,
+    lab: Lab | None = None,
+    untouched: Sequence[int] = (),
+) -> dict[int, int | None]:
+    """Inflict the faults in turn, and wait until the replicas have ended.
+
+    Args:
+        limit: seconds.
+        lab: has the links that are cut.
+        untouched: do not wait for others; none: wait for all.
+
+    Returns:
+        The exit code of every replica's last process; None where it had not ended at the limit.
+    """
+    deadline = time.monotonic() + limit
+    coming, ends = list(faults), list[tuple[float, Fault]]()
+    while time.monotonic() < deadline:
+        running = set(federation.running())
+        over = not (running & set(untouched) if untouched else coming or ends or running)
+        if over:
+            break
+        for when, fault in [end for end in ends if end[0] <= time.monotonic()]:
+            _undo(fault, federation, lab)
+            ends.remove((when, fault))
+        if coming and (federation.furthest_step() >= coming[0].step or not running):
+            fault = coming.pop(0)
+            time.sleep(fault.seconds)
+            _inflict(fault, federation, lab)
+            if fault.lasts_seconds < math.inf:
+                ends.append((time.monotonic() + fault.lasts_seconds, fault))
+        time.sleep(_LOOK_SECONDS)
+    return federation.exit_codes()
+
+
+def _inflict(fault: Fault, federation: Federation, lab: Lab | None) -> None:
+    match fault.what:
+        case "kill":
+            federation.kill(fault.replica)
+        case "freeze":
+            federation.signal(fault.replica, signal.SIGSTOP)
+        case "cut":
+            assert lab is not None
+            lab.cut(lab.names[fault.replica])
+        case "return empty":
+            shutil.rmtree(federation.host(fault.replica))
+            federation.start(fault.replica)
+        case _:
+            federation.start(fault.replica)
+
+
+def _undo(fault: Fault, federation: Federation, lab: Lab | None) -> None:
+    if fault.what == "freeze":
+        federation.signal(fault.replica, signal.SIGCONT)
+    else:
+        assert lab is not None
+        lab.heal(lab.names[fault.replica])
