@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 from megatron_noloco.config.explain import as_markdown
 from tools.evidence import EVIDENCE, read
-from tools.tables import TABLES, TableError, check, definitions, without_comments
+from tools.tables import TABLES, TableError, check, definitions, with_caption, without_comments
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -25,6 +25,9 @@ _PAGES = {  # outside of docs/, and what they are here
     "CHANGELOG.md": "changelog.md",
 }
 
+_TABLES = """Made from evidence.csv, as `python -m tools.tables all` prints them.
+Unless a caption says otherwise, the runs are those of [evidence.md](evidence.md#what-is-lost).
+"""
 _FIRST_FOUND = "---\nsearch:\n  boost: 3\n---\n"  # a search for a setting finds its definition first
 
 
@@ -32,6 +35,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     made = {page: (ROOT / name).read_text() for name, page in _PAGES.items()}
     made["configuration.md"] = _FIRST_FOUND + as_markdown()
+    runs = read(EVIDENCE)
+    tables = (with_caption(definition, runs) for definition in definitions(TABLES.read_text()).values())
+    made["tables.md"] = "\n".join(["# All tables of losses\n", _TABLES, *tables])
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files

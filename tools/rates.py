@@ -5,7 +5,7 @@
 Reads OUTPUT/results.jsonl of a study whose runs are named "METHOD @ TEXT, N steps" (tools/studies/texts.json),
 also while it is under way. The best rate is the lowest point of a parabola, as in `tune`. The rate that `tune`
 would find is computed from the runs of a tenth of the steps; another is the best one on the first text. Their
-losses are interpolated between the long runs. The second and third table are in docs/evidence-details.md.
+losses are interpolated between the long runs. `python -m tools.tables texts choices` prints two of the tables.
 """
 
 import math

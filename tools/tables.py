@@ -1,6 +1,7 @@
-"""Write the tables of docs/ that come from docs/evidence.csv.
+"""Write the tables of docs/ that come from docs/evidence.csv, or print others.
 
     python -m tools.tables
+    python -m tools.tables texts sizes     # print these instead; "all": each that there is
 
 Such a table stands below a line `<!-- table NAME -->`; tools/tables.txt says what is in it. `make docs` fails
 where a table is not that of the CSV.
@@ -25,16 +26,28 @@ class TableError(ValueError):
 
 
 def main() -> None:
-    command_line(__doc__).parse_args()
-    runs = read(EVIDENCE)
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        page.write_text(written(page.read_text(), runs, definitions(TABLES.read_text())))
+    parser, runs, defined = command_line(__doc__), read(EVIDENCE), definitions(TABLES.read_text())
+    parser.add_argument(
+        "names", nargs="*", choices=[*defined, "all"], metavar="NAME", help="a table to print"
+    )
+    names = parser.parse_args().names
+    for name in defined if "all" in names else names:
+        print(with_caption(defined[name], runs))
+    if not names:
+        for page in sorted((ROOT / "docs").glob("*.md")):
+            page.write_text(written(page.read_text(), runs, defined))
 
 
 def definitions(text: str) -> dict[str, str]:
     """Return the paragraphs by the names with which they begin; lines that begin with # are remarks."""
     paragraphs = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip().split("\n\n")
     return {paragraph.split()[0]: paragraph for paragraph in paragraphs}
+
+
+def with_caption(definition: str, runs: Iterable[Run]) -> str:
+    """Return a table below its name and what it shows."""
+    head, caption, *_ = definition.splitlines()
+    return f"## {head.split()[0]}\n\n{caption.removeprefix('> ')}\n\n{_made(definition, runs)}"
 
 
 def written(page: str, runs: Iterable[Run], defined: Mapping[str, str]) -> str:
@@ -69,6 +82,7 @@ def without_comments(page: str) -> str:
 
 def _made(definition: str, runs: Iterable[Run]) -> str:
     head, *lines = definition.splitlines()
+    lines = [line for line in lines if not line.startswith("> ")]
     _, kind, rest = head.split(" ", 2)
     if kind == "over":
         made, _, study = rest.partition(" of ")
