@@ -364,11 +364,11 @@ class _Tree:
     async def _serve(self, link: Link, stream: Stream) -> None:
         """Run the stream of a child, to its end."""
         child = _Child(stream, await receive_json(stream, _LISTED, _LONGEST))
-        if link.slot in self._summed:  # the first sum counts
+        if link.peer in self._summed:  # the first sum counts
             await stream.skip(4 * self._length)
-            self._waiting[link.slot] = child
+            self._waiting[link.peer] = child
         else:
-            self._came[link.slot] = child
+            self._came[link.peer] = child
         self._changed.set()
         await child.over.wait()
 

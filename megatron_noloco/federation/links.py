@@ -20,6 +20,7 @@ from weakref import WeakSet
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.ledger import Ledger
 from megatron_noloco.federation.messages import (
+    Header,
     Hello,
     Known,
     Later,
@@ -29,7 +30,6 @@ from megatron_noloco.federation.messages import (
     Prepared,
     Row,
     Status,
-    Talk,
     Verdict,
     hear,
     say,
@@ -115,8 +115,8 @@ class Link:
         silent_ticks: since the last message.
     """
 
-    def __init__(self, node: Owner, slot: int) -> None:
-        self.node, self.slot = node, slot
+    def __init__(self, node: Owner, peer: int) -> None:
+        self.node, self.peer = node, peer
         self.seen = Seen()
         self.ledger = Ledger()
         self.rows: deque[str] = deque(maxlen=_MOST_ROWS)
@@ -125,11 +125,11 @@ class Link:
         self._streams: list[Stream] = []  # usually one
         self._sending = asyncio.Lock()
         self._changed = asyncio.Event()  # replaced after each message
-        self._talks = WeakSet[Stream]()
+        self._conversations = WeakSet[Stream]()
         self._asks = itertools.count()
-        self._asked: dict[int, tuple[Open, asyncio.Future[_Talking]]] = {}
-        self._awaited: dict[int, asyncio.Future[_Talking]] = {}  # by round
-        self._early: dict[int, _Talking] = {}  # likewise
+        self._asked: dict[int, tuple[Open, asyncio.Future[_Conversation]]] = {}
+        self._awaited: dict[int, asyncio.Future[_Conversation]] = {}  # by round
+        self._early: dict[int, _Conversation] = {}  # likewise
 
     # The link
 
@@ -150,7 +150,7 @@ class Link:
                 self.silent_ticks = 0
                 await self._take(message)
         except MalformedError as error:
-            self.node.warn(f"the link to replica {self.slot} was closed: {error}")
+            self.node.warn(f"the link to replica {self.peer} was closed: {error}")
             raise
         finally:
             self._lose(stream, "the link was closed")
@@ -189,13 +189,13 @@ class Link:
 
     def end(self, reason: str) -> None:
         """End the link, and all conversations with this process."""
-        self.end_talks(reason)
+        self.end_conversations(reason)
         for stream in list(self._streams):
             self._lose(stream, reason)
 
-    def end_talks(self, reason: str) -> None:
+    def end_conversations(self, reason: str) -> None:
         """End all conversations; the link stays."""
-        for stream in list(self._talks):
+        for stream in list(self._conversations):
             stream.abort(reason)
         self._fail_waiting(reason)
 
@@ -250,8 +250,8 @@ class Link:
         """
         if self.seen.status.open_from > number:
             raise StreamEndedError(NO_PART)
-        talking = await (self._open(ROUND, number) if self.node.slot > self.slot else self._wait(number))
-        async with self._talk(talking) as stream:
+        conversation = await (self._open(ROUND, number) if self.node.slot > self.peer else self._wait(number))
+        async with self._converse(conversation) as stream:
             yield stream
 
     @asynccontextmanager
@@ -260,7 +260,7 @@ class Link:
 
         Raises ConnectionError where the other replica is lost.
         """
-        async with self._talk(await self._open(kind, 0)) as stream:
+        async with self._converse(await self._open(kind, 0)) as stream:
             yield stream
 
     async def settle(self, number: int, ledger: Ledger, seconds: float) -> None:
@@ -282,44 +282,44 @@ class Link:
                         async with asyncio.timeout(TICK_SECONDS):
                             await changed.wait()
 
-    async def begin(self, talk: Talk, stream: Stream) -> None:
+    async def begin(self, header: Header, stream: Stream) -> None:
         """Run a conversation that the other replica has opened, to its end.
 
         Raises ConnectionError where nobody wants it.
         """
-        talking = _Talking(stream)
-        if talk.ask < 0:
-            await self._begin(talk.kind, talk.number, talking)
+        conversation = _Conversation(stream)
+        if header.ask < 0:
+            await self._begin(header.kind, header.number, conversation)
             return
-        _, waiting = self._asked.pop(talk.ask, (None, None))
+        _, waiting = self._asked.pop(header.ask, (None, None))
         if waiting is None or waiting.done():
             raise StreamEndedError("is not waited for any more")
-        waiting.set_result(talking)
-        await talking.over.wait()
+        waiting.set_result(conversation)
+        await conversation.over.wait()
 
     def close_rounds(self, before: int) -> None:
         """Refuse rounds before this number from now on."""
         for number in [number for number in self._early if number < before]:
             self._early.pop(number).refuse(NO_PART)
 
-    async def _begin(self, kind: str, number: int, talking: "_Talking") -> None:
+    async def _begin(self, kind: str, number: int, conversation: "_Conversation") -> None:
         if kind in self.node.serves:
-            async with self._talk(talking) as stream:
+            async with self._converse(conversation) as stream:
                 await self.node.serves[kind](self, stream)
             return
         waiting = self._awaited.pop(number, None)
         if waiting is not None and not waiting.done():
-            waiting.set_result(talking)
-        elif kind != ROUND or number < self.node.open_from(self.slot) or len(self._early) >= _MOST_EARLY:
-            talking.refuse(NO_PART)
+            waiting.set_result(conversation)
+        elif kind != ROUND or number < self.node.open_from(self.peer) or len(self._early) >= _MOST_EARLY:
+            conversation.refuse(NO_PART)
         else:
             if number in self._early:
                 self._early.pop(number).refuse("was opened again")
-            self._early[number] = talking
-            self._talks.add(talking.stream)
-        await talking.over.wait()
+            self._early[number] = conversation
+            self._conversations.add(conversation.stream)
+        await conversation.over.wait()
 
-    async def _wait(self, number: int) -> "_Talking":
+    async def _wait(self, number: int) -> "_Conversation":
         if (early := self._early.pop(number, None)) is not None:
             return early
         waiting = self._awaited[number] = asyncio.get_running_loop().create_future()
@@ -328,16 +328,16 @@ class Link:
         finally:
             self._awaited.pop(number, None)
 
-    async def _open(self, kind: str, number: int) -> "_Talking":
+    async def _open(self, kind: str, number: int) -> "_Conversation":
         if self.is_dialled:
             try:
-                return _Talking(await self._dial(Talk(*self.node.who, kind, number)), dialled=True)
+                return _Conversation(await self._dial(Header(*self.node.who, kind, number)), dialled=True)
             except (ConnectionError, TimeoutError):
                 self.is_dialled = False
-        if not self.seen.present or not self.node.dialling.is_dialled_by(self.slot):
+        if not self.seen.present or not self.node.dialling.is_dialled_by(self.peer):
             raise StreamEndedError("is not there" if not self.seen.present else "cannot be dialled from here")
         asked = Open(kind, number, next(self._asks))
-        waiting: asyncio.Future[_Talking] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[_Conversation] = asyncio.get_running_loop().create_future()
         self._asked[asked.ask] = asked, waiting
         try:
             while True:
@@ -350,14 +350,14 @@ class Link:
 
     async def _answer(self, asked: Open) -> None:
         """Open the stream that the other side asks for, and run this side of it."""
-        talk = Talk(*self.node.who, asked.kind, asked.number, asked.ask)
-        await self._begin(asked.kind, asked.number, _Talking(await self._dial(talk), dialled=True))
+        header = Header(*self.node.who, asked.kind, asked.number, asked.ask)
+        await self._begin(asked.kind, asked.number, _Conversation(await self._dial(header), dialled=True))
 
-    async def _dial(self, talk: Talk) -> Stream:
+    async def _dial(self, header: Header) -> Stream:
         async with asyncio.timeout(_OPEN_SECONDS):
-            stream = await self.node.dialling.dial(self.slot)
+            stream = await self.node.dialling.dial(self.peer)
             try:
-                await say(stream, talk)
+                await say(stream, header)
             except BaseException:
                 stream.abort("was not begun")
                 raise
@@ -365,11 +365,11 @@ class Link:
         return stream
 
     @asynccontextmanager
-    async def _talk(self, talking: "_Talking") -> AsyncIterator[Stream]:
+    async def _converse(self, conversation: "_Conversation") -> AsyncIterator[Stream]:
         """End a conversation with the block, which does not wait until the other side has closed the stream."""
-        stream, began = talking.stream, asyncio.get_running_loop().time()
+        stream, began = conversation.stream, asyncio.get_running_loop().time()
         before = stream.received
-        self._talks.add(stream)
+        self._conversations.add(stream)
         try:
             yield stream
         except BaseException as error:
@@ -378,16 +378,16 @@ class Link:
                 self._name_lost_packets(stream.received - before)
             raise
         else:
-            if talking.dialled:
+            if conversation.dialled:
                 self.node.end(stream)
         finally:
-            talking.over.set()
+            conversation.over.set()
 
     def _name_lost_packets(self, came: int) -> None:
         """Say so where the link lives, and of a long conversation no more has come than small packets hold."""
         if 0 < came < _SMALL_BYTES and self._streams and self.silent_ticks <= _ALIVE_TICKS:
             self.node.warn(
-                f"small messages of replica {self.slot} arrive, large ones do not: {IS_IT_THE_MTU}"
+                f"small messages of replica {self.peer} arrive, large ones do not: {IS_IT_THE_MTU}"
             )
 
 
@@ -395,7 +395,7 @@ Serve = Callable[[Link, Stream], Awaitable[None]]
 """Runs this side of a conversation that another replica has opened."""
 
 
-class _Talking:
+class _Conversation:
     """The stream of a conversation.
 
     Attributes:
@@ -412,6 +412,6 @@ class _Talking:
         self.over.set()
 
 
-def _fail(waiting: "asyncio.Future[_Talking]", reason: str) -> None:
+def _fail(waiting: "asyncio.Future[_Conversation]", reason: str) -> None:
     if not waiting.done():
         waiting.set_exception(StreamEndedError(reason))

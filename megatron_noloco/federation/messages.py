@@ -4,7 +4,7 @@
 |---|---|---|
 | Hello | first on a link, from both sides | who the sender is |
 | Later | in place of a Hello, or after it | the receiver is not the latest process of its slot |
-| Talk | first on any other stream of a replica | which conversation begins |
+| Header | first on any other stream of a replica | which conversation begins |
 | Visit | first on a stream of a program that is no replica | which conversation begins |
 | Status | on a link, now and then and at each change | where the sender is in its rounds |
 | Known | on a link | addresses that are new to the receiver, as far as the sender knows |
@@ -91,8 +91,8 @@ class Later:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Talk:
-    """Begins a conversation of two replicas.
+class Header:
+    """Begins a stream of two replicas: says which conversation it is.
 
     Attributes:
         slot, incarnation: of the sender.
@@ -106,7 +106,7 @@ class Talk:
     kind: Text
     number: Number = 0
     ask: Latest = -1
-    type: Literal["talk"] = "talk"
+    type: Literal["header"] = "header"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -132,8 +132,9 @@ class Status:
         open_from: the first round that it may have with the receiver.
         step: local steps of the state that it can give; 0: it has no state to give.
         sees: hidden replicas to which it has a link; told to hidden replicas only.
-        ended: at its end, what it knows of who has links to whom: for itself, and for each replica at its end to
-            which the receiver has no link, a number that grows with each change, and the slots it has links to.
+        links_of_ended: at its end, what it knows of who has links to whom: for itself, and for each replica at
+            its end to which the receiver has no link, a number that grows with each change, and the slots it has
+            links to.
         directory: checksum of the addresses that it knows.
     """
 
@@ -142,7 +143,7 @@ class Status:
     open_from: Number = 0
     step: Number = 0
     sees: list[Slot] = Field(default_factory=list)
-    ended: dict[int, tuple[Number, list[Slot]]] = Field(default_factory=dict)
+    links_of_ended: dict[int, tuple[Number, list[Slot]]] = Field(default_factory=dict)
     directory: Number = 0
     type: Literal["status"] = "status"
 
@@ -157,7 +158,7 @@ class Known:
 
 @dataclass(frozen=True, config=STRICT)
 class Open:
-    """Asks for a stream for a conversation; see `Talk`."""
+    """Asks for a stream for a conversation; see `Header`."""
 
     kind: Text
     number: Number
@@ -190,7 +191,7 @@ class Row:
     type: Literal["row"] = "row"
 
 
-Message = Hello | Later | Talk | Visit | Status | Known | Open | Prepared | Verdict | Row
+Message = Hello | Later | Header | Visit | Status | Known | Open | Prepared | Verdict | Row
 Kind = TypeVar("Kind", bound=Message)
 Content = TypeVar("Content")
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])

@@ -19,6 +19,7 @@ from megatron_noloco.federation.directory import Directory, is_sound
 from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen, Serve
 from megatron_noloco.federation.messages import (
     Address,
+    Header,
     Hello,
     Known,
     Later,
@@ -27,7 +28,6 @@ from megatron_noloco.federation.messages import (
     Message,
     Phase,
     Status,
-    Talk,
     Visit,
     hear,
     say,
@@ -85,10 +85,10 @@ class Node:
         self._carriers, self._stopped = carriers, stopped
         self._pulse_ticks = max(1, round(self._carriers.pulse_seconds / TICK_SECONDS))
         self._ticks = self._stopped_ticks = 0
-        self._ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.ended`
+        self._links_of_ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.links_of_ended`
         self._warnings = set[str]()
         self._tasks = set[asyncio.Task[Any]]()
-        self._ending = set[asyncio.Task[Any]]()  # of these
+        self._closing = set[asyncio.Task[Any]]()  # of these
 
     async def start(self) -> None:
         """Accept streams, and begin to dial."""
@@ -104,8 +104,8 @@ class Node:
         self.phase = "left"
         self.tell()
         await asyncio.sleep(0)
-        if self._ending:
-            await asyncio.wait(self._ending, timeout=_FAREWELL_SECONDS + 4 * self._carriers.pulse_seconds)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=_FAREWELL_SECONDS + 4 * self._carriers.pulse_seconds)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -130,8 +130,8 @@ class Node:
     def end(self, stream: Stream) -> "asyncio.Task[Any]":
         """Close the stream of a conversation that is over here, beside."""
         task = self.spawn(stream.end())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
         return task
 
     def warn(self, line: str) -> None:
@@ -184,15 +184,15 @@ class Node:
     def status(self, link: Link) -> Status:
         """Return what another replica is to know of this one."""
         sees = list[int]()
-        if not self.directory.addresses[link.slot].endpoint:
-            sees = sorted(self.hidden() & self.present().keys() - {link.slot})
+        if not self.directory.addresses[link.peer].endpoint:
+            sees = sorted(self.hidden() & self.present().keys() - {link.peer})
         return Status(
             self.phase,
             self.begun,
-            self.open_from(link.slot),
+            self.open_from(link.peer),
             self.step,
             sees,
-            self._ended_unknown_to(link.slot),
+            self._links_unknown_to(link.peer),
             self.directory.checksum,
         )
 
@@ -201,24 +201,26 @@ class Node:
 
         Some of the replicas may have no link to this one.
         """
-        return {slot: {*sees} for slot, (_, sees) in self._ended.items()} | {self.slot: {*self.present()}}
+        return {slot: {*sees} for slot, (_, sees) in self._links_of_ended.items()} | {
+            self.slot: {*self.present()}
+        }
 
-    def _ended_unknown_to(self, receiver: int) -> dict[int, tuple[int, list[int]]]:
+    def _links_unknown_to(self, receiver: int) -> dict[int, tuple[int, list[int]]]:
         if self.phase != "ended":
             return {}
-        version, sees = self._ended.get(self.slot, (0, []))
+        version, sees = self._links_of_ended.get(self.slot, (0, []))
         if sees != (now := list(self.present())):
-            self._ended[self.slot] = version + 1, now
+            self._links_of_ended[self.slot] = version + 1, now
         return {
             slot: known
-            for slot, known in self._ended.items()
+            for slot, known in self._links_of_ended.items()
             if slot == self.slot or receiver not in known[1]
         }
 
     def tell(self) -> None:
         """Tell all others where this replica is now."""
         for link in self.links.values():
-            link.close_rounds(self.open_from(link.slot))
+            link.close_rounds(self.open_from(link.peer))
             self.spawn(link.tell_status())
 
     def begin_round(self, number: int, partner: int | None) -> None:
@@ -245,10 +247,10 @@ class Node:
 
     def heard(self, link: Link) -> None:
         """Act on a status of another replica."""
-        self.dialling.heard(link.slot)
-        for slot, known in link.seen.status.ended.items():
-            if slot != self.slot and known[0] > self._ended.get(slot, (0, []))[0]:
-                self._ended[slot] = known
+        self.dialling.heard(link.peer)
+        for slot, known in link.seen.status.links_of_ended.items():
+            if slot != self.slot and known[0] > self._links_of_ended.get(slot, (0, []))[0]:
+                self._links_of_ended[slot] = known
         if link.seen.status.directory == self.directory.checksum:
             link.told = self.directory.version
         elif not link.told:
@@ -256,7 +258,7 @@ class Node:
 
     def lost(self, link: Link) -> None:
         """Note that there is no link to a replica any more."""
-        self.dialling.lost(link.slot)
+        self.dialling.lost(link.peer)
 
     # The ticks
 
@@ -276,7 +278,7 @@ class Node:
         for link in self.links.values():
             link.tick(silent)
             if self._stopped_ticks == _STOP_TICKS:
-                link.end_talks("is not waited for: a job was asked to stop")
+                link.end_conversations("is not waited for: a job was asked to stop")
             if self._ticks % self._pulse_ticks == 0:
                 self.spawn(link.tell_status())
         differ = [link for link in self.links.values() if self._knows_less(link)]
@@ -294,7 +296,7 @@ class Node:
 
     def _tell_addresses(self, link: Link) -> None:
         news, link.told = self.directory.since(link.told), self.directory.version
-        news.pop(link.slot, None)
+        news.pop(link.peer, None)
         self.spawn(link.say(Known(news)))
 
     # Streams of others
@@ -306,7 +308,7 @@ class Node:
                 raise StreamEndedError("this job has invited nobody")
             await self.strangers(stream)
             return
-        first = await hear(stream, Hello, Talk, Visit, first=True)
+        first = await hear(stream, Hello, Header, Visit, first=True)
         stream.admit()
         match first:
             case Hello():
@@ -315,8 +317,8 @@ class Node:
                 else:
                     await say(stream, self.hello())
                     await self.run_link(stream, first)
-            case Talk():
-                await self._talk_to(first, stream)
+            case Header():
+                await self._serve(first, stream)
                 await self.end(stream)
             case Visit():
                 if line := self._unfit("a visitor", first.member):
@@ -325,14 +327,14 @@ class Node:
                     raise MalformedError(f"there are no visits of the kind {first.kind}")
                 await self.visitors[first.kind](stream)
 
-    async def _talk_to(self, talk: Talk, stream: Stream) -> None:
-        link = self.links.get(talk.slot)
-        if link is None or link.seen.incarnation != talk.incarnation:  # its Hello may be under way
+    async def _serve(self, header: Header, stream: Stream) -> None:
+        link = self.links.get(header.slot)
+        if link is None or link.seen.incarnation != header.incarnation:  # its Hello may be under way
             await asyncio.sleep(TICK_SECONDS)
-            link = self.links.get(talk.slot)
-        if link is None or link.seen.incarnation != talk.incarnation:
+            link = self.links.get(header.slot)
+        if link is None or link.seen.incarnation != header.incarnation:
             raise StreamEndedError("there is no link to this process")
-        await link.begin(talk, stream)
+        await link.begin(header, stream)
 
     # Links
 

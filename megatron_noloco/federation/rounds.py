@@ -128,7 +128,7 @@ class Replica:
         return PairExchange(self)
 
 
-class _Ended(NamedTuple):
+class _Outcome(NamedTuple):
     """How a round has ended. Why it does not count continues "replica ..."; "" where it counts."""
 
     counts: bool
@@ -153,14 +153,14 @@ class PairExchange:
         self._vector = self._mean = NOTHING
         self._partner: int | None = None
         self._transfer: Transfer
-        self._ended: Future[_Ended]
-        self._limit: asyncio.Timeout | None = None
-        self._until: float | None = None  # on the clock of the leader's thread
+        self._outcome: Future[_Outcome]
+        self._timeout: asyncio.Timeout | None = None
+        self._deadline: float | None = None  # on the clock of the leader's thread
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         replica, leading = self._replica, self._replica.leading
-        self._vector, self._until = vector, None
+        self._vector, self._deadline = vector, None
         self._partner, missed = replica.tell(lambda: self._choice(number))
         if self._partner is None:
             self.report = ExchangeReport((replica.place.replica,), missed=missed)
@@ -173,7 +173,7 @@ class PairExchange:
         self._transfer = replica.gather.fragment(fragment, vector, self._mean)
         if leading is not None:
             assert isinstance(self._transfer, Leader)
-            self._ended = leading.thread.call(self._run(leading, self._transfer, number))
+            self._outcome = leading.thread.call(self._run(leading, self._transfer, number))
 
     def progress(self) -> Iterator[MeanPiece]:
         """Yield nothing: the leader's thread moves everything, and `finish` yields the mean."""
@@ -181,16 +181,16 @@ class PairExchange:
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the whole mean; the own vector where the round is skipped. A collective of the replica."""
-        ended = _Ended(counts=False)
+        outcome = _Outcome(counts=False)
         if self._partner is not None:
-            ended = self._replica.tell(self._wait)
+            outcome = self._replica.tell(self._wait)
             self._transfer.wait()
-            if not ended.counts:
-                self.report.skip(self._replica.place.replica, f"replica {self._partner} {ended.why}")
-                self.report.in_doubt = ended.in_doubt
+            if not outcome.counts:
+                self.report.skip(self._replica.place.replica, f"replica {self._partner} {outcome.why}")
+                self.report.in_doubt = outcome.in_doubt
         if self._replica.leading is not None:
             self.report.deadline_seconds = self._replica.leading.partners.deadline_seconds
-        yield MeanPiece(0, len(self._vector), self._mean if ended.counts else self._vector)
+        yield MeanPiece(0, len(self._vector), self._mean if outcome.counts else self._vector)
 
     def _choice(self, number: int) -> tuple[int | None, str]:
         """Return the partner, or None and why the planned one is none, as far as there is one."""
@@ -206,26 +206,26 @@ class PairExchange:
         why = "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}"
         return None, why
 
-    def _wait(self) -> _Ended:
+    def _wait(self) -> _Outcome:
         """Wait for the end of the round; from now on the partner has until the deadline."""
         assert self._replica.leading is not None
         thread, partners = self._replica.leading
         started = time.monotonic()
         seconds = thread.node.seconds_to_leave or partners.deadline_seconds
-        thread.do(self._limit_to, seconds)
-        ended = self._ended.result()
+        thread.do(self._set_deadline, seconds)
+        outcome = self._outcome.result()
         waited = time.monotonic() - started
         self.report.wait_seconds += waited
-        if ended.counts or waited >= seconds:
+        if outcome.counts or waited >= seconds:
             partners.record(waited)
-        return ended
+        return outcome
 
-    def _limit_to(self, seconds: float) -> None:
-        self._until = asyncio.get_running_loop().time() + seconds
-        if self._limit is not None:
-            self._limit.reschedule(self._until)
+    def _set_deadline(self, seconds: float) -> None:
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        if self._timeout is not None:
+            self._timeout.reschedule(self._deadline)
 
-    async def _run(self, leading: Leading, transfer: Leader, number: int) -> _Ended:
+    async def _run(self, leading: Leading, transfer: Leader, number: int) -> _Outcome:
         """Run a round to its end, in the leader's thread."""
         node, partner = leading.thread.node, self._partner
         assert partner is not None
@@ -234,11 +234,11 @@ class PairExchange:
         ledger.begin(number)
         node.begin_round(number, partner)
         try:
-            async with asyncio.timeout_at(self._until) as self._limit:
+            async with asyncio.timeout_at(self._deadline) as self._timeout:
                 try:
                     await self._exchange(leading, transfer, number, ledger)
                 finally:
-                    self._limit = None
+                    self._timeout = None
         except (ConnectionError, TimeoutError, UnequalError, ImplausibleError) as error:
             failure = error
         if ledger.verdict(number) is None and ledger.is_prepared(number):
@@ -250,9 +250,9 @@ class PairExchange:
         node.end_round(number)
         self.report.seconds = time.perf_counter() - self.report.started
         if counts:
-            return _Ended(True)
+            return _Outcome(True)
         self._avoid(leading.partners, partner, failure)
-        return _Ended(False, _why(failure), in_doubt)
+        return _Outcome(False, _why(failure), in_doubt)
 
     async def _exchange(self, leading: Leading, transfer: Leader, number: int, ledger: Ledger) -> None:
         assert self._partner is not None

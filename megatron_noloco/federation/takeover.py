@@ -83,7 +83,7 @@ class Offer:
 
 
 _OFFER = TypeAdapter(Offer)
-_Talk = AsyncGenerator[tuple[Offer, bytes], Any]
+_Conversation = AsyncGenerator[tuple[Offer, bytes], Any]
 
 
 class TakeOver:
@@ -161,7 +161,7 @@ class TakeOver:
         """Send a copy to all that wait; a job of the sender's thread, on all ranks."""
         with _complaining(), suppress(ThreadFailedError):
             gather, vectors = Gather(movement, _GIVING), state.vectors.values() if state is not None else ()
-            with _ended([gather.whole(vector, None) for vector in vectors]) as transfers:
+            with _finishing([gather.whole(vector, None) for vector in vectors]) as transfers:
                 if self._thread is not None:
                     self._thread.call(self._give(state, transfers)).result()
 
@@ -227,27 +227,27 @@ class TakeOver:
 
         A collective; raises NotTakenError on all ranks.
         """
-        talk = self._receive(slot, least, seconds)
-        offer, rest = self._go_on(talk, None)
+        conversation = self._receive(slot, least, seconds)
+        offer, rest = self._go_on(conversation, None)
         gather = Gather(keeper.movement, _TAKING)
         try:
             vectors = _agreed(lambda: keeper.room(offer.facts, offer.vectors))
         except NotTakenError as error:
-            self._go_on(talk, error)
+            self._go_on(conversation, error)
             raise
-        with _ended([gather.whole(None, vectors[name]) for name in offer.vectors]) as transfers:
-            self._go_on(talk, transfers)
+        with _finishing([gather.whole(None, vectors[name]) for name in offer.vectors]) as transfers:
+            self._go_on(conversation, transfers)
         if not all(of_all_ranks(all(bool(vector.isfinite().all()) for vector in vectors.values()))):
             raise NotTakenError("its numbers are not finite")
         _agreed(lambda: keeper.use(State(offer.step, offer.facts, vectors, rest)))
         return offer.step, sum(vector.nbytes for vector in vectors.values()) + len(rest)
 
-    async def _receive(self, slot: int, least: int, seconds: float) -> _Talk:
+    async def _receive(self, slot: int, least: int, seconds: float) -> _Conversation:
         """Ask for a state; yield what is before its vectors, and be sent where these go, or why nowhere."""
         assert self._thread is not None
-        async with AsyncExitStack() as conversation:
+        async with AsyncExitStack() as stack:
             async with within(seconds, f"it has not answered for {seconds:g} s"):
-                stream = await conversation.enter_async_context(self._thread.node.links[slot].open(STATE))
+                stream = await stack.enter_async_context(self._thread.node.links[slot].open(STATE))
                 offer = await receive_json(stream, _OFFER, _LONGEST_OFFER)
             async with within(COME_SECONDS, NOT_COME):
                 rest = await stream.receive(offer.rest)
@@ -260,12 +260,12 @@ class TakeOver:
                 await receive_vector(stream, cast(Leader, transfer))
             await stream.send(EVERYTHING)
 
-    def _go_on(self, talk: _Talk, answer: object) -> Any:
+    def _go_on(self, conversation: _Conversation, answer: object) -> Any:
         """Continue the leader's conversation; return on all ranks what it yields. Raises NotTakenError on all."""
 
         async def step() -> object:
             try:
-                return await talk.asend(answer)
+                return await conversation.asend(answer)
             except StopAsyncIteration:
                 return None
             except NotTakenError as error:
@@ -315,7 +315,7 @@ def _agreed(work: Callable[[], Value]) -> Value:
 
 
 @contextmanager
-def _ended(transfers: list[Transfer]) -> Iterator[list[Transfer]]:
+def _finishing(transfers: list[Transfer]) -> Iterator[list[Transfer]]:
     """Bring transfers to their end after the block, whatever has happened in it."""
     try:
         yield transfers

@@ -88,10 +88,10 @@ async def take_part(replica: Replica, vector: Tensor, number: int, phase: float 
     exchange: PairExchange = replica.exchange()
     exchange.begin(vector, (), number, "a test")
     if exchange._partner is not None:
-        ended: Any = exchange._ended
+        ended: Any = exchange._outcome
         try:
             await asyncio.sleep(phase)
-            exchange._limit_to(DEADLINE)
+            exchange._set_deadline(DEADLINE)
             await asyncio.wait([ended])
         finally:
             ended.cancel()

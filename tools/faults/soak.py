@@ -179,7 +179,7 @@ class Replica:
 
         def end() -> None:
             for link in node.links.values():
-                link.end_talks(_CUT)
+                link.end_conversations(_CUT)
 
         def cut() -> None:
             while not over.wait(_LOOK_SECONDS):
