@@ -7,8 +7,9 @@
 All replicas are in this process, in one event loop, over TCP of the loopback interface with TLS. Its clock jumps
 to the next timer when nothing happens, so the share of a core is that of replicas on machines of their own. Each
 link needs two files: `ulimit -n` limits the replicas. Prints one JSON object for each number: the share of a core
-and the bytes of memory for each replica; and the messages with addresses, hellos included, when a replica joins,
-when another leaves, and when that one comes back at another address, with the seconds until all have links again.
+and the bytes of memory for each replica, and the statuses that it sends in a second; and the messages with
+addresses, hellos included, when a replica joins, when another leaves, and when that one comes back at another
+address, with the seconds until all have links again.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ from typing import Any
 
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import MOST_TOLD, Carriers, Identity, Node
+from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.messages import Address, Member, Status
+from megatron_noloco.federation.node import MOST_STATUSES, MOST_TOLD, Carriers, Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
 from tools.options import command_line
 from tools.processes import memory_bytes
@@ -60,6 +62,14 @@ class _Counted(Directory):
     def merge(self, addresses: Mapping[int, Address]) -> None:
         _Counted.told += 1
         super().merge(addresses)
+
+
+class _CountedNode(Node):
+    statuses = 0
+
+    def status(self, link: Link) -> Status:
+        _CountedNode.statuses += 1
+        return super().status(link)
 
 
 def main() -> None:
@@ -95,10 +105,11 @@ class Crowd:
         gc.freeze()  # or each collection would visit the objects of all replicas
         await asyncio.sleep(_SETTLE_SECONDS)
         found: dict[str, Any] = {"replicas": replicas, "bytes": (memory_bytes("VmRSS") - before) // replicas}
-        started, busy = loop.time(), time.process_time()
+        _CountedNode.statuses, started, busy = 0, loop.time(), time.process_time()
         await asyncio.sleep(_IDLE_SECONDS)
-        share = (time.process_time() - busy) / (loop.time() - started) / replicas
-        found["share_of_a_core"] = round(share, 5)
+        replica_seconds = (loop.time() - started) * replicas
+        found["share_of_a_core"] = round((time.process_time() - busy) / replica_seconds, 5)
+        found["statuses_per_second"] = round(_CountedNode.statuses / replica_seconds, 1)
         leaves = replicas - 1
         found["joins"] = await self._change(self._start(replicas, 1))
         found["leaves"] = await self._change(self.nodes.pop(leaves).close())
@@ -124,7 +135,7 @@ class Crowd:
             listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
             endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         address = Address(endpoint, incarnation)
-        node = Node(Identity(slot, address, Member(1)), Carriers(TcpCarrier(self._keys, listener)))
+        node = _CountedNode(Identity(slot, address, Member(1)), Carriers(TcpCarrier(self._keys, listener)))
         node.directory = _Counted(slot, address)
         node.directory.merge({} if slot == 0 else {0: self.nodes[0].directory.own})
         self.nodes[slot] = node
@@ -149,18 +160,25 @@ def directories_alone(replicas: int) -> dict[str, int]:
     for directory in everyone:
         directory.merge(addresses)
     told = [[directory.version] * replicas for directory in everyone]
+    heard = [[directory.version] * replicas for directory in everyone]
+    said = [[directory.checksum] * replicas for directory in everyone]
     everyone[0].merge({replicas: Address("tcp://10.0.0.2:1", 1)})
     messages = ticks = 0
-    while len(said := [directory.checksum for directory in everyone]) and len(set(said)) > 1:
+    turns = [random.sample(range(replicas), replicas) for _ in everyone]
+    while len({directory.checksum for directory in everyone}) > 1:
+        for slot, turn in enumerate(turns):  # statuses
+            for _ in range(min(replicas, MOST_STATUSES // 2)):
+                turn.append(to := turn.pop(0))
+                said[to][slot], heard[to][slot] = everyone[slot].checksum, everyone[to].version
         ticks += 1
-        for directory, to in zip(everyone, told, strict=True):
+        for own, directory in enumerate(everyone):
             less = [
                 slot
                 for slot in range(replicas)
-                if said[slot] != directory.checksum and to[slot] < directory.version
+                if said[own][slot] != directory.checksum and told[own][slot] < heard[own][slot]
             ]
             for slot in random.sample(less, min(MOST_TOLD, len(less))):
-                news, to[slot] = directory.since(to[slot]), directory.version
+                news, told[own][slot] = directory.since(told[own][slot]), directory.version
                 everyone[slot].merge(news)
                 messages += 1
     return {"replicas": replicas, "messages": messages, "ticks": ticks}

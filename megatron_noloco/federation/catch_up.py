@@ -15,7 +15,6 @@ from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh weights
-_SETTLED_SECONDS = 2.0  # without news of who is connected to whom
 
 
 class UntrainedError(RuntimeError):
@@ -250,7 +249,7 @@ class AtItsEnd:
             self._links, self._since = links, at
         there = set().union(*links.values())
         coming = there - links.keys() - self._awaited.keys()  # only others reach these, and wait for them
-        late = at - self._since > _SETTLED_SECONDS and not coming
+        late = at - self._since > self._thread.node.pulse_seconds and not coming
         return (
             late
             or at - self._first > self._seconds

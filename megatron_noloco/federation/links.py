@@ -1,9 +1,9 @@
 """A link: what one replica knows of another, and conversations of the two.
 
-A link is a stream of small messages, opened by whoever can dial. It says, twice a second and at each change,
-where its replica is. A conversation (a round, a state, a final mean) is a stream of its own. So nothing ends with
-a link, and two links at once do no harm. Only silence, or a later process of the other replica, ends
-conversations.
+A link is a stream of small messages, opened by whoever can dial. Statuses say where its replica is: at each
+change, and now and then at rest (`node`). A conversation (a round, a state, a final mean) is a stream of its own.
+So nothing ends with a link, and two links at once do no harm. Only silence, or a later process of the other
+replica, ends conversations.
 
 The opener of a conversation dials, or asks over the link (`Open`) where it cannot. A round is opened by the higher
 slot, and awaited by the lower one. All other conversations are opened by the replica that wants something.
@@ -14,8 +14,8 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
 
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.ledger import Ledger
@@ -45,7 +45,8 @@ _MOST_EARLY = 64  # streams that nobody here waits for yet
 _MOST_ROWS = 64  # of metrics; earlier ones are thrown away
 _LINKED_AGAIN_TICKS = 6  # in which a lost link may come back
 _STALLED_SECONDS = 9.0  # a conversation that ends later is long
-_ALIVE_TICKS = 4  # a link whose last message is not older is alive
+_ALIVE_TICKS = 8  # a link whose last message is not older is alive
+_SILENCE_SECONDS, _SILENCE_PULSES = 10.0, 4  # the longer of both
 _SMALL_BYTES = 1200  # pass on any route
 
 
@@ -111,6 +112,10 @@ class Link:
         ledger: of the rounds with the process that was linked last.
         rows: its newest rows of metrics that nobody has read.
         told: version of this replica's directory that the other one was told.
+        heard: its version when the other one sent its last status.
+        told_sees, told_links: see `Status.sees` and `Status.links_of_ended`; what the other one was told.
+        is_owed: whether something has changed since the last status to the other replica.
+        untold_ticks: since that status.
         is_dialled: whether this process was dialled with success.
         silent_ticks: since the last message.
     """
@@ -120,12 +125,12 @@ class Link:
         self.seen = Seen()
         self.ledger = Ledger()
         self.rows: deque[str] = deque(maxlen=_MOST_ROWS)
-        self.told = self.silent_ticks = 0
-        self.is_dialled = False
+        self.is_dialled, self.silent_ticks = False, 0
+        self._forget()
         self._streams: list[Stream] = []  # usually one
         self._sending = asyncio.Lock()
         self._changed = asyncio.Event()  # replaced after each message
-        self._conversations = WeakSet[Stream]()
+        self._conversations = set[Stream]()
         self._asks = itertools.count()
         self._asked: dict[int, tuple[Open, asyncio.Future[_Conversation]]] = {}
         self._awaited: dict[int, asyncio.Future[_Conversation]] = {}  # by round
@@ -140,7 +145,8 @@ class Link:
             self.ledger, self.is_dialled, self.seen = Ledger(), False, Seen(hello.address.incarnation)
         self.is_dialled |= dialled
         self._streams.append(stream)
-        self.told, self.silent_ticks = 0, 0
+        self._forget()
+        self.silent_ticks = 0
         try:
             await self.say(self.node.status(self))
             for asked, _ in list(self._asked.values()):
@@ -170,21 +176,27 @@ class Link:
                 except ConnectionError as error:
                     self._lose(stream, str(error))
 
-    async def tell_status(self) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a conversation, or one of the two waits for it."""
+        status = self.seen.status
+        here = self._conversations or self._early or self._awaited or self._asked
+        return bool(here) or status.open_from <= status.begun
+
+    def tell_status(self) -> None:
         """Say where this replica is, unless the last message is not sent yet."""
-        if self._streams and not self._sending.locked():
-            await self.say(self.node.status(self))
+        if not self._sending.locked():
+            self.is_owed, self.untold_ticks = False, 0
+            self.node.spawn(self.say(self.node.status(self)))
 
-    def tick(self, silent: int) -> None:
-        """Count the silence, and end what it makes hopeless.
-
-        Args:
-            silent: ticks after which the other replica is lost.
-        """
+    def tick(self) -> None:
+        """Count the silence, and end what it makes hopeless."""
         self.silent_ticks += 1
+        self.untold_ticks += 1
         if not self._streams and self.silent_ticks > _LINKED_AGAIN_TICKS:
             self._fail_waiting("is not there")
-        if self.silent_ticks > silent:
+        silence = max(_SILENCE_SECONDS, _SILENCE_PULSES * self.seen.status.pulse)
+        if self.silent_ticks * TICK_SECONDS > silence:
             self.end("has fallen silent")
 
     def end(self, reason: str) -> None:
@@ -195,6 +207,9 @@ class Link:
 
     def end_conversations(self, reason: str) -> None:
         """End all conversations; the link stays."""
+        for conversation in self._early.values():
+            conversation.refuse(reason)
+        self._early.clear()
         for stream in list(self._conversations):
             stream.abort(reason)
         self._fail_waiting(reason)
@@ -203,10 +218,18 @@ class Link:
         for waiting in (*self._awaited.values(), *(waiting for _, waiting in self._asked.values())):
             _fail(waiting, reason)
 
+    def _forget(self) -> None:
+        """Tell everything again: a stream has begun, or was lost with messages."""
+        self.told = self.heard = self.untold_ticks = 0
+        self.told_sees: list[int] | None = None
+        self.told_links = dict[int, int]()
+        self.is_owed = True
+
     def _lose(self, stream: Stream, reason: str) -> None:
         stream.abort(reason)
         if stream in self._streams:
             self._streams.remove(stream)
+            self._forget()
             if not self._streams:
                 self.seen = self.seen._replace(present=False)
                 self.node.lost(self)
@@ -219,6 +242,8 @@ class Link:
     async def _take(self, message: Message) -> None:
         match message:
             case Status():
+                if message.sees is None:
+                    message = replace(message, sees=self.seen.status.sees)
                 self.seen = self.seen._replace(present=True, status=message)
                 for number, waiting in self._awaited.items():
                     if number < message.open_from:
@@ -316,7 +341,6 @@ class Link:
             if number in self._early:
                 self._early.pop(number).refuse("was opened again")
             self._early[number] = conversation
-            self._conversations.add(conversation.stream)
         await conversation.over.wait()
 
     async def _wait(self, number: int) -> "_Conversation":
@@ -381,6 +405,7 @@ class Link:
             if conversation.dialled:
                 self.node.end(stream)
         finally:
+            self._conversations.discard(stream)
             conversation.over.set()
 
     def _name_lost_packets(self, came: int) -> None:

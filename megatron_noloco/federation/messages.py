@@ -131,20 +131,22 @@ class Status:
         begun: the latest round that it has begun.
         open_from: the first round that it may have with the receiver.
         step: local steps of the state that it can give; 0: it has no state to give.
-        sees: hidden replicas to which it has a link; told to hidden replicas only.
-        links_of_ended: at its end, what it knows of who has links to whom: for itself, and for each replica at
-            its end to which the receiver has no link, a number that grows with each change, and the slots it has
-            links to.
+        sees: hidden replicas to which it has a link; told to hidden replicas only. None: as in its last status.
+        links_of_ended: at its end, what it knows of who has links to whom, and has not told the receiver: for
+            itself, and for each replica at its end to which the receiver has no link, a number that grows with
+            each change, and the slots it has links to.
         directory: checksum of the addresses that it knows.
+        pulse: seconds until its next status, at most.
     """
 
     phase: Phase = "training"
     begun: Latest = -1
     open_from: Number = 0
     step: Number = 0
-    sees: list[Slot] = Field(default_factory=list)
+    sees: list[Slot] | None = None
     links_of_ended: dict[int, tuple[Number, list[Slot]]] = Field(default_factory=dict)
     directory: Number = 0
+    pulse: Annotated[float, Field(gt=0, le=3600)] = 5.0
     type: Literal["status"] = "status"
 
 

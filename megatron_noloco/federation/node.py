@@ -1,5 +1,9 @@
 """This replica among the others: who is there, and what they are told.
 
+All others are told a status at each change, and every few seconds at rest. At most 64 are told in half a second,
+so this takes as little of a core among thousands as among a hundred: the pauses grow. Replicas in a conversation
+with this one, or waiting for it, are always told at once, and often.
+
 Of two processes of one slot the later one wins, and the earlier one ends. Whoever knows the later one tells the
 earlier one. Where the later one is there no more, the process that was told takes a later number: its clock, from
 which processes have their numbers, is behind.
@@ -35,10 +39,9 @@ from megatron_noloco.federation.messages import (
 from megatron_noloco.federation.streams import Stream, StreamEndedError
 from megatron_noloco.files import outside
 
-_SILENCE_SECONDS = 10.0
 _STOP_TICKS = 2  # a round that is almost over may end before
 MOST_TOLD = 4  # replicas that are told addresses in one tick
-_FAREWELL_SECONDS = 2.0  # and four pulses, for others to read the end of a conversation
+MOST_STATUSES = 64  # at rest, in one tick; half of them for pulses, half for changes
 _MOST_WARNINGS = 1000  # others may cause them
 
 
@@ -83,9 +86,10 @@ class Node:
         self.failure: BaseException | None = None
         self.dialling = Dialling(self, carriers)
         self._carriers, self._stopped = carriers, stopped
-        self._pulse_ticks = max(1, round(self._carriers.pulse_seconds / TICK_SECONDS))
-        self._ticks = self._stopped_ticks = 0
+        self._stopped_ticks, self._room = 0, MOST_STATUSES
+        self._sees = list[int]()  # hidden replicas
         self._links_of_ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.links_of_ended`
+        self._has_news = False  # of these
         self._warnings = set[str]()
         self._tasks = set[asyncio.Task[Any]]()
         self._closing = set[asyncio.Task[Any]]()  # of these
@@ -98,14 +102,14 @@ class Node:
     async def close(self) -> None:
         """Say that this replica has left, and end all streams.
 
-        Waits a while for others to read the end of conversations that are over here: some carriers take back what
+        Waits for others to read the end of conversations that are over here: some carriers take back what
         was not read.
         """
-        self.phase = "left"
+        self.phase, self._room = "left", len(self.links)
         self.tell()
         await asyncio.sleep(0)
         if self._closing:
-            await asyncio.wait(self._closing, timeout=_FAREWELL_SECONDS + 4 * self._carriers.pulse_seconds)
+            await asyncio.wait(self._closing)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -114,18 +118,16 @@ class Node:
     def spawn(self, work: Awaitable[Any]) -> "asyncio.Task[Any]":
         """Run a coroutine beside. The end of a conversation is no error."""
 
-        async def safely() -> None:
-            try:
-                await work
-            except (ConnectionError, TimeoutError):
-                pass
-            except Exception as error:
-                self.failure = self.failure or error
-
-        task = asyncio.ensure_future(safely())
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned)
         return task
+
+    def _spawned(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, ConnectionError | TimeoutError):
+            self.failure = self.failure or error
 
     def end(self, stream: Stream) -> "asyncio.Task[Any]":
         """Close the stream of a conversation that is over here, beside."""
@@ -182,18 +184,19 @@ class Node:
         return min(under_way, default=self.begun + 1)
 
     def status(self, link: Link) -> Status:
-        """Return what another replica is to know of this one."""
-        sees = list[int]()
-        if not self.directory.addresses[link.peer].endpoint:
-            sees = sorted(self.hidden() & self.present().keys() - {link.peer})
+        """Return what another replica is to know of this one, and is told now."""
+        sees = None
+        if not self.directory.addresses[link.peer].endpoint and link.told_sees is not self._sees:
+            sees = link.told_sees = self._sees
         return Status(
             self.phase,
             self.begun,
             self.open_from(link.peer),
             self.step,
             sees,
-            self._links_unknown_to(link.peer),
+            self._links_unknown_to(link),
             self.directory.checksum,
+            self._pulse(link),
         )
 
     def links_of_ended(self) -> dict[int, set[int]]:
@@ -205,23 +208,61 @@ class Node:
             self.slot: {*self.present()}
         }
 
-    def _links_unknown_to(self, receiver: int) -> dict[int, tuple[int, list[int]]]:
+    def _links_unknown_to(self, link: Link) -> dict[int, tuple[int, list[int]]]:
+        found = dict[int, tuple[int, list[int]]]()
+        for slot, (version, sees) in self._links_of_ended.items() if self.phase == "ended" else ():
+            if link.told_links.get(slot, 0) < version:
+                link.told_links[slot] = version
+                if slot == self.slot or link.peer not in sees:
+                    found[slot] = version, sees
+        return found
+
+    def _note_links(self) -> None:
+        """Note to whom this replica has links; at its end, what is new of that goes to all."""
+        present = self.present()
+        if (sees := sorted(self.hidden() & present.keys())) != self._sees:
+            self._sees = sees
         if self.phase != "ended":
-            return {}
-        version, sees = self._links_of_ended.get(self.slot, (0, []))
-        if sees != (now := list(self.present())):
+            return
+        version, before = self._links_of_ended.get(self.slot, (self.directory.own.incarnation, []))
+        if before != (now := list(present)):
             self._links_of_ended[self.slot] = version + 1, now
-        return {
-            slot: known
-            for slot, known in self._links_of_ended.items()
-            if slot == self.slot or receiver not in known[1]
-        }
+            self._has_news = True
+        if self._has_news:
+            self._has_news = False
+            self.tell()
 
     def tell(self) -> None:
         """Tell all others where this replica is now."""
         for link in self.links.values():
             link.close_rounds(self.open_from(link.peer))
-            self.spawn(link.tell_status())
+            link.is_owed = True
+        self._tell_due()
+
+    @property
+    def pulse_seconds(self) -> float:
+        """Seconds in which all others are told a status."""
+        return max(self._carriers.pulse_seconds, TICK_SECONDS * len(self.links) / (MOST_STATUSES / 2))
+
+    def _is_busy(self, link: Link) -> bool:
+        return link.is_busy or link.peer in self.under_way.values()
+
+    def _pulse(self, link: Link) -> float:
+        return self._carriers.pulse_seconds if self._is_busy(link) else self.pulse_seconds
+
+    def _tell_due(self) -> None:
+        """Tell whom a status is owed, or was told no status for long; first whoever was told longest ago."""
+        due = list[Link]()
+        for link in self.links.values():
+            if link.is_linked and (link.is_owed or link.untold_ticks * TICK_SECONDS >= self._pulse(link)):
+                if self._is_busy(link):
+                    link.tell_status()
+                else:
+                    due.append(link)
+        due.sort(key=lambda link: -link.untold_ticks)
+        for link in due[: self._room]:
+            link.tell_status()
+        self._room -= min(self._room, len(due))
 
     def begin_round(self, number: int, partner: int | None) -> None:
         """Begin a round, and tell all; None: this replica skips it."""
@@ -251,6 +292,8 @@ class Node:
         for slot, known in link.seen.status.links_of_ended.items():
             if slot != self.slot and known[0] > self._links_of_ended.get(slot, (0, []))[0]:
                 self._links_of_ended[slot] = known
+                self._has_news = True
+        link.heard = self.directory.version
         if link.seen.status.directory == self.directory.checksum:
             link.told = self.directory.version
         elif not link.told:
@@ -272,27 +315,23 @@ class Node:
 
         Silence is counted in ticks, not in seconds: a process that was suspended has heard from nobody meanwhile.
         """
-        self._ticks += 1
         self._stopped_ticks = self._stopped_ticks + 1 if self.is_leaving else 0
-        silent = round(max(_SILENCE_SECONDS, 4 * self._carriers.pulse_seconds) / TICK_SECONDS)
         for link in self.links.values():
-            link.tick(silent)
+            link.tick()
             if self._stopped_ticks == _STOP_TICKS:
                 link.end_conversations("is not waited for: a job was asked to stop")
-            if self._ticks % self._pulse_ticks == 0:
-                self.spawn(link.tell_status())
+        self._room = MOST_STATUSES
+        self._note_links()
+        self._tell_due()
         differ = [link for link in self.links.values() if self._knows_less(link)]
         for link in random.sample(differ, min(MOST_TOLD, len(differ))):
             self._tell_addresses(link)
         self.dialling.dial_all()
 
     def _knows_less(self, link: Link) -> bool:
-        directory = self.directory
-        return (
-            link.seen.present
-            and link.seen.status.directory != directory.checksum
-            and link.told < directory.version
-        )
+        """Whether news to a replica are older than its last status, which does not know them."""
+        is_news = link.seen.present and link.told < link.heard
+        return is_news and link.seen.status.directory != self.directory.checksum
 
     def _tell_addresses(self, link: Link) -> None:
         news, link.told = self.directory.since(link.told), self.directory.version

@@ -75,7 +75,7 @@ class Partners:
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
         hidden = node.hidden()
-        sees = {slot for status in node.present().values() for slot in status.sees}
+        sees = {slot for status in node.present().values() for slot in status.sees or ()}
         sites = {slot: address.site for slot, address in addresses.items()}
         elsewhere = (sees & hidden) - {node.slot}
         known = Others({*addresses}, present, free, waiting, hidden, elsewhere, sites)

@@ -143,7 +143,7 @@ class Carrier(ABC):
             costs more.
     """
 
-    pulse_seconds = 0.5
+    pulse_seconds = 2.0
 
     @abstractmethod
     async def listen(self, serve: Serve) -> None:

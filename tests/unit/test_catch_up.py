@@ -30,6 +30,7 @@ class Others:
     """The thread of a leader, and its node, where the others have begun these rounds."""
 
     slot = 0
+    pulse_seconds = 2.0
 
     def __init__(self, begun: list[int]) -> None:
         self.numbers, self.node = begun, self

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation import node as node_module
 from megatron_noloco.federation.links import NO_PART, Link
-from megatron_noloco.federation.messages import Address, Hello, Member, say
+from megatron_noloco.federation.messages import Address, Hello, Member, Status, say
 from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.streams import Stream, StreamEndedError
 from megatron_noloco.settings import MOST_SLOTS
@@ -87,7 +88,7 @@ def test_hidden_replicas_know_each_other_by_way_of_a_third() -> None:
             middle = await nodes.add(0)
             hidden = [await nodes.add(slot, address_of(0), hidden=True) for slot in (1, 2)]
             await until(lambda: all(node.hidden() == {1, 2} for node in (middle, *hidden)))
-            await until(lambda: hidden[0].present()[0].sees == [2])
+            await until(lambda: hidden[0].present()[0].sees == [1, 2])
             assert set(hidden[0].present()) == {0}
 
     run(main())
@@ -259,6 +260,42 @@ def test_an_address_that_nobody_answers_at_is_named_once(capsys: pytest.CaptureF
     (line,) = capsys.readouterr().err.splitlines()
     assert "tcp://gone:5" in line
     assert "replica 5" in line
+
+
+@pytest.mark.parametrize("replicas", [3, 30])
+def test_statuses_per_second_are_bounded(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all change all the time. A change reaches all, and the partner at once; nobody falls silent."""
+    monkeypatch.setattr(node_module, "MOST_STATUSES", 2)
+    told = dict[int, list[float]]()
+    status = Node.status
+
+    def count(node: Node, link: Link) -> Status:
+        told.setdefault(node.slot, []).append(asyncio.get_running_loop().time())
+        return status(node, link)
+
+    async def main() -> None:
+        async with Nodes() as nodes:
+            for slot in range(replicas):
+                await nodes.add(slot, address_of(0))
+            await until(lambda: linked(*nodes.nodes))
+            monkeypatch.setattr(Node, "status", count)
+            await asyncio.sleep(40)
+            assert all(len(times) <= min(4, (replicas - 1) / 2 + 1) * 41 for times in told.values())
+            told.clear()
+            for number in range(40):
+                for node in nodes.nodes:
+                    node.go_on(number)
+                await asyncio.sleep(1)
+            assert linked(*nodes.nodes)
+            await asyncio.sleep(20)
+            assert all(len(times) <= 4 * 61 for times in told.values())
+            assert all(status.begun == 39 for node in nodes.nodes for status in node.present().values())
+            nodes.nodes[0].begin_round(40, 1)
+            nodes.nodes[0].end_round(40)
+            await asyncio.sleep(0.1)
+            assert nodes.nodes[1].present()[0].begun == 40
+
+    run(main())
 
 
 def test_a_replica_that_falls_silent_is_lost_with_its_conversations() -> None:
