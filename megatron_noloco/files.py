@@ -99,6 +99,20 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     return content
 
 
+def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON from its pairs, as json's object_pairs_hook.
+
+    Raises UserError for a key that is there twice, of which json itself would keep the last.
+    """
+    if len(found := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        others = ", ".join(f'"{name}"' for name in found if name != repeated)
+        beside = f" (beside {others})" * bool(others)
+        raise UserError(f'the key "{repeated}" is there twice{beside}; leave one out')
+    return found
+
+
 def without_mark(content: bytes) -> bytes:
     """Return UTF-8 text without the byte order mark at its beginning, which is no part of it."""
     return content.removeprefix(codecs.BOM_UTF8)

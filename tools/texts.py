@@ -16,8 +16,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_noloco.data.folders import files_below
-from megatron_noloco.data.inputs import standard_library_files
+from megatron_noloco.data.inputs import files_below, find_standard_library
 from tools.options import command_line
 
 MOST_BYTES, LONGEST = 6_000_000, 200_000  # of a kind, of a file
@@ -62,7 +61,7 @@ def characters() -> Texts:
 
 
 KINDS: dict[str, Callable[[], Texts]] = {
-    "python": lambda: files_of(standard_library_files, ".py"),
+    "python": lambda: files_of(lambda: [item.path for item in find_standard_library().files], ".py"),
     "headers": lambda: files_of(lambda: files_below(_PACKAGES / "torch" / "include"), ".h", ".cuh", ".hpp"),
     "documents": lambda: files_of(lambda: files_below(_PACKAGES), *_DOCUMENTS),
     "perl": lambda: files_of(lambda: files_below(Path("/usr/share/perl")), ".pm", ".pl", ".pod"),

@@ -6,10 +6,15 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
 from megatron_noloco.job.leaving import INTERRUPTED
+
+if TYPE_CHECKING:
+    from megatron_noloco.data.tokenizer import TokenizerChoice
 
 _PREPROCESS = """\
 Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one document per row)
@@ -66,19 +71,15 @@ def add_commands(commands: Commands) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.division import spelled_out
-    from megatron_noloco.data.folders import dead_links, read_once
+    from megatron_noloco.data.encode import notes_of
     from megatron_noloco.data.inputs import find_inputs
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
     from megatron_noloco.data.progress import Progress
-    from megatron_noloco.data.sources import TokenizerChoice
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
-    tokenizer = TokenizerChoice(
-        args.tokenizer_type, args.tokenizer_model, args.split_special_tokens, args.prepend_bos
-    )
+    tokenizer = _tokenizer(args, args.split_special_tokens, args.prepend_bos)
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
     try:
         job = Job(find_inputs(args.input, "--input"), args.output_prefix, encoding)
@@ -88,15 +89,11 @@ def _preprocess(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
-    left_out = [f"{counts['empty']} empty documents"] * bool(counts["empty"])
-    left_out += [f"{counts['not_text']} files that are not UTF-8 text"] * bool(counts["not_text"])
-    notes = f"; left out: {', '.join(left_out)}" if left_out else ""
-    notes += read_once(sum(item.further_paths for item in job.inputs))
-    notes += dead_links(Path(given).expanduser() for given in args.input)
-    notes += spelled_out(counts)
     text = counts["beside_records"]
     beside = f", {text} of them from files of text beside records" * (text > 0)
-    say(f"{counts['documents']} documents{beside}, {counts['tokens']} tokens{notes}")
+    say(
+        f"{counts['documents']} documents{beside}, {counts['tokens']} tokens{notes_of(counts, job.inputs.notes)}"
+    )
     say(*(str(job.output(key)) for key in args.json_keys))
     return 0
 
@@ -120,9 +117,16 @@ def _cache(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import Indexed, report
-    from megatron_noloco.data.sources import TokenizerChoice
     from megatron_noloco.data.tokenizer import build_tokenizer
 
-    tokenizer = build_tokenizer(TokenizerChoice(args.tokenizer_type, args.tokenizer_model))
-    say(*report(Indexed(args.prefix), tokenizer, args.samples))
+    say(*report(Indexed(args.prefix), build_tokenizer(_tokenizer(args)), args.samples))
     return 0
+
+
+def _tokenizer(args: argparse.Namespace, *reading: bool) -> "TokenizerChoice":
+    from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
+
+    choice = TokenizerChoice(args.tokenizer_model, *reading)
+    if problem := choice_problem(args.tokenizer_type, choice):
+        raise UserError(problem)
+    return choice

@@ -7,7 +7,7 @@ taken before it is in the list, which a test compares with the config.
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_noloco.data.inputs import STANDARD_LIBRARY
+from megatron_noloco.data.sources import STANDARD_LIBRARY
 
 _OF_BLOCK = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "

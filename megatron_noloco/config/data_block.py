@@ -14,9 +14,8 @@ from megatron_noloco.data.sources import (
     Source,
     Split,
     TextSource,
-    TokenizerChoice,
 )
-from megatron_noloco.errors import UserError
+from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.fields import FilePath, Settings, field
 
 _MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
@@ -115,10 +114,8 @@ class DataConfig(Settings):
             yield "valid_data_path goes together with data.train_data_path, which is missing"
         if self.train_data_path is not None and self.split != DataConfig.model_fields["split"].default:
             yield f'split "{self.split}" has no effect: data.train_data_path is read whole; leave it out'
-        try:
-            _ = self.tokenizer
-        except UserError as error:
-            yield str(error)
+        if problem := choice_problem(self.tokenizer_type, self.tokenizer):
+            yield problem
         if self.sft_data_path is None and not self.sft_packing:
             yield "sft_packing has a meaning only with data.sft_data_path"
         for name in ("reset_attention_mask", "eod_mask_loss"):
@@ -148,9 +145,7 @@ class DataConfig(Settings):
 
     @property
     def tokenizer(self) -> TokenizerChoice:
-        return TokenizerChoice(
-            self.tokenizer_type, self.tokenizer_model, self.split_special_tokens, self.prepend_bos
-        )
+        return TokenizerChoice(self.tokenizer_model, self.split_special_tokens, self.prepend_bos)
 
 
 def check_validation(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:

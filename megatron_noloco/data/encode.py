@@ -7,11 +7,27 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.inputs import Input, Piece, is_text, read_pieces
+from megatron_noloco.data.formats import Piece, is_text
+from megatron_noloco.data.inputs import Input
 from megatron_noloco.data.tokenizer import Tokenizer
 
-Advance = Callable[[int], None]  # called with the bytes of the inputs whose sequences have been taken
+Advance = Callable[[int], object]  # called with the bytes of the inputs whose sequences have been taken
 Item = TypeVar("Item")
+
+# Counts of what is read, in a summary: what is left out, and what is read otherwise than it looks.
+_LEFT_OUT = {
+    "binary_files": "{} files that are not UTF-8 text ({binary_bytes:,} bytes)",
+    "not_text": "{} files that are not UTF-8 text",
+    "empty_files": "{} empty files",
+    "empty": "{} empty documents",
+}
+_NOTES = {
+    "spelled_as_text": "special tokens spelled out: {}, read as text",
+    "spelled_as_tokens": "special tokens spelled out: {}, read as these tokens, not as text",
+    "empty_answers": "empty answers: {}, of which only the end is learnt",
+    "joined": "answers that begin within a token of the prompt: {}, which generation reads apart",
+    "learnt_apart": "later turns learnt apart: {}, which read earlier answers as other tokens",
+}
 
 # Encoded at once: many texts, also of small files, for many cores. It takes about 0.3 GB of memory.
 _CHARACTERS = 1 << 23
@@ -29,12 +45,12 @@ def read_documents(inputs: list[Input], key: str, counts: Counter[str], advance:
     """Read inputs in order; leave out, and count, files in folders that are not text."""
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
-        if item.kind == "text" and item.folder is not None and not is_text(item):
+        if item.kind == "text" and item.folder is not None and not is_text(item.path):
             counts["not_text"] += 1
             advance(item.bytes)
             continue
         counts["beside_records"] += records and item.kind == "text" and item.bytes > 0
-        yield from read_pieces(item, key)
+        yield from item.pieces(key)
 
 
 def encode(
@@ -42,15 +58,14 @@ def encode(
 ) -> Iterator[Sequence]:
     """Yield the sequence of each piece; leave out, and count, documents without tokens.
 
-    Counts documents, tokens and the special tokens that texts spell out.
+    Counts documents, tokens and the special tokens that texts spell out (see `spelled_as`).
     """
-    special_tokens = "special_tokens_as_text" if tokenizer.splits_special_tokens else "special_tokens"
     none = tokenizer.encode("")
     begin = np.array(tokenizer.before_document, none.dtype)
     end = np.array([tokenizer.end_of_document] * append_eod, none.dtype)
     for group in read_ahead(_groups(pieces)):
         texts = [piece.text for piece in group]
-        counts[special_tokens] += sum(map(tokenizer.count_special, texts))
+        counts[spelled_as(tokenizer)] += sum(map(tokenizer.count_special, texts))
         # A single call of the tokenizer, which encodes on all cores.
         for piece, tokens in zip(group, tokenizer.encode_batch(texts), strict=True):
             if piece.begins and piece.ends and not len(tokens):
@@ -62,6 +77,31 @@ def encode(
             counts["documents"] += piece.ends
             yield Sequence(sequence, piece.ends)
         advance(sum(piece.read_bytes for piece in group))
+
+
+def spelled_as(tokenizer: Tokenizer, from_template: bool = False) -> str:
+    """Return the name under which special tokens that a text spells out are counted: as what they are read."""
+    return "spelled_as_text" if tokenizer.splits_special_tokens and not from_template else "spelled_as_tokens"
+
+
+def notes_of(counts: Counter[str], of_files: str) -> str:
+    """Return the end of a summary: what is left out, and what is read otherwise than it looks.
+
+    Args:
+        of_files: notes on the files that were found.
+    """
+
+    def lines(texts: dict[str, str]) -> list[str]:
+        return [text.format(counts[name], **counts) for name, text in texts.items() if counts[name]]
+
+    notes = ", ".join(lines(_LEFT_OUT))
+    json = f"; files of JSON that are read as text: {counts['json_as_text']}" * (counts["json_as_text"] > 0)
+    return (
+        f"; left out: {notes}" * bool(notes)
+        + json
+        + of_files
+        + "".join(f"; {line}" for line in lines(_NOTES))
+    )
 
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -1,33 +1,40 @@
-"""Find and read inputs: text, JSON lines and Parquet, plain or compressed, files or folders."""
+"""Find the files of an input, each once, and say what their names tell of their content."""
 
-import io
-import json
-import platform
+import os
 import sysconfig
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
-from megatron_noloco.data.folders import COMPRESSIONS, JSON_LINES, PARQUET, files_below, once, plain_name
+from megatron_noloco.data.formats import (
+    COMPRESSIONS,
+    Piece,
+    Row,
+    begins_as_text,
+    read_lines,
+    read_parquet,
+    read_text,
+    read_texts,
+)
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_utf_8, check_whole_characters, is_utf_8, without_mark
 
-STANDARD_LIBRARY = "python-stdlib"  # as data.text: the sources of Python's standard library on this machine
-PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this size
+JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file to read."""
+    """One file to read.
+
+    Attributes:
+        folder: the given folder in which the file was found; None: the file itself was given.
+    """
 
     path: Path
-    folder: Path | None  # the given folder in which the file was found; None: the file itself was given
-    further_paths: int = 0  # to the same file, which is read once
+    folder: Path | None
 
     @property
     def name(self) -> str:
@@ -36,10 +43,7 @@ class Input:
 
     @property
     def kind(self) -> Literal["text", "jsonl", "parquet"]:
-        name = plain_name(self.path)
-        if name.endswith(PARQUET):
-            return "parquet"
-        return "jsonl" if name.endswith(JSON_LINES) else "text"
+        return _kind(self.path)
 
     @property
     def is_plain_text(self) -> bool:
@@ -51,224 +55,149 @@ class Input:
         """Size on disk."""
         return self.path.stat().st_size
 
+    def rows(self, columns: Iterable[str] | None = None) -> Iterator[Row]:
+        """Return the lines of JSON or the rows of Parquet; `columns`: of Parquet, None: all."""
+        return read_parquet(self.path, columns) if self.kind == "parquet" else read_lines(self.path)
 
-class Piece(NamedTuple):
-    """A document, or a piece of a long text."""
+    def pieces(self, key: str) -> Iterator[Piece]:
+        """Return the documents in order, without blank lines; raises UserError that names the file, and the place.
 
-    text: str
-    read_bytes: int  # of the input on disk since the piece before
-    begins: bool = True  # whether it is the first of its document
-    ends: bool = True  # whether it is the last
+        Args:
+            key: of JSON, or the column of a Parquet file.
+        """
+        return read_text(self.path) if self.kind == "text" else read_texts(self.rows([key]), key)
 
 
-def find_inputs(places: Iterable[str], option: str) -> list[Input]:
+class Inputs(NamedTuple):
+    """Files to read, and the end of a summary that counts paths from which nothing is read."""
+
+    files: list[Input]
+    notes: str = ""
+
+
+def find_inputs(places: Iterable[str], option: str) -> Inputs:
     """Return the files at `places`; folders are searched recursively, without hidden files.
 
     Raises UserError, which names the option that gave the places, when a place does not exist.
     """
-    found: list[tuple[Path, Path | None]] = []
+    paths, folders, dead = list[Path](), dict[Path, Path | None](), 0
     for place in places:
-        path = Path(place).expanduser()
-        if not path.exists():
+        given = Path(place).expanduser()
+        if not given.exists():
             raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()})")
-        found += [(file, path) for file in files_below(path)] if path.is_dir() else [(path, None)]
-    folders = dict(reversed(found))
-    files = once([file for file, _ in found])
-    return [Input(file, folders[file], further) for file, further in files.items()]
+        for path in _paths_below(given) if given.is_dir() else [given]:
+            dead += not path.exists()
+            if path.is_file() or path == given:
+                paths.append(path)
+                folders.setdefault(path, given if given.is_dir() else None)
+    further = once(paths)
+    notes = f"; further paths to files that are read once: {sum(further.values())}" * any(further.values())
+    notes += f"; links that lead nowhere, left out: {dead}" * (dead > 0)
+    return Inputs([Input(path, folders[path]) for path in further], notes)
 
 
-def standard_library() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def standard_library_files() -> list[Path]:
+def find_standard_library() -> Inputs:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
-    files = files_below(standard_library(), _SKIPPED_FOLDERS)
-    return [path for path in files if path.suffix == ".py" and begins_as_text(path)]
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = files_below(folder, _SKIPPED_FOLDERS)
+    return Inputs([Input(path, folder) for path in paths if path.suffix == ".py" and begins_as_text(path)])
 
 
-def name_of_text(text: str) -> str:
-    """Return the name of a text for the user; the standard library differs between versions of Python."""
-    return f"{text} {platform.python_version()}" if text == STANDARD_LIBRARY else text
+def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
+    """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders.
+
+    Raises UserError for a folder that cannot be read.
+    """
+    return list(filter(Path.is_file, _paths_below(folder, skipped)))
 
 
-def begins_as_text(path: Path) -> bool:
-    """Return whether a file begins with UTF-8 text."""
-    with path.open("rb") as file:
-        content = without_mark(file.read(PIECE_BYTES) + file.readline())
-    return content != b"" and is_utf_8([content])
+def once(paths: Collection[Path]) -> dict[Path, int]:
+    """Return one path to each file, in their order, and the number of further paths to it, such as links.
+
+    A name that says that a file holds records goes before others, then the file's own path before links.
+    """
+    groups: dict[tuple[int, int], list[Path]] = {}
+    for path in sorted(paths, key=lambda path: (_kind(path) == "text", path.is_symlink())):
+        groups.setdefault(_identity(path), []).append(path)
+    further = {first: len(others) for first, *others in groups.values()}
+    return {path: further[path] for path in paths if path in further}
 
 
-def is_text(item: Input, decompressed: bool = True) -> bool:
-    """Return whether a file is UTF-8 text from beginning to end."""
-    with opened(item.path, decompressed) as (_, file):
-        return is_utf_8(iter(partial(file.read, PIECE_BYTES), b""))
-
-
-# Reading
-
-
-def read_pieces(item: Input, key: str) -> Iterator[Piece]:
-    """Read the documents of one input in order, without blank lines.
-
-    Raises UserError that names the file, and the line or row, when the input cannot be read.
+def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str) -> None:
+    """Raise UserError when an output lies in a folder of text, or in one that is linked there.
 
     Args:
-        key: of JSON, or the column of a Parquet file.
+        outputs: by option.
+        folder: may be a file, in which nothing lies.
     """
-    if item.kind == "text":
-        yield from read_text(item)
+    if not folder.is_dir():
         return
-    for place, row, read_bytes in read_rows(item, [key]):
-        try:
-            text = _text(row, key)
-        except ValueError as error:
-            raise UserError(f"{place}: {error}") from None
-        yield Piece(text, read_bytes)
+    below = {_identity(parent) for parent, _ in _folders_from(folder, ())}
+    for option, output in outputs.items():
+        real = output.resolve()
+        if any(_identity(path) in below for path in (real, *real.parents) if path.exists()):
+            raise UserError(
+                f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as "
+                f"text; give another {option}"
+            )
 
 
-def read_rows(item: Input, columns: Iterable[str] | None = None) -> Iterator[tuple[str, Any, int]]:
-    """Yield of each row of Parquet, or line of JSON that is not blank: its place, its content, the bytes read.
+def _kind(path: Path) -> Literal["text", "jsonl", "parquet"]:
+    """Return what a file holds by its name, compressed or not."""
+    name = path.name.lower()
+    stem = next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
+    return "parquet" if stem.endswith(PARQUET) else "jsonl" if stem.endswith(JSON_LINES) else "text"
 
-    JSON is read as lines: pyarrow's reader parses faster, but its errors name no line, and it requires the same
-    type under a key in every line. Raises UserError that names the place.
 
-    Args:
-        columns: of Parquet, which must be there; None: all.
+def _paths_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
+    """Return the paths below `folder`, without hidden ones and folders, by relative POSIX path."""
+    found = (
+        parent / name
+        for parent, names in _folders_from(folder, skipped)
+        for name in names
+        if not name.startswith(".")
+    )
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder from `folder` on, and the names of its files.
+
+    Links are followed after all else: a folder that is reached twice, as in a loop, comes once, by its own path.
+    Of a cache of the Hugging Face Hub only `snapshots` is read, whose links name the files in `blobs`. If the
+    revision that `refs/main` names is there, others are not read.
     """
-    if item.kind == "parquet":
-        yield from _read_parquet(item, columns)
-        return
-    with opened(item.path) as (raw, file):
-        yield from _read_lines(item, raw, file)
+    seen, starts = set(), deque([folder])
+    while starts:
+        for parent, folders, files in os.walk(starts.popleft(), onerror=_refuse):
+            if (identity := _identity(parent)) in seen:
+                folders.clear()
+                continue
+            seen.add(identity)
+            hub = "refs" in folders or Path(parent).name.startswith(("models--", "datasets--"))
+            if hub and {"blobs", "snapshots"} <= {*folders}:
+                folders[:], files = ["snapshots"], []
+            elif (revision := _main_revision(Path(parent))) in folders:
+                folders[:], files = [revision], []
+            folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+            starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
+            yield Path(parent), files
 
 
-def read_text(item: Input, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
-    """Read a text as one document, a long one in pieces of whole lines.
-
-    Args:
-        stop: the byte after the last one; None: all is read, decompressed, and must begin as UTF-8 does.
-    """
-
-    def rest() -> bytes:
-        if stop is None:
-            return file.read(PIECE_BYTES) + file.readline()
-        return file.read(min(PIECE_BYTES, stop - file.tell())) + file.readline(max(0, stop - file.tell()))
-
-    with opened(item.path, decompressed=stop is None) as (raw, file):
-        if start:
-            file.seek(start)
-        begins, before, piece = True, start, rest() if start else without_mark(rest())
-        try:
-            if stop is None:
-                check_utf_8(piece)
-            while piece or begins:
-                following, place = rest(), raw.tell()
-                yield Piece(piece.decode(), place - before, begins, not following)
-                begins, before, piece = False, place, following
-        except UnicodeDecodeError as error:
-            raise UserError(f"{item.path}: not UTF-8 text ({error.reason})") from None
-        except UserError as error:
-            raise UserError(f"{item.path}: {error}") from None
+def _main_revision(snapshots: Path) -> str:
+    """Return what `refs/main` of a cache of the Hub names; "" where there is none, or for another folder."""
+    with suppress(OSError, ValueError):
+        if snapshots.name == "snapshots":
+            return (snapshots.parent / "refs" / "main").read_text().strip()
+    return ""
 
 
-def parse_json(line: bytes) -> Any:
-    """Parse one line of a file of JSON lines; raises UserError."""
-    check_utf_8(line)
-    try:
-        return json.loads(without_mark(line).decode(), object_pairs_hook=_object)
-    except _RepeatedKeyError:
-        raise
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.pos + 1}"
-    except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply
-        reason = str(error)
-    problem = f"not JSON ({reason}); each line must hold one whole JSON object"
-    if without_mark(line).lstrip().startswith(b"["):
-        problem += ": for a file that is one list, `jq -c '.[]' FILE` writes them"
-    raise UserError(problem)
+def _refuse(error: OSError) -> NoReturn:
+    remedy = "make the folder readable, or hide it by a name that begins with a dot"
+    raise UserError(f"{error.filename}: {error.strerror}; {remedy}") from None
 
 
-class _RepeatedKeyError(UserError):
-    """An object of JSON has a key twice, of which Python's parser would keep the last."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    held = dict(pairs)
-    if len(held) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for place, name in enumerate(names) if name in names[:place])
-        raise _RepeatedKeyError(f'the key "{repeated}" is there twice; leave one out')
-    return held
-
-
-def _text(fields: Any, key: str) -> str:
-    if not isinstance(fields, dict):
-        raise UserError("not a JSON object; each line must hold one")
-    other = "`data preprocess --json-keys` takes another"
-    if key not in fields:
-        raise UserError(f"no key {key!r}; there are {', '.join(fields)} ({other})")
-    text = fields[key]
-    if text is not None and not isinstance(text, str):
-        raise UserError(f"{key!r} holds {type(text).__name__}, not text ({other})")
-    check_whole_characters(text or "")
-    return text or ""
-
-
-@contextmanager
-def opened(path: Path, decompressed: bool = True) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file, and what it holds before compression; raises UserError when it cannot be decompressed."""
-    try:
-        with path.open("rb") as raw:
-            compression = COMPRESSIONS.get(path.suffix.lower())
-            if compression is None or not decompressed:
-                yield raw, raw
-            else:
-                import pyarrow  # optional
-
-                stream = pyarrow.CompressedInputStream(raw, compression)
-                yield raw, io.BufferedReader(stream, PIECE_BYTES)
-    except OSError as error:
-        if path.suffix.lower() not in COMPRESSIONS:
-            raise
-        raise UserError(f"{path}: cannot be decompressed ({error})") from None
-
-
-def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[tuple[str, Any, int]]:
-    number = before = 0
-    while lines := file.readlines(PIECE_BYTES):
-        read = raw.tell() - before
-        before += read
-        for number, line in enumerate(lines, number + 1):  # noqa: B020, evaluated once
-            if not line.isspace():
-                place = f"{item.path}, line {number}"
-                try:
-                    content = parse_json(line)
-                except ValueError as error:
-                    raise UserError(f"{place}: {error}") from None
-                yield place, content, read
-                read = 0
-
-
-def _read_parquet(item: Input, columns: Iterable[str] | None) -> Iterator[tuple[str, Any, int]]:
-    import pyarrow  # optional
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        with parquet.ParquetFile(item.path) as file:
-            names = file.schema_arrow.names
-            chosen = names if columns is None else list(columns)
-            missing = [name for name in chosen if name not in names]
-            if missing:
-                raise UserError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
-            rows, size = max(1, file.metadata.num_rows), item.bytes
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
-                for row in batch.to_pylist():
-                    number += 1
-                    read = size * number // rows - size * (number - 1) // rows
-                    yield f"{item.path}, row {number}", row, read
-    except UnicodeDecodeError as error:
-        raise UserError(f"{item.path}, after row {number}: not UTF-8 text ({error.reason})") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{item.path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None
+def _identity(path: str | Path) -> tuple[int, int]:
+    """Return what all paths to a file or folder have in common, with links and without."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino

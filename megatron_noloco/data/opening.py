@@ -2,27 +2,39 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.blend import Blend
+from megatron_noloco.data.blend import Blend, excerpt
 from megatron_noloco.data.cache import cache_folder, find_entry
-from megatron_noloco.data.division import TRAINING, VALIDATION, Division, check_tokens
-from megatron_noloco.data.folders import check_outside
 from megatron_noloco.data.indexed import Dataset, open_indexed
-from megatron_noloco.data.inputs import STANDARD_LIBRARY
-from megatron_noloco.data.made import check_begins, make, recipe
-from megatron_noloco.data.samples import Samples, in_samples
+from megatron_noloco.data.inputs import check_outside
+from megatron_noloco.data.kinds import (
+    SPLITS,
+    TRAINING,
+    VALIDATION,
+    Documents,
+    Kind,
+    Opened,
+    Preprocessed,
+    Records,
+)
+from megatron_noloco.data.record_samples import RecordSamples
+from megatron_noloco.data.records import find_records
+from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
 from megatron_noloco.data.sources import (
+    STANDARD_LIBRARY,
     WHOLE,
     IndexedSource,
     Needs,
+    RecordSource,
     Source,
     TextSource,
 )
+from megatron_noloco.data.text import Text, find_text, is_by_file
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_writable
@@ -76,21 +88,36 @@ class Data:
         return float(-(self.validation.frequencies(self.vocab_size, pseudocount=0) @ np.log(probabilities)))
 
 
+def kind_of(source: Source, tokenizer: Tokenizer) -> Kind:
+    """Return what a source holds; raises UserError if there are no files.
+
+    A text whose files are all JSON lines, Parquet or compressed has documents; beside plain text, JSON is text.
+    """
+    if isinstance(source, IndexedSource):
+        return Preprocessed(source, tokenizer)
+    if isinstance(source, RecordSource):
+        return Records(source, tokenizer, find_records(source.path))
+    inputs = find_text(source)
+    kind = Text if any(item.is_plain_text for item in inputs.files) else Documents
+    return kind(source, tokenizer, inputs)
+
+
 def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
     """Open the data of a run; raises UserError, in one line, when something is missing, damaged or too small.
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
-    division = Division.of(source, tokenizer, needs)
-    training = division.blend(TRAINING)
-    validation = division.blend(VALIDATION) if needs.evaluates else None
+    kind = kind_of(source, tokenizer)
+    opened = kind.open(needs.shown)
+    training = _blend(kind, opened, needs, TRAINING)
+    validation = _blend(kind, opened, needs, VALIDATION) if needs.evaluates else None
     if len(training) < needs.global_batch:
         raise UserError(
             f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
             f"{training.name} has {len(training)}"
         )
-    summary = division.summary(training, validation)
-    return Data(training, validation, summary, needs.vocab_size, division.by_file)
+    summary = kind.summary(opened, training, validation)
+    return Data(training, validation, summary, needs.vocab_size, _is_by_file(opened))
 
 
 def open_validation(
@@ -101,13 +128,14 @@ def open_validation(
     Args:
         counters: of the run's checkpoint, which say how it divided files of text.
     """
-    division = Division.of(source, tokenizer, needs)
-    if division.by_file != (BY_FILE in counters):
+    kind = kind_of(source, tokenizer)
+    opened = kind.open(needs.shown)
+    if _is_by_file(opened) != (BY_FILE in counters):
         raise UserError(
             "data.text: the run divided its files otherwise than they are divided today, so its validation split "
             "is not known (evaluate: give --data)"
         )
-    return division.blend(VALIDATION)
+    return _blend(kind, opened, needs, VALIDATION)
 
 
 def open_whole(
@@ -120,29 +148,69 @@ def open_whole(
     prefix, notes = data, ""
     try:
         if not Path(f"{data}.idx").exists():
-            entry = make(TextSource(data, WHOLE, cache), tokenizer, needs.shown)
+            entry = kind_of(TextSource(data, WHOLE, cache), tokenizer).make(needs.shown)
             prefix, notes = entry.prefix, entry.facts["notes"]
         tokens = open_indexed(prefix, tokenizer).tokens
     except UserError as error:
         raise UserError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     samples = Samples(Dataset(tokens, name=data), needs)
-    check_tokens(samples, needs.vocab_size)
+    _check_tokens(samples, needs.vocab_size)
     return samples, notes.removeprefix("; ")
 
 
 def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
     """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
+    kind = kind_of(source, tokenizer)
     if isinstance(source, IndexedSource):
-        for prefix in source.prefixes:
-            open_indexed(prefix, tokenizer)
+        kind.open(shown=False)
         return
-    ours, option = recipe(source, tokenizer), "data.sft_data_path"
-    if isinstance(source, TextSource):
-        option = "data.text"
-        check_begins(ours.inputs, source.text)
+    if isinstance(kind, Text):
+        kind.check()
     folder = cache_folder(source.cache)
-    if ours.source != STANDARD_LIBRARY:
+    if source.path != STANDARD_LIBRARY:
         outputs = {"training.output_dir": output_dir, "data.cache": folder}
-        check_outside(outputs, Path(ours.source), option)
-    if find_entry(folder, ours.digest) is None:
+        check_outside(outputs, Path(source.path), source.option)
+    if find_entry(folder, kind.recipe.digest) is None:
         check_writable(folder, "data.cache")
+
+
+def _is_by_file(opened: Opened) -> bool:
+    """Return whether each file of text is in one split."""
+    return is_by_file(opened.facts.get("files", 0))
+
+
+def _blend(kind: Kind, opened: Opened, needs: Needs, split: int) -> Blend:
+    """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
+    whole = kind.source.split is None
+    members = opened.validation if whole and split == VALIDATION else opened.training
+    if members is None:
+        raise UserError(
+            "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
+        )
+    parts = []
+    for indexed, _, name in members:
+        bounds, units = ([0, len(indexed.lengths)] * 2, 0) if whole else kind.bounds(opened, indexed)
+        place = 0 if whole else split
+        name = name if whole else f"the {SPLITS[split]} split of {name}"
+        dataset = indexed.part(bounds[place], bounds[place + 1], name)
+        if not len(dataset.tokens):
+            share = f"{astuple(kind.source.split)[split]:.4g}"
+            raise UserError(f"data.split: a share of {share} leaves {name} empty{kind.remedy(units)}")
+        parts.append(kind.samples(dataset, needs, split))
+        _check_tokens(parts[-1], needs.vocab_size)
+    return Blend(parts, [member.weight for member in members])
+
+
+def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
+    """Raise UserError for a token outside the vocabulary, or if documents are separated but none ends."""
+    tokens = excerpt(samples.contents[0])
+    check_vocabulary(tokens, vocab_size, samples.name)
+    documents = None if isinstance(samples, RecordSamples) else samples.documents
+    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
+        return
+    if not (tokens == documents.end_of_document).any():
+        field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
+        raise UserError(
+            f"data.{field}: {samples.name} holds no end-of-document token ({documents.end_of_document}), so its "
+            "documents cannot be separated; preprocess it with --append-eod"
+        )

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.encode import Advance, encode, read_documents
-from megatron_noloco.data.folders import check_outside
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.inputs import Input
-from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.data.inputs import Inputs, check_outside
+from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 
@@ -34,14 +32,14 @@ class Encoding:
 class Job:
     """What one command preprocesses: inputs, output and settings."""
 
-    inputs: list[Input]
+    inputs: Inputs
     prefix: Path
     encoding: Encoding
 
     @property
     def bytes(self) -> int:
         """Bytes that are read: the inputs once for each key."""
-        return len(self.encoding.json_keys) * sum(item.bytes for item in self.inputs)
+        return len(self.encoding.json_keys) * sum(item.bytes for item in self.inputs.files)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +55,7 @@ def check(job: Job) -> None:
     """Raise UserError when a job cannot be carried out; nothing is written."""
     if not job.prefix.name:
         raise UserError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
-    if not any(item.bytes for item in job.inputs):
+    if not any(item.bytes for item in job.inputs.files):
         raise UserError("--input: holds no files with text")
     for place, key in enumerate(job.encoding.json_keys):
         if key in job.encoding.json_keys[:place]:
@@ -66,10 +64,10 @@ def check(job: Job) -> None:
             raise UserError(
                 f'--json-keys {key}: its dataset would be a file with this name, which cannot have "/"'
             )
-    text = next((item.path for item in job.inputs if item.kind == "text"), None)
+    text = next((item.path for item in job.inputs.files if item.kind == "text"), None)
     if text is not None and len(job.encoding.json_keys) > 1:
         raise UserError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
-    for folder in {item.folder for item in job.inputs if item.folder is not None}:
+    for folder in {item.folder for item in job.inputs.files if item.folder is not None}:
         check_outside({"--output-prefix": job.prefix}, folder, "--input")
     check_folder(job.tokenizer)
 
@@ -89,7 +87,7 @@ def preprocess(job: Job, advance: Advance) -> Counter[str]:
                 for key in job.encoding.json_keys
             }
         for key, writer in writers.items():
-            pieces = read_documents(job.inputs, key, counts, advance)
+            pieces = read_documents(job.inputs.files, key, counts, advance)
             writer.write(encode(pieces, tokenizer, job.encoding.append_eod, counts, advance))
         if not counts["documents"]:
             raise UserError(

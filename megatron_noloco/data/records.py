@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
-from megatron_noloco.data.encode import Advance, Sequence, read_ahead
-from megatron_noloco.data.folders import JSON_LINES, PARQUET, holds_records
-from megatron_noloco.data.inputs import Input, find_inputs, read_rows
+from megatron_noloco.data.encode import Advance, Sequence, read_ahead, spelled_as
+from megatron_noloco.data.inputs import JSON_LINES, PARQUET, Input, Inputs, find_inputs
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
@@ -34,22 +33,20 @@ class _Text(NamedTuple):
     read_bytes: int = 0  # of the input on disk since the line before
 
 
-def find_records(path: str) -> tuple[list[Input], str]:
-    """Return the file, or all files of records below the folder, and the end of a summary that names the others.
+def find_records(path: str) -> Inputs:
+    """Return the file, or all files of records below the folder; the notes name the others.
 
     Raises UserError when there is none.
     """
-    records, others = list[Input](), list[str]()
-    for item in find_inputs([path], "data.sft_data_path"):
-        if item.folder is None or holds_records(item.path):
-            records.append(item)
-        else:
-            others.append(item.path.name)
+    files, notes = find_inputs([path], "data.sft_data_path")
+    records = [item for item in files if item.folder is None or item.kind != "text"]
+    others = [item.path.name for item in files if item not in records]
     if not records:
         kinds = ", ".join((*JSON_LINES, PARQUET))
         raise UserError(f"data.sft_data_path: no file of records ({kinds}) in {path}")
     names = ", ".join(others[:_NAMED]) + ", ..." * (len(others) > _NAMED)
-    return records, f"; left out: {len(others)} files without records ({names})" if others else ""
+    left_out = f"; left out: {len(others)} files without records ({names})" * bool(others)
+    return Inputs(records, left_out + notes)
 
 
 def encode_records(
@@ -101,8 +98,7 @@ def _encode(
             _, learnt = found.pop()
             answer[: len(learnt)] = learnt
         found.append((np.append(before, tokens).astype(prompt.dtype), answer))
-    as_text = tokenizer.splits_special_tokens and not text.from_template
-    counts["special_tokens_as_text" if as_text else "special_tokens"] += text.spelled_out
+    counts[spelled_as(tokenizer, text.from_template)] += text.spelled_out
     counts["empty_answers"] += text.empty
     return [_with_beginning(tokens, answer, tokenizer) for tokens, answer in found]
 
@@ -152,7 +148,7 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
 
 
 def _read(item: Input, tokenizer: Tokenizer) -> Iterator[_Text]:
-    for place, record, read_bytes in read_rows(item):
+    for place, record, read_bytes in item.rows():
         try:
             check_whole_characters(json.dumps(record, ensure_ascii=False, default=str))
             text = _text_of(record, tokenizer)

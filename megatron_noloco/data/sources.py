@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -47,6 +48,7 @@ class Split:
 
 
 WHOLE = Split(1, 0, 0)
+STANDARD_LIBRARY = "python-stdlib"  # in place of a path: the sources of Python's standard library here
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,15 @@ class Prefixes:
 class TextSource:
     """A file or folder of text, or "python-stdlib", cut by `split`."""
 
-    text: str
+    path: str
     split: Split
     cache: str | None = None  # the folder of its dataset; None: the user's cache folder
+    option = "data.text"
+
+    @property
+    def name(self) -> str:
+        """Name for the user; the standard library differs between versions of Python."""
+        return f"{self.path} {platform.python_version()}" if self.path == STANDARD_LIBRARY else self.path
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,11 @@ class RecordSource:
     split: Split
     packed: bool  # several records in one sample, as separate documents
     cache: str | None = None  # as of a `TextSource`
+    option = "data.sft_data_path"
+
+    @property
+    def name(self) -> str:
+        return self.path
 
 
 Source = TextSource | IndexedSource | RecordSource
@@ -135,27 +148,3 @@ class Needs:
     evaluates: bool = True  # whether validation datasets are built
     documents: DocumentBorders | None = None  # None: documents are not separated
     shown: bool = True  # whether this process shows progress while a dataset is made
-
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """A tokenizer by name, "byte" or a Hugging Face fast tokenizer with its folder, and how it reads text.
-
-    Raises UserError for fields that contradict one another.
-    """
-
-    tokenizer_type: str | None = None  # None: what `tokenizer_model` says
-    tokenizer_model: str | None = None
-    split_special_tokens: bool = True  # a special token that a text spells out is text
-    prepend_bos: bool = False  # each document begins with BOS
-
-    def __post_init__(self) -> None:
-        if self.tokenizer_model is not None:
-            if self.tokenizer_type == "byte":
-                raise UserError(
-                    'tokenizer_model does not go together with tokenizer_type "byte"; leave one out'
-                )
-        elif self.tokenizer_type not in (None, "byte"):
-            raise UserError(f'tokenizer_type "{self.tokenizer_type}" needs tokenizer_model, its folder')
-        elif self.prepend_bos:
-            raise UserError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")

@@ -6,7 +6,7 @@ otherwise. In the text of a chat template it is always the token.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_noloco.data.chat_template import ChatTemplate
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.errors import UserError
 
 BYTES = 256
@@ -82,11 +81,37 @@ class ByteTokenizer:
 Tokenizer = ByteTokenizer | FastTokenizer
 
 
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer, and how it reads text.
+
+    Attributes:
+        folder: of a Hugging Face fast tokenizer; None: bytes.
+        split_special_tokens: whether a special token that a text spells out is text.
+        prepend_bos: whether each document begins with BOS.
+    """
+
+    folder: str | None = None
+    split_special_tokens: bool = True
+    prepend_bos: bool = False
+
+
+def choice_problem(kind: str | None, choice: TokenizerChoice) -> str:
+    """Return why a choice is none for this tokenizer_type (None: not given); "" where it is."""
+    if choice.folder is not None and kind == "byte":
+        return 'tokenizer_model does not go together with tokenizer_type "byte"; leave one out'
+    if choice.folder is None and kind not in (None, "byte"):
+        return f'tokenizer_type "{kind}" needs tokenizer_model, its folder'
+    if choice.folder is None and choice.prepend_bos:
+        return "prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out"
+    return ""
+
+
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Build the tokenizer of a run; raises UserError when its files are missing or broken, or it lacks a BOS."""
-    if choice.tokenizer_model is None:
+    if choice.folder is None:
         return ByteTokenizer()
-    return FastTokenizer(Path(choice.tokenizer_model), choice.split_special_tokens, choice.prepend_bos)
+    return FastTokenizer(Path(choice.folder), choice.split_special_tokens, choice.prepend_bos)
 
 
 def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str = "") -> Tokenizer:
@@ -97,12 +122,12 @@ def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str 
     Args:
         digest: of the run's tokenizer; "": not known, so that the first place with a tokenizer is taken.
     """
-    if choice.tokenizer_model is None:
-        return build_tokenizer(choice)
+    if choice.folder is None:
+        return ByteTokenizer()
     problems = []
-    for place in (*places, Path(choice.tokenizer_model)):
+    for place in (*places, Path(choice.folder)):
         try:
-            found = build_tokenizer(replace(choice, tokenizer_model=str(place)))
+            found = build_tokenizer(replace(choice, folder=str(place)))
         except UserError as error:
             problems.append(str(error))
             continue

@@ -14,7 +14,7 @@ from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import divided, names_in
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
-from megatron_noloco.data.inputs import STANDARD_LIBRARY
+from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.directory import can_listen

@@ -194,7 +194,7 @@ def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
     # It imports transformers: one rank of the job does.
     if problem := found_by_rank_0(lambda: folder_problem(prepared.tokenizer)):
         raise UserError(problem)
-    place = prepared.config.data.tokenizer.tokenizer_model
+    place = prepared.config.data.tokenizer_model
     if place is None or Path(place).exists():
         return []
     return [f"data.tokenizer_model: {place} is not there; using the copy, {copy}"]

@@ -231,7 +231,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
 
 def _tokenizer(config: RunConfig) -> Tokenizer:
     """Build the tokenizer; where its files are gone, from the copy that a run with checkpoints keeps of it."""
-    output, place = Path(config.training.output_dir), config.data.tokenizer.tokenizer_model
+    output, place = Path(config.training.output_dir), config.data.tokenizer_model
     if place is None or Path(place).exists() or config.checkpoint.load == "none":
         return build_tokenizer(config.data.tokenizer)
     copies = map(tokenizer_folder, (output, *sorted(output.glob("replica_*"))))

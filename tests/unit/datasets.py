@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.indexed import Indexed, IndexedWriter
-from megatron_noloco.data.made import make
+from megatron_noloco.data.opening import kind_of
 from megatron_noloco.data.records import encode_records, find_records
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def write_dataset(
 
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
     """What a text becomes: the tokens of its three splits, and the facts about it."""
-    entry = make(TextSource(text, Split.parse(split), mkdtemp()), tokenizer, shown=False)
+    entry = kind_of(TextSource(text, Split.parse(split), mkdtemp()), tokenizer).make(shown=False)
     indexed, facts = Indexed(entry.prefix), entry.facts
     splits = (indexed.part(*bounds).tokens for bounds in pairwise(facts["splits"]))
     return SimpleNamespace(**dict(zip(("train", "validation", "test"), splits, strict=True)), **facts)
@@ -47,7 +47,7 @@ class Learnt(NamedTuple):
 
 def load_records(path: str, tokenizer: Tokenizer) -> list[Learnt]:
     counts, found, begins = Counter[str](), list[Learnt](), True
-    for tokens, ends, mask in encode_records(find_records(path)[0], tokenizer, counts, lambda _: None):
+    for tokens, ends, mask in encode_records(find_records(path).files, tokenizer, counts, lambda _: None):
         assert mask is not None
         found.append(Learnt(tokens, mask, begins, counts["joined"]))
         begins = ends

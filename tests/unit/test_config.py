@@ -14,7 +14,8 @@ from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.saved import config_of_checkpoint
-from megatron_noloco.data.sources import IndexedSource, Prefixes, Split, TextSource, TokenizerChoice
+from megatron_noloco.data.sources import IndexedSource, Prefixes, Split, TextSource
+from megatron_noloco.data.tokenizer import TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.topology import Place, Topology
@@ -61,11 +62,11 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_tokenizer_is_bytes_or_that_of_a_folder() -> None:
-    assert config().data.tokenizer == TokenizerChoice("byte", None)
+    assert config().data.tokenizer == TokenizerChoice()
     choice = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}
     for given in (choice, {"tokenizer_model": "folder"}):
         found = config(data={"text": "t", **given})
-        assert found.data.tokenizer == TokenizerChoice(*choice.values())
+        assert found.data.tokenizer == TokenizerChoice("folder")
         assert found.to_dict()["data"]["tokenizer_type"] == "HuggingFaceTokenizer", "as a checkpoint says it"
 
 

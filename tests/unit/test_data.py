@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data.folders import files_below, once
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.inputs import STANDARD_LIBRARY, Input, standard_library_files
-from megatron_noloco.data.made import make
+from megatron_noloco.data.inputs import Input, files_below, find_standard_library, once
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
-from megatron_noloco.data.opening import open_data
+from megatron_noloco.data.opening import kind_of, open_data
 from megatron_noloco.data.samples import Samples, ShuffledSamples
-from megatron_noloco.data.sources import Needs, Prefixes, RecordSource, Split, TextSource
-from megatron_noloco.data.texts import TextRange, divide
+from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Prefixes, RecordSource, Split, TextSource
+from megatron_noloco.data.text import TextRange, divide
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.sample_order import BatchPlan, Order
 from tests.unit.datasets import load_text
@@ -96,7 +94,7 @@ def write_cache(folder: Path, *lines: str) -> None:
 class TestCorpus:
     def test_standard_library(self, stdlib: Any) -> None:
         assert stdlib.bytes > 5e6
-        assert stdlib.files == len(standard_library_files())
+        assert stdlib.files == len(find_standard_library().files)
         tokens = sum(map(len, (stdlib.train, stdlib.validation, stdlib.test)))
         assert tokens == stdlib.bytes + stdlib.files
         assert stdlib.train.dtype == np.uint16
@@ -104,7 +102,7 @@ class TestCorpus:
         assert 0.02 < len(stdlib.validation) / tokens < 0.1
 
     def test_standard_library_files_are_sources_only(self) -> None:
-        files = standard_library_files()
+        files = [item.path for item in find_standard_library().files]
         assert any(path.name == "argparse.py" for path in files)
         assert all(path.suffix == ".py" for path in files)
         forbidden = {"site-packages", "test", "tests", "__pycache__"}
@@ -211,7 +209,8 @@ class TestCorpus:
         (folder / "loop").symlink_to("loop")
         (folder / "a.jsonl").write_text('{"text": "a", "prompt": "a", "completion": "b"}\n')
         assert (
-            make(RecordSource(str(folder), Split(1, 0, 0), True), ByteTokenizer(), False)
+            kind_of(RecordSource(str(folder), Split(1, 0, 0), True), ByteTokenizer())
+            .make(False)
             .facts["notes"]
             .endswith(note)
         )

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data import cache, made
+from megatron_noloco.data import cache
+from megatron_noloco.data import text as text_files
 from megatron_noloco.data.cache import cache_folder, entries, obtain
 from megatron_noloco.data.indexed import Indexed
-from megatron_noloco.data.made import make, recipe
-from megatron_noloco.data.opening import check_source
+from megatron_noloco.data.opening import check_source, kind_of
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
@@ -58,15 +58,15 @@ def test_a_binary_file_among_compressed_texts_is_left_out_and_counted(tmp_path: 
     (folder := tmp_path / "text").mkdir()
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"the text\n" * 9))
     (folder / "b.txt.gz").write_bytes(gzip.compress(bytes(range(256)) * 9))
-    facts = make(source_of(folder), BYTES, False).facts
+    facts = kind_of(source_of(folder), BYTES).make(False).facts
     assert facts["notes"] == "; left out: 1 files that are not UTF-8 text"
 
 
 def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     makings = count_makings(monkeypatch)
-    first = make(source_of(text), BYTES, False)
+    first = kind_of(source_of(text), BYTES).make(False)
     moved = text.rename(text.with_name("moved"))
-    assert make(source_of(moved), BYTES, False) == first
+    assert kind_of(source_of(moved), BYTES).make(False) == first
     assert len(makings) == 1
     assert sorted(path.name for path in first.folder.iterdir()) == [
         *("data.bin", "data.idx", "data.tokenizer.sha256", "facts.json")
@@ -81,7 +81,7 @@ def test_what_changes_a_dataset_makes_another_entry(changes: list[str]) -> None:
         (folder / "a.txt").write_text("one")
         (folder / "b.txt").write_text("two")
         source, tokenizer, digests = TextSource(str(folder), HALVES), ByteTokenizer(), set[str]()
-        digests.add(recipe(source, tokenizer).digest)
+        digests.add(kind_of(source, tokenizer).recipe.digest)
         for change in changes:
             if change == "content":
                 (folder / "a.txt").write_text("longer")
@@ -100,8 +100,8 @@ def test_what_changes_a_dataset_makes_another_entry(changes: list[str]) -> None:
                 source = TextSource(str(folder), Split.parse("2,1"))
             else:
                 patch.setattr(tokenizer, "digest", "another")
-            assert recipe(source, tokenizer).digest not in digests, change
-            digests.add(recipe(source, tokenizer).digest)
+            assert kind_of(source, tokenizer).recipe.digest not in digests, change
+            digests.add(kind_of(source, tokenizer).recipe.digest)
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -112,16 +112,17 @@ def test_two_that_make_it_at_once_both_have_it(
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     makings, inside, go = count_makings(monkeypatch), threading.Event(), threading.Event()
-    original, found = made.divide, []
+    original, found = text_files.divide, []
 
     def slowly(*arguments: Any) -> Any:
         inside.set()
         assert go.wait(60)
         return original(*arguments)
 
-    monkeypatch.setattr(made, "divide", slowly)
+    monkeypatch.setattr(text_files, "divide", slowly)
     threads = [
-        threading.Thread(target=lambda: found.append(make(source_of(text), BYTES, False))) for _ in range(2)
+        threading.Thread(target=lambda: found.append(kind_of(source_of(text), BYTES).make(False)))
+        for _ in range(2)
     ]
     threads[0].start()
     assert inside.wait(60)
@@ -148,7 +149,7 @@ def no_locks(*_: Any) -> None:
 def make_and_count(rank: int, world_size: int, text: Path) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         makings = count_makings(patch)
-        return make(source_of(text), BYTES, False).prefix, len(makings)
+        return kind_of(source_of(text), BYTES).make(False).prefix, len(makings)
 
 
 def test_one_process_of_a_host_makes_it(text: Path) -> None:
@@ -158,31 +159,34 @@ def test_one_process_of_a_host_makes_it(text: Path) -> None:
 
 
 def test_what_a_killed_process_leaves_is_removed(text: Path) -> None:
-    digest = recipe(source_of(text), BYTES).digest
+    digest = kind_of(source_of(text), BYTES).recipe.digest
     left = text.parent / "cache" / f"{digest}.partial-1"
     left.mkdir(parents=True)
     (left / "data.bin").write_text("half")
-    entry = make(source_of(text), BYTES, False)
+    entry = kind_of(source_of(text), BYTES).make(False)
     assert [path.name for path in left.parent.iterdir() if path.is_dir()] == [entry.folder.name]
 
 
 def test_a_file_that_changes_meanwhile_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = made.divide
+    original = text_files.divide
 
     def divide(*arguments: Any) -> Any:
         (text / "a.txt").write_text("other")
         return original(*arguments)
 
-    monkeypatch.setattr(made, "divide", divide)
+    monkeypatch.setattr(text_files, "divide", divide)
     with pytest.raises(UserError, match=rf"^{text}: changed while it was read; start again"):
-        make(source_of(text), BYTES, False)
+        kind_of(source_of(text), BYTES).make(False)
     assert entries(text.parent / "cache") == []
 
 
 def test_a_folder_that_cannot_be_written_says_what_to_set(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     source = TextSource(str(text), HALVES, str(tmp_path / "file" / "cache"))
-    for door in (lambda: check_source(source, BYTES, tmp_path / "run"), lambda: make(source, BYTES, False)):
+    for door in (
+        lambda: check_source(source, BYTES, tmp_path / "run"),
+        lambda: kind_of(source, BYTES).make(False),
+    ):
         with pytest.raises(UserError, match=r"file/cache: cannot be written: .*; give another data.cache$"):
             door()
 
@@ -194,21 +198,21 @@ def test_a_full_disk_says_what_to_set_and_leaves_nothing(text: Path) -> None:
         pytest.raises(UserError, match=rf"^{cached}: cannot be written: .*; give another data.cache$"),
         full_disk(),
     ):
-        make(source_of(text), BYTES, False)
+        kind_of(source_of(text), BYTES).make(False)
     assert not [path for path in cached.iterdir() if path.is_dir()]
 
 
 def test_an_entry_in_a_folder_that_may_only_be_read_is_used(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = make(source_of(text), BYTES, False)
+    entry = kind_of(source_of(text), BYTES).make(False)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert make(source_of(text), BYTES, False) == entry
+    assert kind_of(source_of(text), BYTES).make(False) == entry
     check_source(source_of(text), BYTES, tmp_path / "run")
 
 
@@ -222,7 +226,9 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = text.parent / "cache"
-    digests = [make(source_of(text, Split.parse(split)), BYTES, False).folder.name for split in ("1", "1,1")]
+    digests = [
+        kind_of(source_of(text, Split.parse(split)), BYTES).make(False).folder.name for split in ("1", "1,1")
+    ]
     (folder / "mine.txt").write_text("of the user")
 
     def listed(*options: str) -> list[str]:
@@ -239,7 +245,7 @@ def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[
 
 
 def test_what_is_being_made_is_not_cleared(text: Path) -> None:
-    digest = recipe(source_of(text), BYTES).digest
+    digest = kind_of(source_of(text), BYTES).recipe.digest
     partial = text.parent / "cache" / f"{digest}.partial-1"
     partial.mkdir(parents=True)
     with (partial.parent / f"{digest}.lock").open("a") as lock:
@@ -251,6 +257,6 @@ def test_what_is_being_made_is_not_cleared(text: Path) -> None:
 
 
 def test_facts_are_json(text: Path) -> None:
-    entry = make(source_of(text), BYTES, False)
+    entry = kind_of(source_of(text), BYTES).make(False)
     assert json.loads((entry.folder / "facts.json").read_text()) == entry.facts
-    assert obtain(text.parent / "cache", recipe(source_of(text), BYTES)) == entry
+    assert obtain(text.parent / "cache", kind_of(source_of(text), BYTES).recipe) == entry

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data import encode, inputs
+from megatron_noloco.data import encode, formats
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.microbatches import Loader, MicrobatchSource, Reader, ValidationSource
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.samples import Samples
-from megatron_noloco.data.sources import Needs, Prefixes, Split, TextSource, TokenizerChoice
-from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
+from megatron_noloco.data.sources import Needs, Prefixes, Split, TextSource
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order, slots_of
@@ -175,13 +175,13 @@ class TestIndexed:
         with pytest.raises(ValueError, match=line):
             build(data_path=prefix, split=split)
         with pytest.raises(ValueError, match=line):
-            open_whole(prefix, build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
+            open_whole(prefix, build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
         assert main(["data", "inspect", prefix, "--samples", "40"]) == 0
         assert "document 30: tokens 5 5 5 -1 5" in capsys.readouterr().out
 
     def test_a_dataset_of_another_tokenizer_is_refused_wherever_it_is_opened(self, tmp_path: Path) -> None:
         """Its tokens would be in the vocabulary. One that Megatron has made says nothing of its tokenizer."""
-        prefix, byte = str(tmp_path / "made"), build_tokenizer(TokenizerChoice("byte"))
+        prefix, byte = str(tmp_path / "made"), build_tokenizer(TokenizerChoice())
         other: Any = SimpleNamespace(digest="of another tokenizer")
         config = RunConfig(**run_config({"data_path": prefix, "split": "1,1,0"}))
         doors: list[Callable[[], object]] = [
@@ -207,7 +207,7 @@ class TestIndexed:
 
 def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--data: no UTF-8 text in"):
-        open_whole("/bin/ls", build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
+        open_whole("/bin/ls", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
     samples, _ = open_whole(str(tmp_path / "a.jsonl"), ByteTokenizer(), Needs(257, SEQ))
     assert samples.tokens.tolist() == [*b"some text", ByteTokenizer.end_of_document]
@@ -284,7 +284,7 @@ class TestText:
         (tmp_path / "text" / "empty.txt").touch()
         data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
         built = build(text=str(tmp_path / "text"), split="8,1,1", vocab=300, **data)
-        tokenizer = build_tokenizer(TokenizerChoice(**data))
+        tokenizer = build_tokenizer(TokenizerChoice(str(tmp_path)))
         assert built.validation is not None
         parts = [blend.parts[0].tokens for blend in (built.training, built.validation)]
         assert built.summary.endswith(" validation tokens; left out: 1 empty files")
@@ -298,7 +298,7 @@ class TestText:
         (tmp_path / "text").mkdir()
         (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
         (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
-        monkeypatch.setattr(inputs, "PIECE_BYTES", 10)  # and on to the end of the line
+        monkeypatch.setattr(formats, "PIECE_BYTES", 10)  # and on to the end of the line
         monkeypatch.setattr(encode, "_CHARACTERS", 70)
         ids = [tokenizer.encode(line).tolist() for line in lines]
         end = [tokenizer.end_of_document]

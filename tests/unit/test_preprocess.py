@@ -19,24 +19,23 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data import encode, inputs, preprocess
+from megatron_noloco.data import encode, formats, preprocess
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Indexed, IndexedWriter
-from megatron_noloco.data.inputs import find_inputs, read_pieces
+from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import Encoding, Job
-from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
 from tests.harness import full_disk
 from tests.unit.test_data import write_cache
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "tools/preprocess_data.py"]  # the command by its name in Megatron-LM
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
-BYTES = Encoding(TokenizerChoice("byte"), ("text",), append_eod=True)
+BYTES = Encoding(TokenizerChoice(), ("text",), append_eod=True)
 
 
 def fast_encoding(folder: Path) -> Encoding:
-    return Encoding(TokenizerChoice("HuggingFaceTokenizer", str(folder)), ("text",), append_eod=True)
+    return Encoding(TokenizerChoice(str(folder)), ("text",), append_eod=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +137,7 @@ def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one"}\n\nx\n')
     with pytest.raises(ValueError, match="line 3: not JSON"):
-        list(read_pieces(find_inputs([str(path)], "--input")[0], "text"))
+        list(find_inputs([str(path)], "--input").files[0].pieces("text"))
 
 
 def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +164,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two", "of": {"id": 1, "id": 2}}\n')
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: the key "id" is there twice; leave one out$'):
-        list(read_pieces(find_inputs([str(path)], "--input")[0], "text"))
+        list(find_inputs([str(path)], "--input").files[0].pieces("text"))
 
 
 def test_a_folder_of_text(tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
 def test_a_long_text_is_one_document_of_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 50)
+    monkeypatch.setattr(formats, "PIECE_BYTES", 50)
     text = "".join(f"line {number} of a long text\n" for number in range(30))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("short")
@@ -201,7 +200,7 @@ def test_batches_of_several_files_are_encoded_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, calls: int
 ) -> None:
     """The documents are the same however many are encoded in one call of the tokenizer."""
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 50)
+    monkeypatch.setattr(formats, "PIECE_BYTES", 50)
     monkeypatch.setattr(encode, "_CHARACTERS", at_once)
     texts = ["first\n", "a line\n" * 30, "", "last"]
     paths = [tmp_path / f"{number}.txt" for number in range(len(texts))]
@@ -223,7 +222,7 @@ def test_batches_of_several_files_are_encoded_at_once(
 def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     rows = [{"title": "T1", "body": "B1"}, {"title": None, "body": "B2"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    encoding = Encoding(TokenizerChoice("byte"), ("title", "body"), append_eod=False)
+    encoding = Encoding(TokenizerChoice(), ("title", "body"), append_eod=False)
     job = Job(find_inputs([str(tmp_path / "a.jsonl")], "--input"), tmp_path / "out", encoding)
     tally = preprocess.preprocess(job, lambda _: None)
     assert [tally[name] for name in ("documents", "tokens", "empty")] == [3, 6, 1]
@@ -280,7 +279,7 @@ def test_wherever_it_is_stopped_a_name_means_a_complete_file(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
     inputs = find_inputs([str(tmp_path / "a.jsonl")], "--input")
-    job = Job(inputs, tmp_path / "out", Encoding(TokenizerChoice("byte"), ("a", "b"), False))
+    job = Job(inputs, tmp_path / "out", Encoding(TokenizerChoice(), ("a", "b"), False))
     stops = 0
     while _stopped_at(stops, job, monkeypatch):
         whole = [f"out_{key}_document.{end}" for key in "ab" for end in ("bin", "tokenizer.sha256", "idx")]
@@ -379,7 +378,7 @@ def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path
 
 def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
-    encoding = Encoding(TokenizerChoice("byte"), ("a", "b"), append_eod=False)
+    encoding = Encoding(TokenizerChoice(), ("a", "b"), append_eod=False)
     job = Job(find_inputs([str(tmp_path / "a.jsonl")], "--input"), tmp_path / "out", encoding)
     other = IndexedWriter(job.output("b"), 257)
     other.add(np.arange(3), ends_document=True)
@@ -429,7 +428,7 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     (
         "a.txt",
         b"x",
-        {"tokenizer": TokenizerChoice("HuggingFaceTokenizer", "/nowhere")},
+        {"tokenizer": TokenizerChoice("/nowhere")},
         r"tokenizer_model /nowhere: no folder with a tokenizer\.json",
     ),
 ]
@@ -440,7 +439,7 @@ def test_bad_input_is_one_line(
     tmp_path: Path, name: str, content: bytes, edits: dict[str, Any], line: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    options = {"tokenizer": TokenizerChoice("byte"), "json_keys": ("text",)} | edits
+    options = {"tokenizer": TokenizerChoice(), "json_keys": ("text",)} | edits
     with pytest.raises(ValueError, match=line) as caught:
         run(tmp_path, [tmp_path / name], Encoding(append_eod=True, **options))
     assert "\n" not in str(caught.value)

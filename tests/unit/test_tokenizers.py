@@ -24,9 +24,8 @@ from megatron_noloco.data.sources import (
     Source,
     Split,
     TextSource,
-    TokenizerChoice,
 )
-from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer, find_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer, find_tokenizer
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
@@ -118,7 +117,7 @@ HALVES = Split(0.5, 0.5, 0)
 
 
 def datasets_of(source: Source, tokenizer: Path, **choice: bool) -> Data:
-    chosen = TokenizerChoice("HuggingFaceTokenizer", str(tokenizer), **choice)
+    chosen = TokenizerChoice(str(tokenizer), **choice)
     return open_data(source, build_tokenizer(chosen), Needs(vocab_size=300, seq_length=8))
 
 
@@ -374,7 +373,7 @@ class TestCopy:
 
     def test_a_saved_run_takes_the_place_that_has_its_tokens(self, tmp_path: Path) -> None:
         right, wrong = write_tokenizer(tmp_path / "right"), write_tokenizer(tmp_path / "wrong", pieces=21)
-        choice = TokenizerChoice("HuggingFaceTokenizer", str(wrong))
+        choice = TokenizerChoice(str(wrong))
         digest = FastTokenizer(right).digest
         assert find_tokenizer(choice, [tmp_path / "none", right], digest).digest == digest
         with pytest.raises(ValueError, match=f"^{wrong}: reads other tokens than the run$"):

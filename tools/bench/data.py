@@ -17,10 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.inputs import find_inputs, standard_library_files
+from megatron_noloco.data.inputs import find_inputs, find_standard_library
 from megatron_noloco.data.preprocess import Encoding, Job, preprocess
-from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import TokenizerChoice, build_tokenizer
 from megatron_noloco.monitor.run_log import RunLog
 from tools.bench.laps import Laps
 
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = options.tokenizer_model or train_tokenizer(folder)
-        encoding = Encoding(TokenizerChoice("HuggingFaceTokenizer", str(model)), ("text",), append_eod=True)
+        encoding = Encoding(TokenizerChoice(str(model)), ("text",), append_eod=True)
         report["text_megabytes"] = write_text(folder / "text.jsonl", options.megabytes)
         report |= compare(folder, encoding, options.repeats, report["text_megabytes"])
         if options.steps:
@@ -57,14 +56,14 @@ def train_tokenizer(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer.train([str(path) for path in standard_library_files()[:200]], trainer)
+    tokenizer.train([str(source.path) for source in find_standard_library().files[:200]], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def write_text(path: Path, megabytes: float) -> float:
     """Write JSON lines; returns the megabytes of text in them."""
-    texts = [source.read_text() for source in standard_library_files()]
+    texts = [source.path.read_text() for source in find_standard_library().files]
     written = 0
     with path.open("w") as file:
         while written < megabytes * 1e6:

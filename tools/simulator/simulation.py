@@ -106,7 +106,7 @@ class Simulation:
         seed = config.training.seed
         sources: list[Source] = [config.data.source]
         if texts and isinstance(config.data.source, TextSource):
-            sources = [replace(config.data.source, text=text) for text in texts]
+            sources = [replace(config.data.source, path=text) for text in texts]
         if self.plan.global_batch % len(sources):
             raise ValueError(
                 f"{len(sources)} texts do not divide the {self.plan.global_batch} samples of a step"

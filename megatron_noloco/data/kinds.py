@@ -1,0 +1,228 @@
+"""The kinds of input: of what each makes its dataset, how that is divided, its samples, its line in the banner."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from megatron_noloco.data.blend import Blend
+from megatron_noloco.data.cache import Entry, Recipe, cache_folder, obtain
+from megatron_noloco.data.encode import Advance, Sequence, encode, notes_of, read_documents
+from megatron_noloco.data.indexed import Dataset, Indexed, IndexedWriter, open_indexed
+from megatron_noloco.data.inputs import Inputs
+from megatron_noloco.data.record_samples import RecordSamples
+from megatron_noloco.data.records import encode_records
+from megatron_noloco.data.samples import Samples, ShuffledSamples
+from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, TextSource
+from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
+from megatron_noloco.plans.sample_order import slots_of
+
+TRAINING, VALIDATION = range(2)
+SPLITS = ("training", "validation")
+_KEY = "text"  # of JSON lines and Parquet
+
+
+class Member(NamedTuple):
+    """A dataset of a blend, before it is divided."""
+
+    indexed: Indexed
+    weight: float
+    name: str  # for the user
+
+
+class Opened(NamedTuple):
+    """The datasets of a source, mapped.
+
+    Attributes:
+        training: the datasets of training; with a split those of validation, too.
+        validation: if each split has datasets of its own; None: there are none.
+        facts: about a dataset that was made.
+    """
+
+    training: list[Member]
+    validation: list[Member] | None = None
+    facts: Mapping[str, Any] = {}
+
+
+class Kind(ABC):
+    """A kind of input, and the files of a source that hold it; its dataset is made once, in the cache.
+
+    Attributes:
+        unit: what a split divides, in words.
+        has_answers: whether only answers have a loss.
+    """
+
+    unit: ClassVar[str]
+    has_answers = False
+    splits_files = False
+
+    def __init__(self, source: TextSource | RecordSource, tokenizer: Tokenizer, inputs: Inputs) -> None:
+        self.source, self.tokenizer, self.inputs = source, tokenizer, inputs
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the dataset is made of."""
+        tokenizer = self.tokenizer
+        settings = {
+            "kind": type(self).__name__,
+            "split": astuple(self.source.split) if self.splits_files else None,
+            "tokenizer": [tokenizer.digest, tokenizer.files_digest if self.has_answers else ""],
+            "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
+        }
+        return Recipe(self.source.path, self.inputs.files, settings, self._write)
+
+    def make(self, shown: bool) -> Entry:
+        """Return the dataset, from the cache or made now; raises UserError for what cannot be read."""
+        return obtain(cache_folder(self.source.cache), self.recipe, shown)
+
+    def open(self, shown: bool) -> Opened:
+        """Map the dataset; raises UserError."""
+        entry = self.make(shown)
+        return Opened(
+            [Member(open_indexed(entry.prefix, self.tokenizer), 1.0, self.source.name)], None, entry.facts
+        )
+
+    @abstractmethod
+    def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
+        """Yield the sequences of the dataset: all, or those of each split; counts what they hold."""
+
+    @abstractmethod
+    def bounds(self, opened: Opened, indexed: Indexed) -> tuple[list[int], int]:
+        """Return the first sequence of each split and the end of the last one, and the number of units."""
+
+    @abstractmethod
+    def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples | RecordSamples:
+        """Return the samples of a split."""
+
+    @abstractmethod
+    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+        """Return a line that says what the data hold."""
+
+    def empty(self) -> UserError:
+        """Return the error for files that hold nothing."""
+        return UserError(f"{self.source.option}: no {type(self).__name__.lower()} in {self.source.path}")
+
+    def remedy(self, units: int) -> str:
+        """Return what helps if a split of so many units is empty."""
+        return f" ({units} {self.unit}); raise its weight or add {self.unit.replace('files', 'text')}"
+
+    def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
+        """Write the dataset under a prefix; return facts about it, with the first sequence of each part."""
+        counts, splits = Counter[str](), [0]
+        with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self.has_answers) as writer:
+            for sequences in self.parts(counts, advance):
+                writer.write(sequences)
+                splits.append(len(writer))
+            if not len(writer):
+                raise self.empty()
+            writer.finish(self.tokenizer)
+        return {**counts, "splits": splits, "notes": notes_of(counts, self.inputs.notes)}
+
+
+class Documents(Kind):
+    """JSON lines, Parquet and compressed files.
+
+    Documents are divided in the order of their sequences. Those of training are shuffled; those of validation are
+    not, so that every run is evaluated on the same samples.
+    """
+
+    unit = "sequences"
+
+    def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
+        pieces = read_documents(self.inputs.files, _KEY, counts, advance)
+        yield encode(pieces, self.tokenizer, True, counts, advance)
+
+    def bounds(self, opened: Opened, indexed: Indexed) -> tuple[list[int], int]:
+        assert self.source.split is not None
+        return self.source.split.bounds(len(indexed.lengths)), len(indexed.lengths)
+
+    def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
+        return ShuffledSamples(dataset, needs) if split == TRAINING else Samples(dataset, needs)
+
+    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+        words = (
+            f"{name}: {_in_words(blend)}" for name, blend in zip(SPLITS, (training, validation), strict=True)
+        )
+        return "; ".join(words) + opened.facts.get("notes", "")
+
+    def remedy(self, units: int) -> str:
+        if units == 1:
+            return (
+                ": one sequence cannot be divided; preprocess several documents, such as JSON lines, "
+                "or give the text itself as data.text"
+            )
+        return (
+            f" ({units} {self.unit}); raise its weight, or give data.train_data_path and data.valid_data_path"
+        )
+
+
+class Preprocessed(Documents):
+    """Indexed datasets that are there: of `data preprocess`, or of Megatron."""
+
+    def __init__(self, source: IndexedSource, tokenizer: Tokenizer) -> None:
+        self.source: Any = source
+        self.tokenizer = tokenizer
+
+    def open(self, shown: bool) -> Opened:
+        source = self.source
+        return Opened(self._members(source.train), source.validation and self._members(source.validation))
+
+    def _members(self, prefixes: Prefixes) -> list[Member]:
+        opened = ((open_indexed(prefix, self.tokenizer), share, prefix) for prefix, share in prefixes.parts)
+        return [Member(*member) for member in opened]
+
+    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+        """Raises UserError for a dataset that lacks a BOS that the run's documents are to begin with."""
+        line, tokenizer = super().summary(opened, training, validation), self.tokenizer
+        bos = tokenizer.beginning_of_document
+        members = {member.name: member for member in opened.training + (opened.validation or [])}
+        for prefix, member in members.items():
+            begins = member.indexed.tokens[0] == bos
+            if tokenizer.before_document and not begins:
+                raise UserError(
+                    f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
+                    "--prepend-bos, or leave data.prepend_bos out"
+                )
+            if begins and not tokenizer.before_document and bos != tokenizer.end_of_document:
+                advice = "set data.prepend_bos if it was made so, and an export adds it, too"
+                line += f"; {prefix} begins with BOS; {advice}"
+        return line
+
+
+class Records(Kind):
+    """Prompts and answers for fine-tuning, divided in their order."""
+
+    unit = "records"
+    has_answers = True
+
+    def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
+        yield encode_records(self.inputs.files, self.tokenizer, counts, advance)
+
+    def bounds(self, opened: Opened, indexed: Indexed) -> tuple[list[int], int]:
+        records = len(indexed.document_bounds) - 1
+        return indexed.document_bounds[self.source.split.bounds(records)].tolist(), records
+
+    def samples(self, dataset: Dataset, needs: Needs, split: int) -> RecordSamples:
+        assert isinstance(self.source, RecordSource)
+        return RecordSamples(dataset, needs.seq_length, self.source.packed, self.tokenizer.end_of_document)
+
+    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+        parts = [*training.parts, *(validation.parts if validation else ())]
+        cut = sum(part.cut for part in parts if isinstance(part, RecordSamples))
+        return (
+            f"{self.source.name}, {opened.facts['records']} records ({cut} longer than a sample), {len(training)} "
+            f"training samples with {len(parts[0].labels)} tokens in answers{opened.facts['notes']}"
+        )
+
+
+def _in_words(blend: Blend | None) -> str:
+    if blend is None:
+        return "none"
+    slots = slots_of(blend.weights)
+    return ", ".join(
+        f"{len(part.labels)} tokens of {part.name} ({100 * slot / sum(slots):.4g} %)"
+        for part, slot in zip(blend.parts, slots, strict=True)
+    )
