@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.samples import Array, Sample, Samples
-from megatron_noloco.plans.sample_order import BLEND_RESOLUTION, Order, slots_at, slots_of
+from megatron_noloco.plans.sample_order import Order
 
 # Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
 # rest is checked when it is read.
@@ -48,21 +48,10 @@ class Blend:
         Args:
             most: elements of an excerpt; None: `_EXCERPT_TOKENS`.
         """
-        return self._checksum([part.contents for part in self.parts], 0, most)
-
-    def checksum_of_labels(self) -> int:
-        """Return the checksum of version 0.2: of the tokens that have a loss.
-
-        It is another number if the blend is read in another order since.
-        """
-        reordered = slots_of(self.weights) != slots_at(self.weights, BLEND_RESOLUTION)
-        return self._checksum([(part.labels,) for part in self.parts], int(reordered), None)
-
-    def _checksum(self, contents: list[tuple[Array, ...]], start: int, most: int | None) -> int:
-        checksum = start
-        for part, weight, arrays in zip(self.parts, self.weights, contents, strict=True):
+        checksum = 0
+        for part, weight in zip(self.parts, self.weights, strict=True):
             checksum = zlib.crc32(f"{len(part)} {len(part.labels)} {weight}".encode(), checksum)
-            for place, array in enumerate(arrays):
+            for place, array in enumerate(part.contents):
                 found = excerpt(array, most)
                 if place == 0 and part.hashed_as is not None:
                     found = found.astype(part.hashed_as)

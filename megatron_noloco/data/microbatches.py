@@ -33,22 +33,15 @@ class Microbatch(NamedTuple):
         return Microbatch(self.tokens.pin_memory(), self.labels.pin_memory(), documents)
 
 
-class MicrobatchSource:
-    """The training microbatches of every replica, readable on every rank.
+def training_microbatch(
+    dataset: SampleDataset, order: Order, plan: BatchPlan, step: int, replica: int, dp: int, microbatch: int
+) -> Microbatch:
+    """Return a training microbatch of any replica, on any rank.
 
-    It has no state: a resume needs the step only, and a stage can read the labels and document borders of a
-    microbatch that was routed to it from another replica.
+    It depends on its address alone: a resume needs the step only, and a stage can read the labels and document
+    borders of a microbatch that was routed to it from another replica.
     """
-
-    def __init__(self, dataset: SampleDataset, order: Order, plan: BatchPlan) -> None:
-        assert order.samples == len(dataset), f"an order of {order.samples} for {len(dataset)} samples"
-        self.dataset = dataset
-        self.order = order
-        self.plan = plan
-
-    def microbatch(self, step: int, replica: int, dp: int, microbatch: int) -> Microbatch:
-        first = self.plan.first(step, replica, dp, microbatch)
-        return gather(self.dataset, self.order.ids(first, self.plan.micro_batch_size))
+    return gather(dataset, order.ids(plan.first(step, replica, dp, microbatch), plan.micro_batch_size))
 
 
 class ValidationSource:
@@ -84,10 +77,12 @@ class ValidationSource:
                 f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}; "
                 "lower evaluation.iters"
             )
-        self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
-        self.count = count
-        self.weight = weight
+        self.dataset, self.micro_batch_size, self.count, self.weight = (
+            dataset,
+            micro_batch_size,
+            count,
+            weight,
+        )
         self.order = Order.of(len(dataset), VALIDATION_SEED)
 
     def __len__(self) -> int:
@@ -154,23 +149,21 @@ class Loader:
     On a machine with a GPU, microbatches are in pinned memory, so that the copy to the device is asynchronous.
 
     Args:
+        read: returns the training microbatch of (step, replica, data-parallel rank, microbatch).
         local_steps: k, the local steps of a round.
         record: receives "data/wait_seconds", for which the training loop waits for data.
     """
 
     def __init__(
         self,
-        source: MicrobatchSource,
+        read: Callable[[int, int, int, int], Microbatch],
         routing: Routing,
         local_steps: int,
         reader: Reader,
         record: Record = unrecorded,
     ) -> None:
-        self._record = record
-        self._source = source
-        self._routing = routing
-        self._local_steps = local_steps
-        self._reader = reader
+        self._read, self._routing, self._local_steps = read, routing, local_steps
+        self._reader, self._record = reader, record
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=self._set_device)
         self._steps: dict[int, dict[Address, Future[Microbatch]]] = {}  # of this step and the next
@@ -178,7 +171,7 @@ class Loader:
     def step(self, step: int) -> StepInput:
         """Return the input of local step `step` (from 0), begin to read the next one's, and drop earlier ones."""
         self._steps = {number: self._steps.get(number) or self._submit(number) for number in (step, step + 1)}
-        return StepInput(partial(self._read, step), self._routes(step))
+        return StepInput(partial(self._wait_for, step), self._routes(step))
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -187,20 +180,17 @@ class Loader:
         return self._routing.routes(step, step // self._local_steps)
 
     def _submit(self, step: int) -> dict[Address, Future[Microbatch]]:
-        addresses = sorted(self._reader.addresses(self._routes(step), self._source.plan.microbatches))
-        return {
-            (replica, microbatch): self._thread.submit(self._load, step, replica, microbatch)
-            for replica, microbatch in addresses
-        }
+        addresses = sorted(self._reader.addresses(self._routes(step), self._routing.microbatches))
+        return {address: self._thread.submit(self._load, step, *address) for address in addresses}
 
     def _set_device(self) -> None:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a new thread begins on GPU 0
 
     def _load(self, step: int, replica: int, microbatch: int) -> Microbatch:
-        read = self._source.microbatch(step, replica, self._reader.dp, microbatch)
+        read = self._read(step, replica, self._reader.dp, microbatch)
         return read if self._gpu is None else read.pinned()
 
-    def _read(self, step: int, replica: int, microbatch: int) -> Microbatch:
+    def _wait_for(self, step: int, replica: int, microbatch: int) -> Microbatch:
         with timed(self._record, "data/wait_seconds"):
             return self._steps[step][replica, microbatch].result()

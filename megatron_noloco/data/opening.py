@@ -58,17 +58,8 @@ class Data:
 
     @cached_property
     def checksums(self) -> dict[str, int]:
-        """Checksums of the training data, wherever they lie, by the name of a checkpoint's counter; newest first.
-
-        The first is of all that samples are made of. The second, of 0.2 and before, is of the tokens that have a
-        loss. If each file of text is in one split, there is a single one with another name.
-        """
-        if self.by_file:
-            return {BY_FILE: self.training.checksum()}
-        return {
-            "training_data_2": self.training.checksum(),
-            "training_data": self.training.checksum_of_labels(),
-        }
+        """The checksum of the training data, wherever they lie, by the name of a checkpoint's counter."""
+        return {BY_FILE if self.by_file else "training_data_2": self.training.checksum()}
 
     @cached_property
     def fingerprint(self) -> list[int]:

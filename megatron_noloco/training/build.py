@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.microbatches import Loader, MicrobatchSource, Reader
+from megatron_noloco.data.microbatches import Loader, Reader, training_microbatch
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -59,14 +59,14 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
 
     slot = topology.slot if topology.separate_jobs else None
     training = joined.data.training
-    source = MicrobatchSource(training, training.order(config.training.seed, slot), plan)
+    read = partial(training_microbatch, training, training.order(config.training.seed, slot), plan)
     reader = Reader.at(topology, groups.position, stage.separate_documents)
     return Run(
         schedule=_schedule(config),
         start_step=start.step,
         engine=engine,
         peers=peers,
-        loader=Loader(source, routing, config.noloco.local_steps, reader, record),
+        loader=Loader(read, routing, config.noloco.local_steps, reader, record),
         evaluator=_evaluator(prepared, joined, engine, outer),
         checkpointer=checkpointer,
         monitor=monitor,

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pyarrow import parquet
 from megatron_noloco.cli.main import main
 from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.inputs import Input, files_below, find_standard_library, once
-from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.microbatches import ValidationSource, training_microbatch
 from megatron_noloco.data.opening import kind_of, open_data
 from megatron_noloco.data.samples import Samples, ShuffledSamples
 from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Prefixes, RecordSource, Split, TextSource
@@ -317,12 +318,12 @@ def test_splits_and_blends() -> None:
 class TestMicrobatches:
     plan = BatchPlan(replicas=3, dp=2, microbatches=2, micro_batch_size=2)
 
-    def source(self) -> MicrobatchSource:
+    def source(self) -> Callable[..., Any]:
         dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
-        return MicrobatchSource(dataset, Order.of(len(dataset), seed=1), self.plan)
+        return partial(training_microbatch, dataset, Order.of(len(dataset), seed=1), self.plan)
 
     def test_labels_are_the_next_tokens(self) -> None:
-        tokens, labels, documents = self.source().microbatch(step=2, replica=1, dp=1, microbatch=0)
+        tokens, labels, documents = self.source()(step=2, replica=1, dp=1, microbatch=0)
         assert tokens.shape == labels.shape == (2, 4)
         assert tokens.dtype == labels.dtype == torch.int64
         assert tokens.is_contiguous()
@@ -334,8 +335,8 @@ class TestMicrobatches:
         """A rank that joins late reads what a rank that was always there reads."""
         old, new = self.source(), self.source()
         for step in range(5):
-            old.microbatch(step, 0, 0, 0)
-        mine, other = old.microbatch(3, 2, 1, 1), new.microbatch(3, 2, 1, 1)
+            old(step, 0, 0, 0)
+        mine, other = old(3, 2, 1, 1), new(3, 2, 1, 1)
         assert torch.equal(mine.tokens, other.tokens)
         assert torch.equal(mine.labels, other.labels)
 
@@ -348,7 +349,7 @@ class TestMicrobatches:
             for replica in range(3)
             for dp in range(2)
             for microbatch in range(2)
-            for token in source.microbatch(step, replica, dp, microbatch)[0][:, 0].tolist()
+            for token in source(step, replica, dp, microbatch)[0][:, 0].tolist()
         ]
         for epoch in range(4):
             assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))
