@@ -16,7 +16,6 @@ from tools import study
 from tools.simulator import report, simulation
 from tools.simulator.simulation import Simulation
 from tools.simulator.slow import Slow
-from tools.simulator.sparse import Sparsity
 from tools.simulator.trained import train
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -84,15 +83,6 @@ def test_coded_exchanges_under_way_at_an_evaluation_are_finished(tmp_path: Path)
     noloco = {"fragments": 2, "payload": "int8", "overlap_steps": 1, "deadline_seconds": 20.0}
     raw = small(tmp_path, 4, 4, {"interval": 2, "iters": 1}, noloco=noloco)
     assert [found.step for found in Simulation(RunConfig(**raw)).run()] == [2, 4]
-
-
-def test_sparse_rounds_make_replicas_equal(tmp_path: Path) -> None:
-    raw = small(tmp_path, 3, 4, {"iters": 1}, simulator={"sparse": {"density": 0.1}})
-    found = study.simulate(raw, tmp_path)
-    assert len(set(found["replica_losses"])) == 1
-    assert found["replica_losses"][0] == pytest.approx(found["mean_model_loss"], abs=1e-6)
-    simulation = Simulation(RunConfig(**raw), sparse=Sparsity(0.1))
-    assert found["sent_bytes"] == 2 * 2 * Sparsity(0.1).payload_bytes(simulation.model.sizes) > 0
 
 
 def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:

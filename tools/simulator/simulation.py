@@ -28,7 +28,6 @@ from tests.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
 from tools.simulator.slow import Slow
-from tools.simulator.sparse import SparseLoco, Sparsity
 
 SAVE_SECONDS = 300  # between saves of a run that can be continued
 T = TypeVar("T")
@@ -52,8 +51,6 @@ class Simulation:
         config: a run of replicas of one rank each, without routes (one stage has none).
         compiled: local steps by `torch.compile`: a third less time, after half a minute; needs a C++ compiler.
         slow: replicas that take fewer local steps, or smaller batches; None: all train alike.
-        sparse: rounds by SparseLoCo instead of those of the config, of which `local_steps`, `outer_lr` and
-            `outer_momentum` count; None: the config's.
         texts: text of their own for replicas, in place of `data.text`: the first replicas (of one replica, the
             first samples of a step) have the first text, and so on; none: one text for all.
 
@@ -66,7 +63,6 @@ class Simulation:
         config: RunConfig,
         compiled: bool = False,
         slow: Slow | None = None,
-        sparse: Sparsity | None = None,
         texts: Sequence[str] = (),
     ) -> None:
         if (
@@ -123,8 +119,6 @@ class Simulation:
         self.inner = self._inner()
         self.learning_rate = LearningRate(config.as_deepspeed())
         self._turn = Lock()  # of the replicas' threads
-        self.sparse = self._sparse(sparse) if sparse else None
-        self._sparse_bytes = (self.replicas - 1) * sparse.payload_bytes(self.model.sizes) if sparse else 0
         self.outer = self._outer()
         self.sent_bytes = 0
 
@@ -146,17 +140,13 @@ class Simulation:
     def _outer(self) -> list[Rounds]:
         """Return the trainer's outer optimizers, one per replica, over messages between threads."""
         noloco, seed = self.config.noloco, self.config.training.seed
-        if self.sparse is not None or not noloco.enabled:
+        if not noloco.enabled:
             return [NoRounds(TorchWeights([row])) for row in self.weights]
         transports = loopback_world(self.replicas, turn=self._turn)
         return [
             OuterOptimizer(TorchWeights([row]), transport, Place(replica, self.replicas), noloco, seed)
             for replica, (row, transport) in enumerate(zip(self.weights, transports, strict=True))
         ]
-
-    def _sparse(self, sparse: Sparsity) -> SparseLoco:
-        code = partial(sparse.coded, self.model.sizes)
-        return SparseLoco(self.weights, self.config.noloco, sparse.error_decay, code)
 
     def run(self, saved: Path | None = None) -> Iterator[Evaluation]:
         """Train to the end; yields every evaluation the trainer would make.
@@ -175,8 +165,6 @@ class Simulation:
             for step in range(self.inner.steps, steps):
                 self._local_step(step)
                 done = step + 1
-                if self.sparse is not None and self.sparse.after_local_step(done):
-                    self.sent_bytes += self._sparse_bytes  # all-gathered in a ring: as many are received
                 reports = self._of_all(threads, partial(_after_local_step, done))
                 self.sent_bytes += max(
                     sum(report.exchange.bytes_sent for report in of_replica) for of_replica in reports
@@ -200,7 +188,7 @@ class Simulation:
         state = {
             "steps": self.inner.steps,
             "sent_bytes": self.sent_bytes,
-            "tensors": self._tensors(),
+            "tensors": self.inner.tensors(),
             "outer": outer,
             "evaluations": evaluations,
         }
@@ -212,14 +200,11 @@ class Simulation:
         for _ in range(state["steps"]):
             self.learning_rate.next()
         self.inner.steps, self.sent_bytes = state["steps"], state["sent_bytes"]
-        for tensor, kept in zip(self._tensors(), state["tensors"], strict=True):
+        for tensor, kept in zip(self.inner.tensors(), state["tensors"], strict=True):
             tensor.copy_(kept)
         for outer, kept in zip(self.outer, state["outer"], strict=True):
             outer.restore(kept)
         return list(state["evaluations"])
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self.inner.tensors(), *(self.sparse.tensors() if self.sparse else ())]
 
     def _of_all(self, threads: ThreadPoolExecutor, call: Callable[[Rounds], T]) -> list[T]:
         """Call with each replica's outer optimizer, all at a time; they take turns."""
@@ -264,8 +249,6 @@ class Simulation:
 
     def _slow_weights(self) -> Tensor:
         """Return the slow weights of all replicas, shape [R, elements]."""
-        if self.sparse is not None:
-            return self.sparse.slow_weights.expand(self.replicas, -1)
         return torch.stack([outer.state()["slow_weights"] for outer in self.outer])
 
     @torch.no_grad()
