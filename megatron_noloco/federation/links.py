@@ -183,6 +183,10 @@ class Link:
         here = self._conversations or self._early or self._awaited or self._asked
         return bool(here) or status.open_from <= status.begun
 
+    @property
+    def _is_lost(self) -> bool:
+        return not self._streams and self.silent_ticks > _LINKED_AGAIN_TICKS
+
     def tell_status(self) -> None:
         """Say where this replica is, unless the last message is not sent yet."""
         if not self._sending.locked():
@@ -193,7 +197,7 @@ class Link:
         """Count the silence, and end what it makes hopeless."""
         self.silent_ticks += 1
         self.untold_ticks += 1
-        if not self._streams and self.silent_ticks > _LINKED_AGAIN_TICKS:
+        if self._is_lost:
             self._fail_waiting("is not there")
         silence = max(_SILENCE_SECONDS, _SILENCE_PULSES * self.seen.status.pulse)
         if self.silent_ticks * TICK_SECONDS > silence:
@@ -291,14 +295,15 @@ class Link:
     async def settle(self, number: int, ledger: Ledger, seconds: float) -> None:
         """Find out whether a round counts for which this side is prepared; it may stay in doubt.
 
-        Asks over the link until the other process answers, has left or was replaced by a later one.
+        Asks over the link until the other process answers, has left or was replaced by a later one, or the link
+        was lost and does not come back.
 
         Args:
             ledger: of the process with which the round began.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.ledger is ledger and self.seen.status.phase != "left":
+                while self.ledger is ledger and self.seen.status.phase != "left" and not self._is_lost:
                     if ledger.verdict(number) is not None or self.node.is_leaving:
                         break
                     changed = self._changed

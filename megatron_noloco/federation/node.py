@@ -319,7 +319,7 @@ class Node:
         for link in self.links.values():
             link.tick()
             if self._stopped_ticks == _STOP_TICKS:
-                link.end_conversations("is not waited for: a job was asked to stop")
+                link.end_conversations("a job was asked to stop")
         self._room = MOST_STATUSES
         self._note_links()
         self._tell_due()

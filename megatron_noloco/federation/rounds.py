@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
 from megatron_noloco.federation.ledger import Ledger
+from megatron_noloco.federation.links import NO_PART
 from megatron_noloco.federation.messages import Verdict
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.node_thread import NodeThread
@@ -44,6 +45,7 @@ from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 
 _PREPARED = b"P"
+_NOT_ACCEPTED = "does not accept the mean"
 _DOUBT_SECONDS = 20.0
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
 _FARTHEST = 10.0  # norms of the own vector
@@ -129,11 +131,16 @@ class Replica:
 
 
 class _Outcome(NamedTuple):
-    """How a round has ended. Why it does not count continues "replica ..."; "" where it counts."""
+    """How a round has ended. Why it does not count continues "replica K"; "" where it counts.
+
+    Attributes:
+        ended: on the monotonic clock, without the time to ask whether it counts.
+    """
 
     counts: bool
     why: str = ""
     in_doubt: bool = False
+    ended: float = 0.0
 
 
 class PairExchange:
@@ -186,7 +193,7 @@ class PairExchange:
             outcome = self._replica.tell(self._wait)
             self._transfer.wait()
             if not outcome.counts:
-                self.report.skip(self._replica.place.replica, f"replica {self._partner} {outcome.why}")
+                self.report.skip(self._replica.place.replica, f"replica {self._partner}{outcome.why}")
                 self.report.in_doubt = outcome.in_doubt
         if self._replica.leading is not None:
             self.report.deadline_seconds = self._replica.leading.partners.deadline_seconds
@@ -214,8 +221,8 @@ class PairExchange:
         seconds = thread.node.seconds_to_leave or partners.deadline_seconds
         thread.do(self._set_deadline, seconds)
         outcome = self._outcome.result()
-        waited = time.monotonic() - started
-        self.report.wait_seconds += waited
+        self.report.wait_seconds += time.monotonic() - started
+        waited = max(0.0, outcome.ended - started)
         if outcome.counts or waited >= seconds:
             partners.record(waited)
         return outcome
@@ -241,6 +248,7 @@ class PairExchange:
                     self._timeout = None
         except (ConnectionError, TimeoutError, UnequalError, ImplausibleError) as error:
             failure = error
+        ended = time.monotonic()
         if ledger.verdict(number) is None and ledger.is_prepared(number):
             await link.settle(number, ledger, _DOUBT_SECONDS)
         in_doubt = ledger.verdict(number) is None and ledger.is_prepared(number)
@@ -250,20 +258,24 @@ class PairExchange:
         node.end_round(number)
         self.report.seconds = time.perf_counter() - self.report.started
         if counts:
-            return _Outcome(True)
+            return _Outcome(True, ended=ended)
         self._avoid(leading.partners, partner, failure)
-        return _Outcome(False, _why(failure), in_doubt)
+        return _Outcome(False, _why(failure), in_doubt, ended)
 
     async def _exchange(self, leading: Leading, transfer: Leader, number: int, ledger: Ledger) -> None:
         assert self._partner is not None
         swap = Swap(self._replica.pairing.noloco.payload_bits, number)
         async with leading.thread.node.links[self._partner].meet(number) as stream:
             squared_norm = await swap.run(stream, transfer, leading.thread.arithmetic, self.report)
-            check_plausible(math.sqrt(squared_norm), self.report)
+            try:
+                check_plausible(math.sqrt(squared_norm), self.report)
+            except ImplausibleError:
+                stream.abort(_NOT_ACCEPTED)  # the error is a sentence about the partner
+                raise
             ledger.prepare(number)
             await stream.send(_PREPARED)
             if await stream.receive(1) != _PREPARED:
-                raise StreamEndedError("does not accept the mean")
+                raise StreamEndedError(_NOT_ACCEPTED)
             ledger.hear(number)
 
     def _avoid(self, partners: Partners, partner: int, failure: Exception | None) -> None:
@@ -274,8 +286,11 @@ class PairExchange:
 
 
 def _why(failure: Exception | None) -> str:
+    """Return why a round does not count; continues "replica K"."""
     if isinstance(failure, TimeoutError):
-        return "missed the deadline"
+        return " missed the deadline"
     if isinstance(failure, UnequalError):
-        return failure.why
-    return str(failure or "skipped the round")
+        return f" {failure.why}"
+    text = str(failure or "skipped the round")
+    is_of_stream = isinstance(failure, ConnectionError) and text not in (NO_PART, _NOT_ACCEPTED)
+    return f": {text}" if is_of_stream else f" {text}"

@@ -6,12 +6,14 @@ import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation import rounds
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.messages import Prepared
 from megatron_noloco.federation.movement import alone
@@ -139,6 +141,9 @@ def test_a_vector_that_must_not_be_used_is_skipped_on_both_sides(factor: float, 
             assert not first.counts
             assert not second.counts
             assert first.report.missed.startswith(f"replica 1 {why}")
+            assert second.report.missed.startswith(
+                ("replica 0 does not accept the mean", "replica 0 was sent numbers")
+            )
             assert torch.equal(first.used, own[0])
             assert not (first.report.in_doubt)
             assert not (second.report.in_doubt)
@@ -187,6 +192,18 @@ def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
             found = await waits
             assert asyncio.get_running_loop().time() - began < 1.0
             assert found.report.missed == "replica 1 has no part in this round"
+
+    run(main())
+
+
+def test_a_lost_connection_is_named_as_such() -> None:
+    async def main() -> None:
+        async with Nodes(lambda number: (100, None) if number == 1 else (None, None)) as nodes:
+            found = await both(list(map(replica_of, await pair(nodes))), vectors(), 0)
+            assert {one.report.missed for one in found} == {
+                "replica 1: the connection was lost",
+                "replica 0: the connection was lost",
+            }
 
     run(main())
 
@@ -294,7 +311,7 @@ def test_no_fault_has_one_side_use_a_mean_that_the_other_skips_unawares() -> Non
             skipped += not any(one.counts for one in sides)
     assert counted > 50
     assert skipped > 50
-    assert 0 < in_doubt < 50
+    assert 0 < in_doubt < 50, in_doubt
 
 
 def test_who_is_asked_about_a_round_that_it_has_skipped_says_so() -> None:
@@ -313,6 +330,46 @@ def test_who_is_asked_about_a_round_that_it_has_skipped_says_so() -> None:
             assert mine.ledger.verdict(5) is False
 
     run(main())
+
+
+def test_a_partner_whose_process_has_died_is_not_asked_for_long() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            made = await pair(nodes)
+            link, at = made[0].links[1], asyncio.get_running_loop().time
+            link.ledger.begin(5)
+            link.ledger.prepare(5)
+            nodes.nodes.remove(made[1])
+            for task in list(made[1]._tasks):
+                task.cancel()
+            await made[1]._carriers.network.close()
+            began = at()
+            await link.settle(5, link.ledger, 20.0)
+            assert at() - began < 5.0
+            assert link.ledger.verdict(5) is None
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("ends", "counts", "recorded"), [(5.0, True, [5.0]), (5.0, False, []), (-3.0, True, [0.0])]
+)
+def test_time_to_ask_whether_a_round_counts_lengthens_no_deadline(
+    ends: float, counts: bool, recorded: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange ends 5 s after the leader has begun to wait, or 3 s before. The verdict comes 25 s after."""
+    clock, found = iter([100.0, 125.0]), list[float]()
+    monkeypatch.setattr(
+        rounds, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0)
+    )
+    partners = SimpleNamespace(deadline_seconds=DEADLINE, record=found.append)
+    thread = SimpleNamespace(do=lambda *_: None, node=SimpleNamespace(seconds_to_leave=0.0))
+    exchange = PairExchange(SimpleNamespace(leading=Leading(thread, partners)))  # type: ignore[arg-type]
+    exchange._outcome = Future()
+    exchange._outcome.set_result(rounds._Outcome(counts, ended=100.0 + ends))
+    exchange._wait()
+    assert found == recorded
+    assert exchange.report.wait_seconds == 25.0
 
 
 @pytest.mark.parametrize(
