@@ -181,8 +181,8 @@ def scheme_of(
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
     sizes, coded = noloco.group_sizes_among(topology.ensemble), noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
-    if topology.separate_jobs:  # separate jobs ask for messages, and say that they have them
-        trips += 3 + 3 * coded
+    if topology.separate_jobs:  # one opens the stream, the other answers, both are prepared (`federation.rounds`)
+        trips = 3.0 + 2 * coded
     parts = noloco.fragments  # each of which is exchanged by itself
     pause = math.inf if step_seconds is None else noloco.local_steps / parts * step_seconds
     bytes_of_rounds, seconds_of_rounds = [], []
