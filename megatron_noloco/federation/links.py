@@ -132,9 +132,8 @@ class Link:
         self._changed = asyncio.Event()  # replaced after each message
         self._conversations = set[Stream]()
         self._asks = itertools.count()
-        self._asked: dict[int, tuple[Open, asyncio.Future[_Conversation]]] = {}
-        self._awaited: dict[int, asyncio.Future[_Conversation]] = {}  # by round
-        self._early: dict[int, _Conversation] = {}  # likewise
+        self._waiting: dict[tuple[str, int], asyncio.Future[_Conversation]] = {}  # by kind and number
+        self._early: dict[int, _Conversation] = {}  # by round
 
     # The link
 
@@ -149,8 +148,6 @@ class Link:
         self.silent_ticks = 0
         try:
             await self.say(self.node.status(self))
-            for asked, _ in list(self._asked.values()):
-                await self.say(asked)
             while True:
                 message = await hear(stream, Status, Known, Open, Prepared, Verdict, Row, Later)
                 self.silent_ticks = 0
@@ -180,8 +177,7 @@ class Link:
     def is_busy(self) -> bool:
         """Whether there is a conversation, or one of the two waits for it."""
         status = self.seen.status
-        here = self._conversations or self._early or self._awaited or self._asked
-        return bool(here) or status.open_from <= status.begun
+        return bool(self._conversations or self._early or self._waiting) or status.open_from <= status.begun
 
     @property
     def _is_lost(self) -> bool:
@@ -219,7 +215,7 @@ class Link:
         self._fail_waiting(reason)
 
     def _fail_waiting(self, reason: str) -> None:
-        for waiting in (*self._awaited.values(), *(waiting for _, waiting in self._asked.values())):
+        for waiting in self._waiting.values():
             _fail(waiting, reason)
 
     def _forget(self) -> None:
@@ -249,8 +245,8 @@ class Link:
                 if message.sees is None:
                     message = replace(message, sees=self.seen.status.sees)
                 self.seen = self.seen._replace(present=True, status=message)
-                for number, waiting in self._awaited.items():
-                    if number < message.open_from:
+                for (kind, number), waiting in self._waiting.items():
+                    if kind == ROUND and number < message.open_from:
                         _fail(waiting, NO_PART)
                 self.node.heard(self)
             case Known():
@@ -279,7 +275,7 @@ class Link:
         """
         if self.seen.status.open_from > number:
             raise StreamEndedError(NO_PART)
-        conversation = await (self._open(ROUND, number) if self.node.slot > self.peer else self._wait(number))
+        conversation = await (self._open if self.node.slot > self.peer else self._wait)(ROUND, number)
         async with self._converse(conversation) as stream:
             yield stream
 
@@ -289,7 +285,7 @@ class Link:
 
         Raises ConnectionError where the other replica is lost.
         """
-        async with self._converse(await self._open(kind, 0)) as stream:
+        async with self._converse(await self._open(kind, next(self._asks))) as stream:
             yield stream
 
     async def settle(self, number: int, ledger: Ledger, seconds: float) -> None:
@@ -318,14 +314,12 @@ class Link:
         Raises ConnectionError where nobody wants it.
         """
         conversation = _Conversation(stream)
-        if header.ask < 0:
+        if not header.is_answer:
             await self._begin(header.kind, header.number, conversation)
-            return
-        _, waiting = self._asked.pop(header.ask, (None, None))
-        if waiting is None or waiting.done():
+        elif self._hand_over(header.kind, header.number, conversation):
+            await conversation.over.wait()
+        else:
             raise StreamEndedError("is not waited for any more")
-        waiting.set_result(conversation)
-        await conversation.over.wait()
 
     def close_rounds(self, before: int) -> None:
         """Refuse rounds before this number from now on."""
@@ -337,9 +331,8 @@ class Link:
             async with self._converse(conversation) as stream:
                 await self.node.serves[kind](self, stream)
             return
-        waiting = self._awaited.pop(number, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(conversation)
+        if self._hand_over(kind, number, conversation):
+            pass
         elif kind != ROUND or number < self.node.open_from(self.peer) or len(self._early) >= _MOST_EARLY:
             conversation.refuse(NO_PART)
         else:
@@ -348,14 +341,26 @@ class Link:
             self._early[number] = conversation
         await conversation.over.wait()
 
-    async def _wait(self, number: int) -> "_Conversation":
-        if (early := self._early.pop(number, None)) is not None:
+    def _hand_over(self, kind: str, number: int, conversation: "_Conversation") -> bool:
+        waiting = self._waiting.get((kind, number))
+        if waiting is None or waiting.done():
+            return False
+        waiting.set_result(conversation)
+        return True
+
+    async def _wait(self, kind: str, number: int, asks: bool = False) -> "_Conversation":
+        """Wait until the other side opens a stream."""
+        if kind == ROUND and (early := self._early.pop(number, None)) is not None:
             return early
-        waiting = self._awaited[number] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[kind, number] = asyncio.get_running_loop().create_future()
         try:
-            return await waiting
+            while not waiting.done():
+                if asks:  # again, since the question or its answer may be lost
+                    await self.say(Open(kind, number))
+                await asyncio.wait([waiting], timeout=_ASK_AGAIN_SECONDS)
+            return waiting.result()
         finally:
-            self._awaited.pop(number, None)
+            self._waiting.pop((kind, number))
 
     async def _open(self, kind: str, number: int) -> "_Conversation":
         if self.is_dialled:
@@ -365,22 +370,12 @@ class Link:
                 self.is_dialled = False
         if not self.seen.present or not self.node.dialling.is_dialled_by(self.peer):
             raise StreamEndedError("is not there" if not self.seen.present else "cannot be dialled from here")
-        asked = Open(kind, number, next(self._asks))
-        waiting: asyncio.Future[_Conversation] = asyncio.get_running_loop().create_future()
-        self._asked[asked.ask] = asked, waiting
-        try:
-            while True:
-                await self.say(asked)
-                with suppress(TimeoutError):  # the question or its answer may be lost
-                    async with asyncio.timeout(_ASK_AGAIN_SECONDS):
-                        return await asyncio.shield(waiting)
-        finally:
-            self._asked.pop(asked.ask, None)
+        return await self._wait(kind, number, asks=True)
 
     async def _answer(self, asked: Open) -> None:
         """Open the stream that the other side asks for, and run this side of it."""
-        header = Header(*self.node.who, asked.kind, asked.number, asked.ask)
-        await self._begin(asked.kind, asked.number, _Conversation(await self._dial(header), dialled=True))
+        stream = await self._dial(Header(*self.node.who, asked.kind, asked.number, True))
+        await self._begin(asked.kind, asked.number, _Conversation(stream, dialled=True))
 
     async def _dial(self, header: Header) -> Stream:
         async with asyncio.timeout(_OPEN_SECONDS):

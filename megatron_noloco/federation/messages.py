@@ -97,15 +97,15 @@ class Header:
     Attributes:
         slot, incarnation: of the sender.
         kind: such as "round".
-        number: of the round; 0 for other kinds.
-        ask: number of the `Open` that this stream answers; -1: the sender opens it unasked.
+        number: of the round, or of the `Open` of another kind.
+        is_answer: whether the stream answers an `Open`.
     """
 
     slot: Slot
     incarnation: Number
     kind: Text
     number: Number = 0
-    ask: Latest = -1
+    is_answer: bool = False
     type: Literal["header"] = "header"
 
 
@@ -164,7 +164,6 @@ class Open:
 
     kind: Text
     number: Number
-    ask: Number
     type: Literal["open"] = "open"
 
 

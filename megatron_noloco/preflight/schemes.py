@@ -181,7 +181,7 @@ def scheme_of(
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
     sizes, coded = noloco.group_sizes_among(topology.ensemble), noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
-    if topology.separate_jobs:  # one opens the stream, the other answers, both are prepared (`federation.rounds`)
+    if topology.separate_jobs:  # a stream is opened, answered, and both are prepared (`federation.rounds`)
         trips = 3.0 + 2 * coded
     parts = noloco.fragments  # each of which is exchanged by itself
     pause = math.inf if step_seconds is None else noloco.local_steps / parts * step_seconds
