@@ -19,6 +19,8 @@ from megatron_noloco.federation.store import Store, seconds_of_calls
 
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFERS = {f"net.ipv4.{name}": Path("/proc/sys/net/ipv4") / name for name in ("tcp_wmem", "tcp_rmem")}
+_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+_LONG_LINK_BYTES = 5e5  # under way, from which rounds are visibly longer where TCP begins slowly
 _GB = 1e9
 
 State = Literal["ok", "note", "problem"]
@@ -166,7 +168,7 @@ def _leaves_host(address: str) -> bool:
 
 
 def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
-    """Report whether the kernel lets a TCP connection fill a link.
+    """Report whether the kernel lets a TCP connection fill a link, at once after a pause.
 
     What is under way in a round trip waits in a buffer on both sides until it is acknowledged.
 
@@ -174,6 +176,9 @@ def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
         latency: seconds, one way.
     """
     under_way = bytes_per_second * 2 * latency
+    if under_way >= _LONG_LINK_BYTES and _IDLE.exists() and _IDLE.read_text().strip() != "0":
+        what = "TCP: after the pause between two rounds a connection begins slowly on this link"
+        yield Finding("network", "note", what, "sysctl -w net.ipv4.tcp_slow_start_after_idle=0")
     limits = {name: int(path.read_text().split()[2]) for name, path in _BUFFERS.items() if path.exists()}
     if not limits:
         return
