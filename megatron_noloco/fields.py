@@ -8,7 +8,8 @@ import json
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 import annotated_types
 import numpy as np
@@ -45,6 +46,18 @@ Text = Annotated[str, Field(min_length=1)]
 FilePath = Annotated[Text, AfterValidator(_checked_path)]  # or a word that stands for one, such as "auto"
 
 
+class Scope(Enum):
+    """Who decides a field where replicas are separate jobs."""
+
+    OWN = "each machine: the field may hold a path, an address or a command"
+    OFFERED = "a newcomer copies it from the job that invites; jobs may differ"
+    SHARED = "a newcomer copies it; jobs that differ refuse each other"
+    COMPARED = "no newcomer copies it; ranks and jobs that differ refuse each other"
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        """Leave the JSON schema as it is: pydantic keeps a scope with its field, as what may change the schema."""
+
+
 class Also(NamedTuple):
     """Annotates a field that takes a word besides, which is replaced before the field is checked."""
 
@@ -56,9 +69,9 @@ class Also(NamedTuple):
         return {"anyOf": [handler(schema), {"const": self.word}]}
 
 
-def field(default: Any, meaning: str, **bounds: Any) -> Any:
-    """Return a field; a default of ... means that it is required."""
-    return Field(default=default, description=meaning, **bounds)
+def field(default: Any, meaning: str, scope: Scope | None = None, **bounds: Any) -> Any:
+    """Return a field; a default of ... means that it is required; `scope`: None: that of its block."""
+    return Field(default=default, description=meaning, json_schema_extra=scope, **bounds)
 
 
 class Settings(BaseModel):
@@ -67,7 +80,12 @@ class Settings(BaseModel):
     A rule between the fields of a block is a line that `rules` yields. Strict: "10" is not 10 and true is not 1,
     because a guess that is wrong costs days of training. Raises UserError, with a line for each problem. Numbers
     of numpy become those of Python, as JSON needs them.
+
+    Attributes:
+        scope: of fields that have none of their own.
     """
+
+    scope: ClassVar[Scope] = Scope.OWN
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -94,6 +112,12 @@ class Settings(BaseModel):
         """Yield what is wrong between the fields, each line with the name of a field at its beginning."""
         yield from ()
 
+    def shared(self) -> dict[str, Any]:
+        """Return the fields in which jobs must not differ."""
+        scopes = {name: scope_of(type(self), (name,)) for name in type(self).model_fields}
+        compared = (name for name, scope in scopes.items() if scope in (Scope.SHARED, Scope.COMPARED))
+        return {name: getattr(self, name) for name in compared}
+
     def replace(self, **changes: Any) -> Self:
         """Return these settings with others in place of some, checked anew. Raises UserError.
 
@@ -114,6 +138,20 @@ def fields_of(block: type[BaseModel], path: Path = ()) -> Iterator[tuple[str, Fi
             yield from fields_of(inner[0], (*path, name))
         else:
             yield dotted((*path, name)), definition
+
+
+def scope_of(block: type[BaseModel], path: Path) -> Scope:
+    """Return the scope of a field, by its path in a block; OWN of what is no field, or a whole block."""
+    blocks, scope = [block], Scope.OWN
+    for name in path:
+        there = [owner for owner in blocks if name in owner.model_fields]
+        if not there:
+            return Scope.OWN
+        definition = there[0].model_fields[name]
+        own, default = definition.json_schema_extra, getattr(there[0], "scope", Scope.OWN)
+        scope = own if isinstance(own, Scope) else default
+        blocks = [inner for owner in there for inner in _inner_blocks(owner.model_fields[name])]
+    return Scope.OWN if blocks else scope
 
 
 def shown(value: Any) -> str:

@@ -8,17 +8,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import (
     AboveZero,
-    Also,
     FilePath,
     NonNegative,
     Positive,
+    Scope,
     Settings,
     Size,
     field,
@@ -36,7 +38,6 @@ from megatron_noloco.plans.stability import (
 
 MOST_SLOTS = 4096
 _SQUARED = Field(le=1000)  # in rho, which a float must hold
-MOST_WAITING = 0.1  # share of the time, with local_steps "auto"
 SITE_INTERVAL = 8  # of a federation, where replicas at a site come and go
 PAPER: Mapping[str, Any] = {
     "local_steps": 50,
@@ -47,9 +48,7 @@ PAPER: Mapping[str, Any] = {
 }
 """The method as its authors set it (arXiv 2506.10911): `NolocoSettings(**PAPER)`, in JSON `"recipe": "paper"`."""
 
-_K = "k: steps of the inner optimizer between two rounds."
-_PAPER = ", ".join(f"{name} {value}" for name, value in PAPER.items())
-_OWN = ("deadline_seconds", "slow_weights", "overlap_steps")  # may differ between the jobs of a federation
+K_MEANING = "k: steps of the inner optimizer between two rounds."
 
 
 def _short(name: str) -> str:
@@ -69,11 +68,13 @@ class NolocoSettings(Settings):
     Raises UserError for a value of another type or out of its bounds, and for values that exclude each other.
     """
 
+    scope = Scope.SHARED
+
     method: Literal["noloco", "diloco"] = field(
         "noloco",
         'Replicas that average in a round; "noloco": a random group of replicas, "diloco": all.',
     )
-    local_steps: Positive = field(10, _K)
+    local_steps: Positive = field(10, K_MEANING)
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = field(
         0.0, "alpha: the share of the outer momentum buffer kept from round to round."
     )
@@ -103,6 +104,7 @@ class NolocoSettings(Settings):
         'each; "hosts" (in `train`): each host is a site. Groups are inside sites, but in every site_interval-th '
         "round across them. All sites have as many replicas, and pairing is in cycles. null: groups are drawn "
         "from all replicas alike. A job of a federation has federation.site instead.",
+        Scope.COMPARED,
     )
     site_interval: Annotated[int, Field(ge=2)] | None = field(
         None,
@@ -110,7 +112,7 @@ class NolocoSettings(Settings):
         f"other sites as a single replica sends in all; in a federation {SITE_INTERVAL}.",
     )
     deadline_seconds: AboveZero = field(
-        600.0, "Seconds that a replica waits for its group before the round counts as failed."
+        600.0, "Seconds that a replica waits for its group before the round counts as failed.", Scope.OFFERED
     )
     payload: Literal["fp32", "int8", "int4"] = field(
         "int8",
@@ -121,6 +123,7 @@ class NolocoSettings(Settings):
         "host",
         "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's. They are "
         "quantized for an exchange where they are kept.",
+        Scope.OFFERED,
     )
     fragments: Positive = field(
         1,
@@ -132,6 +135,7 @@ class NolocoSettings(Settings):
         "d, at most local_steps: training goes on during the exchange of a round, which is merged d local steps "
         'after it began; 0: training waits for the exchange. "auto" (in `train` only): the smallest d that hides '
         "the exchanges of the first rounds, in which training waits.",
+        Scope.OFFERED,
     )
 
     def rules(self) -> Iterator[str]:
@@ -162,12 +166,12 @@ class NolocoSettings(Settings):
         """Return the bits of a code; None for fp32."""
         return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
 
-    def codes_on_device(self, replicas: int | None) -> bool:
+    def codes_on_device(self, separate_jobs: bool) -> bool:
         """Return whether an accelerator computes codes.
 
-        Not where replicas are separate jobs (None), whose vectors move through the host memory of the first rank.
+        Not where replicas are separate jobs, whose vectors move through the host memory of the first rank.
         """
-        return self.slow_weights == "device" and self.payload_bits is not None and replicas is not None
+        return self.slow_weights == "device" and self.payload_bits is not None and not separate_jobs
 
     @property
     def first_overlap_steps(self) -> int:
@@ -179,39 +183,62 @@ class NolocoSettings(Settings):
         """Return the largest overlap that a round can have: local_steps with "auto"."""
         return self.local_steps if self.overlap_steps == "auto" else self.overlap_steps
 
-    # In a federation the number of replicas is not known, and None stands for it.
+    @property
+    def active_method(self) -> Literal["noloco", "diloco", "none"]:
+        """Return the method in force; "none" if replicas do not average."""
+        return self.method
 
-    def group_size_among(self, replicas: int | None) -> int:
-        """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
-        return (
-            replicas
-            if replicas is not None and (self.method == "diloco" or replicas == 1)
-            else self.group_size
-        )
+    def among(self, replicas: int | None) -> "Groups":
+        """Return the groups in which so many replicas average; None: their number is not known."""
+        return Groups(self, replicas)
 
-    def pairing_among(self, replicas: int | None) -> Literal["random", "cycle"]:
-        """Return how the groups of `replicas` are drawn."""
-        if self.method != "noloco" or replicas in (None, 1):
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups in which replicas average in each round.
+
+    Attributes:
+        replicas: how many there are; None: not known, as in a federation.
+    """
+
+    noloco: NolocoSettings
+    replicas: int | None
+
+    @property
+    def size(self) -> int:
+        """The most replicas in a group; 1: a replica trains alone."""
+        if self.noloco.active_method == "none":
+            return 1
+        if self.replicas is not None and (self.noloco.method == "diloco" or self.replicas == 1):
+            return self.replicas
+        return self.noloco.group_size
+
+    @property
+    def pairing(self) -> Literal["random", "cycle"]:
+        """How groups are drawn."""
+        if self.noloco.method != "noloco" or self.replicas in (None, 1):
             return "random"
-        if self.pairing != "auto":
-            return self.pairing
-        in_pairs = self.group_size == 2 and set(prime_factors(replicas)) == {2}
-        return "cycle" if in_pairs or self.sites_among(replicas) is not None else "random"
+        if self.noloco.pairing != "auto":
+            return self.noloco.pairing
+        in_pairs = self.noloco.group_size == 2 and set(prime_factors(self.replicas)) == {2}
+        return "cycle" if in_pairs or self.sites is not None else "random"
 
-    def sites_among(self, replicas: int | None) -> Sites | None:
-        """Return where `replicas` are; None where groups do not depend on it, or "hosts" are not known yet.
+    @cached_property
+    def sites(self) -> Sites | None:
+        """Where replicas are; None where groups do not depend on it, or "hosts" are not known yet.
 
         Raises UserError where sites are not those of so many replicas, or not equally large.
         """
-        if replicas is None or self.sites in (None, "hosts") or self.method != "noloco":
+        noloco, replicas = self.noloco, self.replicas
+        if replicas is None or noloco.sites in (None, "hosts") or noloco.method != "noloco":
             return None
-        if isinstance(self.sites, int):
-            if replicas % self.sites:
-                raise UserError(f"sites {self.sites}: {replicas} replicas do not divide into so many sites")
-            names: list[Any] = [replica * self.sites // replicas for replica in range(replicas)]
+        if isinstance(noloco.sites, int):
+            if replicas % noloco.sites:
+                raise UserError(f"sites {noloco.sites}: {replicas} replicas do not divide into so many sites")
+            names: list[Any] = [replica * noloco.sites // replicas for replica in range(replicas)]
         else:
-            assert isinstance(self.sites, list)
-            names = self.sites
+            assert isinstance(noloco.sites, list)
+            names = noloco.sites
             if len(names) != replicas:
                 raise UserError(
                     f"sites: a list of {len(names)}, but there are {replicas} replicas; name each one's"
@@ -226,86 +253,50 @@ class NolocoSettings(Settings):
         size = replicas // len(found)
         if len(found) == 1 or size == 1:
             return None
-        return Sites(tuple(map([*found].index, names)), self.site_interval or size)
-
-    def cycle_among(self, replicas: int | None) -> Cycle | None:
-        """Return the digits that rounds of `replicas` take; None where groups are drawn at random."""
-        if replicas is None or self.pairing_among(replicas) != "cycle":
-            return None
-        return Cycle.of(replicas, self.sites_among(replicas))
-
-    def group_sizes_among(self, replicas: int | None) -> Sequence[int]:
-        """Return the sizes of the groups in one round after the other, in a cycle those of all its rounds."""
-        n = self.group_size_among(replicas)
-        if n == 1 or (cycle := self.cycle_among(replicas)) is None:
-            return (n,)
-        return [cycle.bases[cycle.at(round_index)[1]] for round_index in range(cycle.rounds)]
-
-    def in_pairs_among(self, replicas: int | None) -> bool:
-        """Return whether no group of a round has more than two members."""
-        return max(self.group_sizes_among(replicas)) <= 2
-
-    def keeps_rounding_among(self, replicas: int | None) -> bool:
-        """Return whether what codes left out is kept, and added in the next round (`outer.payload`)."""
-        return keeps_rounding(self.payload_bits, max(self.group_sizes_among(replicas)))
-
-
-class TrainerSettings(NolocoSettings):
-    """The method, as the JSON block `noloco` of the trainer: rounds between replicas, and routing."""
-
-    recipe: Literal["recommended", "paper"] = field(
-        "recommended",
-        'Values of fields that are left out. "recommended": the defaults here, but where none of group_size, '
-        "pairing, payload, sites is given, groups of 8 in int4 from 9 replicas in one job on, of 16 from 32 on. "
-        f'"paper": {_PAPER}. A run that is continued keeps its groups.',
-    )
-    local_steps: Annotated[Positive, Also("auto")] = field(
-        "auto",
-        f'{_K} "auto" (with all replicas in one job): as few as can be at first, until most_waiting, which is '
-        f"then {MOST_WAITING}, chooses k. A federation needs a number.",
-    )
-    most_waiting: Annotated[float, Field(gt=0, lt=1)] | None = field(
-        None,
-        "Largest share of the time that training may wait for exchanges: after the first rounds, which are "
-        "measured, k becomes the smallest number with which it waits no longer; null: k stays local_steps.",
-    )
-    enabled: bool = field(True, "Whether replicas average at all; false: each replica trains alone.")
-    final_average: bool = field(
-        True,
-        "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
-        "one exchange for each prime factor of replicas; in a federation over a tree of the replicas that are "
-        "there.",
-    )
-    transport: Literal["auto", "mpi", "torch"] = field(
-        "auto", 'Library that carries exchanges; "auto" is MPI if the job was started by mpirun.'
-    )
-    routing: Literal["off", "round", "microbatch"] = field(
-        "off",
-        "Whether microbatches pass through pipeline stages of other replicas, on routes that are drawn anew for "
-        'each "round" or "microbatch".',
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_choices(cls, given: Any) -> Any:
-        """Return the values of the recipe that is named, and of local_steps "auto"."""
-        if not isinstance(given, dict):
-            return given
-        if given.get("recipe") == "paper":
-            given = {**PAPER, **given}
-        if given.get("local_steps", "auto") == "auto":
-            others = (given.get(name) for name in ("fragments", "overlap_steps"))
-            fewest = max([1, *(number for number in others if isinstance(number, int))])
-            given = {"most_waiting": MOST_WAITING, **given, "local_steps": fewest}
-        return given
+        return Sites(tuple(map([*found].index, names)), noloco.site_interval or size)
 
     @property
-    def active_method(self) -> Literal["noloco", "diloco", "none"]:
-        """Return the method in force; "none" where `enabled` is false."""
-        return self.method if self.enabled else "none"
+    def cycle(self) -> Cycle | None:
+        """The digits that rounds take; None where groups are drawn at random."""
+        if self.replicas is None or self.pairing != "cycle":
+            return None
+        return Cycle.of(self.replicas, self.sites)
 
-    def group_size_among(self, replicas: int | None) -> int:
-        return super().group_size_among(replicas) if self.enabled else 1
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes of the groups in one round after the other, in a cycle those of all its rounds."""
+        if self.size == 1 or (cycle := self.cycle) is None:
+            return (self.size,)
+        return [cycle.bases[cycle.at(round_index)[1]] for round_index in range(cycle.rounds)]
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether no group of a round has more than two members."""
+        return max(self.sizes) <= 2
+
+    @property
+    def keeps_rounding(self) -> bool:
+        """Whether what codes left out is kept, and added in the next round (`outer.payload`)."""
+        return keeps_rounding(self.noloco.payload_bits, max(self.sizes))
+
+    @property
+    def sizes_problem(self) -> str:
+        """Why groups cannot be drawn among so many replicas; "" where they can."""
+        if self.replicas is None or self.size == 1 or self.noloco.method == "diloco":
+            return ""
+        if self.noloco.group_size > self.replicas:
+            return f"group_size {self.noloco.group_size} is more than the {self.replicas} replicas there are"
+        try:
+            sizes = self.sizes
+        except UserError as error:  # of sites
+            return str(error)
+        if max(sizes) <= self.noloco.group_size:
+            return ""
+        return (
+            f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(sizes))))} for {self.replicas} '
+            f"replicas (the prime factors), more than group_size {self.noloco.group_size}; raise it or use "
+            '"random"'
+        )
 
 
 class FederationSettings(Settings):
@@ -348,17 +339,20 @@ class FederationSettings(Settings):
         10.0,
         "Shortest time in seconds to wait for a partner, however quick exchanges are; the longest is "
         "noloco.deadline_seconds.",
+        Scope.OFFERED,
     )
     rounds_behind: Positive = field(
         3,
         "Rounds that a replica may be behind. A replica further behind, at its start or because it was asleep, "
         "takes over the state of the furthest replica. A replica that ends further behind gets the mean at the "
         "end, and is not in it.",
+        Scope.OFFERED,
     )
     skip_local_steps: bool = field(
         True,
         "Whether a replica that is slower than half of the others leaves out local steps before a round, so that "
         "its partners need not wait for it; false: it takes all of noloco.local_steps.",
+        Scope.OFFERED,
     )
     leave_seconds: Size = field(
         10.0,
@@ -370,42 +364,13 @@ class FederationSettings(Settings):
         1,
         "Number of replicas, including this one, that must be there before the first local step. The job waits "
         "for noloco.deadline_seconds at most, or half a minute if it continues from a checkpoint.",
+        Scope.OFFERED,
     )
 
     @property
     def exists(self) -> bool:
         """Whether replicas are separate jobs."""
         return self.rendezvous is not None
-
-
-_Settings = TypeVar("_Settings", bound=NolocoSettings)
-
-
-def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
-    """Return why groups cannot be drawn among `replicas` (None: not known), or would drift apart (rho >= 1)."""
-    if noloco.group_size_among(replicas or 2) == 1:
-        return ""
-    problem = "" if replicas is None else _sizes_problem(noloco, replicas)
-    return problem or _drift_problem(noloco, replicas)
-
-
-def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
-    if noloco.group_size_among(replicas) == 1 or noloco.method == "diloco":
-        return ""
-    if noloco.group_size > replicas:
-        return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
-    try:
-        noloco.sites_among(replicas)
-    except UserError as error:
-        return str(error)
-    sizes = noloco.group_sizes_among(replicas)
-    if max(sizes) <= noloco.group_size:
-        return ""
-    return (
-        f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(sizes))))} for {replicas} '
-        f"replicas (the prime factors), more than group_size {noloco.group_size}; raise it or use "
-        '"random"'
-    )
 
 
 def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
@@ -428,23 +393,28 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
         yield "noloco.sites: a job of a federation names its own site, federation.site; leave it out"
 
 
+def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
+    """Return why groups cannot be drawn among `replicas` (None: not known), or would drift apart (rho >= 1)."""
+    if noloco.among(replicas or 2).size == 1:
+        return ""
+    groups = noloco.among(replicas)
+    return groups.sizes_problem or _drift_problem(groups)
+
+
 def rho(noloco: NolocoSettings, replicas: int | None) -> float:
     """Return the factor by which a round multiplies the squared spread of `replicas` (None: not known).
 
     The factor is 0 where all are one group, and use the same mean.
     """
-    sizes = _sizes(noloco, replicas)
-    largest = max(sizes)
-    everyone, kept = largest in (replicas, math.inf), keeps_rounding(noloco.payload_bits, largest)
+    groups = noloco.among(replicas)
+    largest, kept = _largest(groups), keeps_rounding(noloco.payload_bits, _largest(groups))
+    everyone = largest in (replicas, math.inf)
     if everyone and (noloco.payload == "fp32" or kept):
         return 0.0
     alpha, gamma = noloco.outer_momentum, noloco.gamma
     more = pull_error(noloco.payload, kept), noloco.outer_nesterov, kept
-    if len(sizes) == 1:
+    if (cycle := groups.cycle) is None or len(groups.sizes) == 1:
         return spread_factor(alpha, gamma, math.inf if everyone else largest, *more)
-    assert replicas is not None
-    cycle = noloco.cycle_among(replicas)
-    assert cycle is not None
     if cycle.across:
         return cycle_spread_factor(alpha, gamma, cycle.inside, *more, cycle.across, cycle.interval)
     inside = cycle.inside
@@ -452,20 +422,19 @@ def rho(noloco: NolocoSettings, replicas: int | None) -> float:
     return max(cycle_spread_factor(alpha, gamma, order, *more) for order in orders)
 
 
-def _sizes(noloco: NolocoSettings, replicas: int | None) -> tuple[float, ...]:
-    """Return the sizes of the groups in one round after the other; infinite for all replicas, if not known."""
-    if replicas is not None:
-        return (*noloco.group_sizes_among(replicas),)
-    return (math.inf if noloco.method == "diloco" else noloco.group_size,)
+def _largest(groups: Groups) -> float:
+    """Return the size of the largest group; infinite for all replicas, if not known."""
+    everyone = groups.replicas is None and groups.noloco.method == "diloco"
+    return math.inf if everyone else max(groups.sizes)
 
 
-def _drift_problem(noloco: NolocoSettings, replicas: int | None) -> str:
+def _drift_problem(groups: Groups) -> str:
     """Return why replicas would not stay together, and what would be right; empty where they do."""
-    factor = rho(noloco, replicas)
+    noloco, cycle = groups.noloco, groups.cycle
+    factor = rho(noloco, groups.replicas)
     if is_stable(factor):
         return ""
-    n = "of all" if max(_sizes(noloco, replicas)) in (replicas, math.inf) else noloco.group_size
-    cycle = noloco.cycle_among(replicas) if replicas else None
+    n = "of all" if _largest(groups) in (groups.replicas, math.inf) else noloco.group_size
     pairing, levels = "" if cycle is None else ', pairing "cycle"', ""
     if cycle is not None and cycle.across:
         pairing += f", site_interval {cycle.interval}"
@@ -477,7 +446,7 @@ def _drift_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     return (
         f"outer_momentum (alpha) {noloco.outer_momentum}, consensus_weight (gamma) {noloco.gamma}, "
         f"group_size (n) {n}{pairing}{payload}{nesterov}: replicas would drift "
-        f"apart, rho = {factor:.3f} >= 1{levels}; {_stable_setting(noloco, replicas)}"
+        f"apart, rho = {factor:.3f} >= 1{levels}; {_stable_setting(noloco, groups.replicas)}"
     )
 
 
@@ -497,32 +466,16 @@ def _stable_setting(noloco: NolocoSettings, replicas: int | None) -> str:
     return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
 
 
-def recommended(replicas: int) -> dict[str, Any]:
-    """Return the settings that go with so many replicas in one job, by docs/evidence.md, "Settings to start from".
-
-    `NolocoSettings(**recommended(replicas))`; in JSON `"recipe": "recommended"`, which leaves a file as it is that
-    gives one of them.
-    """
-    group_size = 2 if replicas < 9 else 8 if replicas < 32 else 16
-    return {"group_size": group_size, "pairing": "auto", "payload": "int8" if group_size == 2 else "int4"}
-
-
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
     """Return the plan of groups among `replicas`. Raises UserError where they cannot be drawn."""
-    if problem := _sizes_problem(noloco, replicas):
+    groups = noloco.among(replicas)
+    if problem := groups.sizes_problem:
         raise UserError(problem)
     if noloco.sites == "hosts":
         raise UserError('sites "hosts" is for `train` only; give a number of sites or a list')
-    size, pairing = noloco.group_size_among(replicas), noloco.pairing_among(replicas)
-    return Grouping(replicas, size, seed, pairing, noloco.sites_among(replicas))
-
-
-def at_hosts(noloco: _Settings, hosts: Sequence[str]) -> _Settings:
-    """Return the settings with the hosts of the replicas as sites, numbered."""
-    return noloco.replace(sites=[*map([*dict.fromkeys(hosts)].index, hosts)])
+    return Grouping(replicas, groups.size, seed, groups.pairing, groups.sites)
 
 
 def shared(settings: NolocoSettings) -> dict[str, Any]:
     """Return the settings of the method that all jobs of a federation must have alike."""
-    names = NolocoSettings.model_fields.keys() - {*_OWN}
-    return {name: getattr(settings, name) for name in sorted(names)} | {"consensus_weight": settings.gamma}
+    return settings.shared() | {"consensus_weight": settings.gamma}

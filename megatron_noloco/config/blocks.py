@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from megatron_noloco.fields import AboveZero, FilePath, NonNegative, Positive, Settings, Size, Text, field
+from megatron_noloco.fields import (
+    AboveZero,
+    FilePath,
+    NonNegative,
+    Positive,
+    Scope,
+    Settings,
+    Size,
+    Text,
+    field,
+)
 
 AUTO_SAVE_SECONDS = 1800.0
 
@@ -12,9 +22,9 @@ AUTO_SAVE_SECONDS = 1800.0
 class TrainingConfig(Settings):
     """The run: its length, its folder, its log."""
 
-    train_iters: Positive = field(..., "Local steps of the whole run.")
-    seed: NonNegative = field(1234, "Seed of weights, sample order, groups and routes.")
-    log_interval: Positive = field(10, "Local steps between two log lines.")
+    train_iters: Positive = field(..., "Local steps of the whole run.", Scope.SHARED)
+    seed: NonNegative = field(1234, "Seed of weights, sample order, groups and routes.", Scope.SHARED)
+    log_interval: Positive = field(10, "Local steps between two log lines.", Scope.OFFERED)
     output_dir: FilePath = field("runs/default", "Folder for logs and checkpoints.")
     pretrained: FilePath | None = field(
         None, "Folder of a Hugging Face model whose weights every replica starts from; null: random."
@@ -25,6 +35,7 @@ class TrainingConfig(Settings):
         "Seconds after which a rank that makes no progress writes in which step it is, and whom it waits for; "
         "0: never (`watch` still shows it). The watchdog ends nothing: noloco.deadline_seconds ends a round "
         "without an answer.",
+        Scope.OFFERED,
     )
     peak_tflops: AboveZero | None = field(
         None,
@@ -44,6 +55,7 @@ class CheckpointConfig(Settings):
         "auto",
         'Local steps between two checkpoints; 0: only at the end, and when the run is stopped; "auto": every 30 '
         "minutes, too.",
+        Scope.OFFERED,
     )
     keep_last: Positive = field(2, "Complete checkpoints kept; older ones are removed.")
     async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")
@@ -57,13 +69,18 @@ class CheckpointConfig(Settings):
 class EvaluationConfig(Settings):
     """The loss on the validation split."""
 
-    interval: NonNegative = field(0, "Local steps between two evaluations; 0: at the end only.")
+    interval: NonNegative = field(
+        0, "Local steps between two evaluations; 0: at the end only.", Scope.OFFERED
+    )
     iters: NonNegative = field(
         10,
         "Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the stages); "
         "0 switches evaluation off.",
+        Scope.OFFERED,
     )
-    full: bool = field(False, "Whether an evaluation takes all of the validation split, not iters.")
+    full: bool = field(
+        False, "Whether an evaluation takes all of the validation split, not iters.", Scope.OFFERED
+    )
     mean_model: bool = field(
         True,
         "Whether the mean of the replicas of this job is evaluated too; their weights are then exchanged. Has no "

@@ -16,7 +16,7 @@ from megatron_noloco.data.sources import (
     TextSource,
 )
 from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
-from megatron_noloco.fields import FilePath, Settings, field
+from megatron_noloco.fields import FilePath, Scope, Settings, field
 
 _MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
 
@@ -46,11 +46,13 @@ class DataConfig(Settings):
     sft_packing: bool = field(
         True,
         "With sft_data_path: whether a sample holds several records, kept apart; false: one record each.",
+        Scope.OFFERED,
     )
     tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = field(
         "byte",
         'How text becomes tokens: "byte" needs no file. Left out, it is "HuggingFaceTokenizer" where '
         "tokenizer_model is given.",
+        Scope.OFFERED,
     )
     tokenizer_model: FilePath | None = field(
         None, "Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes."
@@ -59,15 +61,18 @@ class DataConfig(Settings):
         True,
         "Whether a special token that a text spells out, such as <|endoftext|>, is read as text; false: as the "
         "token. In the text of a chat template it is always the token.",
+        Scope.SHARED,
     )
     prepend_bos: bool = field(
         False,
         "Whether each document begins with the tokenizer's BOS, which the exported tokenizer then adds. A dataset "
         "in data_path must have been made with --prepend-bos.",
+        Scope.SHARED,
     )
     split: str = field(
         "949,50,1",
         "Weights of the training, validation and test parts, as in Megatron; a missing weight is 0.",
+        Scope.OFFERED,
     )
     cache: FilePath | None = field(
         None,
@@ -79,8 +84,11 @@ class DataConfig(Settings):
         False,
         "Whether documents in one sample do not attend to each other; each ends with the tokenizer's "
         "end-of-document token.",
+        Scope.OFFERED,
     )
-    eod_mask_loss: bool = field(False, "Whether the token after the end of a document has no loss.")
+    eod_mask_loss: bool = field(
+        False, "Whether the token after the end of a document has no loss.", Scope.OFFERED
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -11,11 +11,12 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from megatron_noloco.config.optimizer_block import (
     OPTIMIZERS,
+    Offered,
     Optimizer,
     Schedule,
 )
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import NonNegative, Positive, Settings, Size, field
+from megatron_noloco.fields import NonNegative, Positive, Size, field
 from megatron_noloco.model.architecture import Precision
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -27,11 +28,11 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Whole = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
 
 
-class Bf16Config(Settings):
+class Bf16Config(Offered):
     enabled: bool = field(False, "Whether weights and activations are bf16, with fp32 master weights.")
 
 
-class Fp16Config(Settings):
+class Fp16Config(Offered):
     enabled: bool = field(False, "Whether weights and activations are fp16, with fp32 master weights.")
     loss_scale: Size = field(0.0, "Factor of the loss; 0: dynamic, which does not go together with routing.")
     initial_scale_power: Annotated[Whole, Field(ge=0)] = field(
@@ -57,7 +58,7 @@ class Fp16Config(Settings):
                 )
 
 
-class DataTypesConfig(Settings):
+class DataTypesConfig(Offered):
     grad_accum_dtype: Dtype | None = field(
         None,
         "Type in which the gradients of microbatches are added up; null: fp32 with bf16, else that of the "
@@ -65,7 +66,7 @@ class DataTypesConfig(Settings):
     )
 
 
-class ZeroConfig(Settings):
+class ZeroConfig(Offered):
     stage: NonNegative = field(
         1,
         "1: the optimizer's state is divided over the data-parallel ranks of a replica. 2: gradients are divided, "
@@ -97,7 +98,7 @@ class ZeroConfig(Settings):
         return stage
 
 
-class DeepSpeedConfig(Settings):
+class DeepSpeedConfig(Offered):
     """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" stands for
     the default, but for 1.0 in gradient_clipping. At most one of bf16 and fp16 may be enabled; with neither, the
     run is fp32.

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_noloco.config.names import count, quoted
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Positive, Settings, Size, field
+from megatron_noloco.fields import Positive, Scope, Settings, Size, field
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
 
@@ -34,6 +34,8 @@ def _null(field: str) -> str:
 class ModelConfig(Settings):
     """The model, with Megatron's names."""
 
+    scope = Scope.SHARED
+
     family: FamilyName = field("llama", "Which kind of model; also Hugging Face's model_type.")
     num_layers: Positive = field(..., "Transformer layers.", le=10_000)
     hidden_size: Positive = field(..., "Width of the residual stream.")
@@ -46,7 +48,9 @@ class ModelConfig(Settings):
     seq_length: Positive = field(..., "Tokens in a sample.")
     vocab_size: Positive | None = field(None, "Vocabulary before padding; null means the tokenizer's.")
     make_vocab_size_divisible_by: Positive = field(
-        128, "The vocabulary is padded to a multiple of this, whatever the tensor-parallel size."
+        128,
+        "The vocabulary is padded to a multiple of this, whatever the tensor-parallel size.",
+        Scope.OFFERED,
     )
     rotary_base: Annotated[float, Field(gt=1)] = field(10000.0, "Base of the rotary embedding.")
     norm_epsilon: float = field(1e-5, "Epsilon of the norms.", gt=0)
@@ -101,19 +105,23 @@ class ModelConfig(Settings):
         None,
         'Activations computed again in backward: "full" layers, "selective" the parts of them in '
         "recompute_modules.",
+        Scope.OFFERED,
     )
     recompute_method: Literal["uniform", "block"] | None = field(
         None,
         'With "full": "uniform" recomputes all layers in equal units, "block" the first layers of a stage.',
+        Scope.OFFERED,
     )
     recompute_num_layers: Positive | None = field(
-        None, 'Layers per unit ("uniform") or recomputed layers per model chunk ("block").'
+        None, 'Layers per unit ("uniform") or recomputed layers per model chunk ("block").', Scope.OFFERED
     )
     recompute_modules: Annotated[list[RecomputedModule], Field(min_length=1)] | None = field(
-        None, 'With "selective": "core_attn", "mlp", or "moe" in a mixture of experts; null: ["core_attn"].'
+        None,
+        'With "selective": "core_attn", "mlp", or "moe" in a mixture of experts; null: ["core_attn"].',
+        Scope.OFFERED,
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = field(
-        "auto", 'Megatron layer specs; "auto" is Transformer Engine where it is installed.'
+        "auto", 'Megatron layer specs; "auto" is Transformer Engine where it is installed.', Scope.OFFERED
     )
 
     def rules(self) -> Iterator[str]:
@@ -141,11 +149,9 @@ class ModelConfig(Settings):
         }
         return fields | own | settled
 
-    @property
-    def of_training(self) -> dict[str, Any]:
-        """Return all fields but those that say how a machine computes, in which jobs may differ."""
-        how = ("recompute_", "transformer_impl", "make_vocab_size_divisible_by")
-        return {name: value for name, value in self.meant().items() if not name.startswith(how)}
+    def shared(self) -> dict[str, Any]:
+        meant = self.meant()
+        return {name: meant[name] for name in super().shared()}
 
     @property
     def query_groups(self) -> int:

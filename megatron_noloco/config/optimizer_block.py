@@ -7,7 +7,7 @@ from pydantic import Field
 
 from megatron_noloco.engine.schedules import WSD, DecayType
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import NonNegative, Positive, Settings, Size, field
+from megatron_noloco.fields import NonNegative, Positive, Scope, Settings, Size, field
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -25,7 +25,13 @@ def _params_by_type(*blocks: type[Settings]) -> dict[str, Any]:
     return {kind: of["params"].annotation for of in fields for kind in get_args(of["type"].annotation)}
 
 
-class OptimizerParams(Settings):
+class Offered(Settings):
+    """A block that a newcomer copies."""
+
+    scope = Scope.OFFERED
+
+
+class OptimizerParams(Offered):
     """Parameters of every optimizer."""
 
     weight_decay: Size = field(
@@ -74,7 +80,7 @@ class SgdParams(OneRateParams):
 # or Adafactor would not find their tensors. Muon finds them by itself (engine/muon.py).
 
 
-class _OneRate(Settings):
+class _OneRate(Offered):
     """An optimizer with a single learning rate."""
 
     type: str
@@ -120,7 +126,7 @@ class SgdOptimizer(_OneRate):
         return int(self.params.momentum > 0)
 
 
-class MuonOptimizer(Settings):
+class MuonOptimizer(Offered):
     type: Literal["Muon"]
     params: MuonParams = MuonParams()
 
@@ -163,7 +169,7 @@ _WARM_UP_OF_TWO = f"{_WARM_UP}; DeepSpeed takes 1 as 2."
 _WARM_UP_TYPE = "How the rate rises."
 
 
-class WarmupParams(Settings):
+class WarmupParams(Offered):
     """A warm-up, then the peak."""
 
     warmup_min_lr: Size = field(0.0, "Lowest rate, the same for all weights.")
@@ -180,7 +186,7 @@ class WarmupDecayParams(WarmupParams):
     total_num_steps: TotalSteps = field(..., _TOTAL)
 
 
-class WarmupCosineParams(Settings):
+class WarmupCosineParams(Offered):
     """A warm-up, then half a cosine; it scales the optimizer's rates."""
 
     total_num_steps: TotalSteps = field(..., _TOTAL)
@@ -193,7 +199,7 @@ class WarmupCosineParams(Settings):
     cos_min_ratio: Share = field(1e-4, "Lowest rate, as a share of the peak.")
 
 
-class WsdParams(Settings):
+class WsdParams(Offered):
     """A linear warm-up, the peak, and a decay at the end; it scales the optimizer's rates."""
 
     total_num_steps: TotalSteps = field(..., 'Local steps of the run; "auto": training.train_iters.')
@@ -205,22 +211,22 @@ class WsdParams(Settings):
     min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, as a share of the peak.")
 
 
-class WarmupSchedule(Settings):
+class WarmupSchedule(Offered):
     type: Literal["WarmupLR"]
     params: WarmupParams = WarmupParams()
 
 
-class WarmupDecaySchedule(Settings):
+class WarmupDecaySchedule(Offered):
     type: Literal["WarmupDecayLR"]
     params: WarmupDecayParams
 
 
-class WarmupCosineSchedule(Settings):
+class WarmupCosineSchedule(Offered):
     type: Literal["WarmupCosineLR"]
     params: WarmupCosineParams
 
 
-class WsdSchedule(Settings):
+class WsdSchedule(Offered):
     type: Literal["WSD"]
     params: WsdParams
 

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron_noloco.config.noloco_block import TrainerSettings, recommended
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.errors import UserError
-from megatron_noloco.settings import TrainerSettings, at_hosts, groups_problem, recommended
+from megatron_noloco.settings import groups_problem
 
 
 class Resolved(NamedTuple):
@@ -42,7 +43,7 @@ def resolve(
             by_recipe = {name: getattr(kept, name) for name in by_recipe}
             noloco = kept
     if hosts and noloco.sites == "hosts":
-        noloco = at_hosts(noloco, hosts)
+        noloco = noloco.replace(sites=[*map([*dict.fromkeys(hosts)].index, hosts)])
     if noloco is config.noloco:
         return Resolved(config, by_recipe)
     if problem := groups_problem(noloco, replicas):

@@ -1,55 +1,53 @@
 """The memory of the outer state and of rounds in progress, in bytes per parameter."""
 
 from megatron_noloco.plans.fragments import most_under_way
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
 
 
 def bytes_of_state(noloco: NolocoSettings, replicas: int | None) -> dict[str, float]:
     """Return the bytes per parameter of what is kept from round to round."""
-    rounding = noloco.keeps_rounding_among(replicas)
+    rounding = noloco.among(replicas).keeps_rounding
     kept = {"outer momentum": bool(noloco.outer_momentum), "rounding errors": rounding}
     return {"slow weights": 4.0} | {vector: 4.0 for vector, held in kept.items() if held}
 
 
-def bytes_of_rounds(noloco: NolocoSettings, replicas: int | None) -> dict[str, float]:
-    """Return the bytes per parameter of all rounds that are in progress at a time.
-
-    Args:
-        replicas: None: they are separate jobs, where a mean waits until it is certain.
-    """
-    in_pairs = replicas != 1 and noloco.in_pairs_among(replicas)  # a replica alone receives nothing
+def bytes_of_rounds(noloco: NolocoSettings, topology: Topology) -> dict[str, float]:
+    """Return the bytes per parameter of all rounds that are in progress at a time."""
+    groups = noloco.among(topology.ensemble)
+    in_pairs = topology.ensemble != 1 and groups.in_pairs  # a replica alone receives nothing
     of_round = {"combined vector": 4.0}
     if in_pairs and noloco.payload_bits is None:
         of_round["received vector"] = 4
     elif in_pairs and noloco.payload_bits:
         of_round |= {"quantized values": noloco.payload_bits / 4, "sketches and steps": 0.1}
-    if noloco.payload_bits and noloco.codes_on_device(replicas):
+    if noloco.payload_bits and noloco.codes_on_device(topology.separate_jobs):
         of_round["quantized values on the device"] = noloco.payload_bits / 8
-    if noloco.keeps_rounding_among(replicas):
+    if groups.keeps_rounding:
         of_round["new rounding errors"] = 4
-    if replicas is None:
-        of_round["mean"] = 4
+    if topology.separate_jobs:
+        of_round["mean"] = 4  # which waits until it is certain
     if noloco.overlap_steps != 0:
         of_round["snapshot"] = 4
     share = _rounds_at_a_time(noloco) / noloco.fragments
     return {vector: size * share for vector, size in of_round.items()}
 
 
-def on_accelerator(noloco: NolocoSettings, replicas: int | None) -> set[str]:
+def on_accelerator(noloco: NolocoSettings, topology: Topology) -> set[str]:
     """Return which of the vectors of these two functions lie in the memory of an accelerator, if there is any."""
     if noloco.slow_weights == "host":
         return set()
     vectors = {"slow weights", "outer momentum", "rounding errors", "snapshot"}
-    if noloco.codes_on_device(replicas):
+    if noloco.codes_on_device(topology.separate_jobs):
         vectors |= {"combined vector", "quantized values on the device", "new rounding errors"}
     return vectors
 
 
-def outer_state(noloco: NolocoSettings, replicas: int | None) -> str:
+def outer_state(noloco: NolocoSettings, topology: Topology) -> str:
     """Return what `outer` keeps beside the weights, in words."""
-    vectors = bytes_of_state(noloco, replicas) | bytes_of_rounds(noloco, replicas)
-    there = [vector for vector in vectors if vector in on_accelerator(noloco, replicas)]
-    in_pairs = noloco.in_pairs_among(replicas)
+    vectors = bytes_of_state(noloco, topology.ensemble) | bytes_of_rounds(noloco, topology)
+    there = [vector for vector in vectors if vector in on_accelerator(noloco, topology)]
+    in_pairs = noloco.among(topology.ensemble).in_pairs
     at_a_time = _rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
     return (

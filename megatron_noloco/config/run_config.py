@@ -30,6 +30,7 @@ from megatron_noloco.config.deepspeed_block import (
 )
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.names import hint_of
+from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.config.optimizer_block import check_schedule, schedule_as_deepspeed
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import DocumentBorders
@@ -40,7 +41,6 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import (
     FederationSettings,
-    TrainerSettings,
     federation_problems,
     groups_problem,
 )
@@ -128,6 +128,10 @@ class RunConfig(DeepSpeedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this configuration, with all defaults."""
         return {**self.as_deepspeed(), **self.model_dump(include=set(BLOCKS))}
+
+    def shared(self) -> dict[str, Any]:
+        """Return the fields in which jobs must not differ, by block; those of the method are compared apart."""
+        return {name: getattr(self, name).shared() for name in BLOCKS if name != "noloco"}
 
     def topology(self, world_size: int, slot: int = 0) -> Topology:
         """Return the layout of this job's `world_size` ranks; raises UserError when the numbers do not fit.

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_noloco.config.blocks import CheckpointConfig
 from megatron_noloco.config.names import count
+from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.round_memory import outer_state
@@ -18,7 +19,7 @@ from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import FederationSettings, NolocoSettings, TrainerSettings, rho
+from megatron_noloco.settings import FederationSettings, NolocoSettings, rho
 
 
 def describe_data(config: RunConfig, topology: Topology) -> list[str]:
@@ -83,7 +84,7 @@ def describe(
             lines.append(f"fragments: {_fragments(config.noloco)}")
         if topology.ensemble != 1:
             lines.append(f"overlap: {_overlap(config.noloco)}")
-        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble)}")
+        lines.append(f"outer state: {outer_state(config.noloco, topology)}")
     lines.append(f"checkpoints: {_checkpoints(config.checkpoint)}")
     if architecture is not None:
         rows = architecture.padded_vocab_size
@@ -139,12 +140,11 @@ def _method(noloco: TrainerSettings, replicas: int | None) -> str:
     knobs = f"{method} in {noloco.payload}, {k}, alpha = {momentum}, beta = {noloco.outer_lr}"
     if replicas == 1:
         return f"{knobs}; 1 replica, which takes outer steps without a partner"
-    n = noloco.group_size_among(replicas)
+    groups = noloco.among(replicas)
     if method == "diloco":
-        return f"{knobs}, n = {n} (all replicas)"
-    drawn = f"n = {n}"
-    cycle = noloco.cycle_among(replicas)
-    if cycle is not None:
+        return f"{knobs}, n = {groups.size} (all replicas)"
+    drawn = f"n = {groups.size}"
+    if (cycle := groups.cycle) is not None:
         drawn = f"cycles of {' x '.join(map(str, cycle.inside))}"
         if cycle.across:
             sites = math.prod(cycle.across)

@@ -102,7 +102,7 @@ class OuterOptimizer:
             else separate_jobs.fragments()
         )
         self._longest = max(fragment.length for fragment in self._fragments)
-        self._vectors = OuterVectors(weights, settings, settings.keeps_rounding_among(place.replicas))
+        self._vectors = OuterVectors(weights, settings, settings.among(place.replicas).keeps_rounding)
         self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
         self.rounding = self._vectors.rounding
         self._idle = [self._new_round()]
@@ -348,14 +348,14 @@ class OuterOptimizer:
 
     def _new_round(self) -> Round:
         # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
-        in_pairs = self.settings.in_pairs_among(self.place.replicas)
+        in_pairs = self.settings.among(self.place.replicas).in_pairs
         stretch = max(1, self._longest) if in_pairs else STRETCH
         exchange: AnyExchange = (
             self._exchange(Channel.ROUNDS, stretch)
             if self._separate_jobs is None
             else self._separate_jobs.exchange()
         )
-        coded = self.settings.codes_on_device(self.place.replicas)
+        coded = self.settings.codes_on_device(self.place.replicas is None)
         return Round(self._vectors, exchange, self._longest, self._vectors.home if coded else HOST)
 
     def _exchange(self, channel: int, stretch: int) -> Exchange:

@@ -174,8 +174,8 @@ def memory_of(
     if not config.noloco.enabled:
         return Memory(device, {}, nccl)
     state = bytes_of_state(config.noloco, topology.ensemble)
-    rounds = bytes_of_rounds(config.noloco, topology.ensemble)
-    there = on_accelerator(config.noloco, topology.ensemble)
+    rounds = bytes_of_rounds(config.noloco, topology)
+    there = on_accelerator(config.noloco, topology)
 
     def parts(on_device: bool) -> dict[str, int]:
         sizes = {

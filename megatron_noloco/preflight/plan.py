@@ -129,8 +129,8 @@ def plan_of(
         seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
     computed, crosses = 0.0, (0, 0)
     if config.noloco.enabled:
-        computed = core_seconds(config.noloco, largest.owned, topology.ensemble)
-        crosses = bus_bytes(config.noloco, held.owned, topology.ensemble)
+        computed = core_seconds(config.noloco, largest.owned, topology)
+        crosses = bus_bytes(config.noloco, held.owned, topology)
     return Plan(
         topology,
         stage,
@@ -147,22 +147,22 @@ def plan_of(
     )
 
 
-def core_seconds(noloco: NolocoSettings, weights: int, replicas: int | None) -> float:
+def core_seconds(noloco: NolocoSettings, weights: int, topology: Topology) -> float:
     """Return the seconds of one core in which a rank computes its part of a round of all its weights."""
     in_pairs, in_groups = _CORE_SECONDS[noloco.payload]
-    if noloco.codes_on_device(replicas):
+    if noloco.codes_on_device(topology.separate_jobs):
         in_pairs = in_groups = _CORE_SECONDS_OF_STEPS
-    return weights / 1e9 * (in_pairs if noloco.in_pairs_among(replicas) else in_groups)
+    return weights / 1e9 * (in_pairs if noloco.among(topology.ensemble).in_pairs else in_groups)
 
 
-def bus_bytes(noloco: NolocoSettings, weights: int, replicas: int | None) -> tuple[int, int]:
+def bus_bytes(noloco: NolocoSettings, weights: int, topology: Topology) -> tuple[int, int]:
     """Return the bytes that a round of all weights of a rank moves from a GPU to the host, and to the GPU."""
     bits = noloco.payload_bits
-    if bits is None or not noloco.codes_on_device(replicas):
+    if bits is None or not noloco.codes_on_device(topology.separate_jobs):
         return _FP32 * weights, _FP32 * weights
     codes, elements = message_bytes(weights, bits), blocks_in(weights) * BLOCK
     to_host, to_gpu = [], []
-    for members in noloco.group_sizes_among(replicas):
+    for members in noloco.among(topology.ensemble).sizes:
         sums = elements * wide_type(bits, members).itemsize if members > 2 else 0
         to_host.append(codes + sums / members)
         to_gpu.append((codes * (1 - 1 / members) if members > 2 else codes) + sums)

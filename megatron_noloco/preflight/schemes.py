@@ -6,11 +6,11 @@ from statistics import mean
 from typing import Any
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.noloco_block import TrainerSettings, recommended
 from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
 from megatron_noloco.plans.fragments import fewest_steps
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, RankParameters
-from megatron_noloco.settings import TrainerSettings, recommended
 
 _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
@@ -128,7 +128,7 @@ def schemes(
     if replicas == 1:
         return []
 
-    sites, number = noloco.sites_among(replicas), replicas or max(2, config.federation.start_with)
+    sites, number = noloco.among(replicas).sites, replicas or max(2, config.federation.start_with)
 
     def scheme(name: str, block: TrainerSettings) -> Scheme:
         found = scheme_of(name, block, largest, topology, network, step_seconds)
@@ -179,7 +179,7 @@ def scheme_of(
     step_seconds: float | None = None,
 ) -> Scheme:
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
-    sizes, coded = noloco.group_sizes_among(topology.ensemble), noloco.payload != "fp32"
+    sizes, coded = noloco.among(topology.ensemble).sizes, noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
     if topology.separate_jobs:  # a stream is opened, answered, and both are prepared (`federation.rounds`)
         trips = 3.0 + 2 * coded

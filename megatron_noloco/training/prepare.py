@@ -163,14 +163,14 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
         "names and shapes": [digest_of_shapes(table_of(architecture).exported_shapes)],
         "model": model,
     }
-    others = config.model.of_training | asdict(architecture)
-    del others["padded_vocab_size"]
-    own = {
-        "training.train_iters": config.training.train_iters,
-        "model": {name: value for name, value in others.items() if name not in model},
+    own = config.shared()
+    own["model"] |= asdict(architecture)
+    own["model"] = {
+        name: value for name, value in own["model"].items() if name not in {*model, "padded_vocab_size"}
+    }
+    del own["training"]["seed"]  # which attach knows, too
+    own |= {
         "tokenizer": tokenizer.digest,
-        "data.split_special_tokens": tokenizer.splits_special_tokens,
-        "data.prepend_bos": tokenizer.before_document,
         "chat template": tokenizer.chat_template.digest
         if isinstance(config.data.source, RecordSource)
         else None,

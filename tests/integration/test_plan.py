@@ -87,7 +87,7 @@ def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
     config = RunConfig(**raw)
     topology = config.topology(ranks)
     stages = parameters_of_stages(config, config.architecture(VOCABULARY), topology)
-    (members,) = set(config.noloco.group_sizes_among(topology.replicas))
+    (members,) = set(config.noloco.among(topology.replicas).sizes)
     planned = ROUNDS * sum(
         topology.dp * topology.tp * exchange_bytes(config.noloco, held, members, topology.dp)
         for held in stages

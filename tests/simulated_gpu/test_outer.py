@@ -10,6 +10,7 @@ from megatron_noloco.outer import TorchWeights, coded_exchange, optimizer, vecto
 from megatron_noloco.outer import payload as codes
 from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.plan import bus_bytes
 from megatron_noloco.settings import PAPER, NolocoSettings
 from tests.simulated_gpu import Gpu, Order, installed
@@ -114,7 +115,9 @@ def test_codes_cross_the_bus_if_slow_weights_are_on_the_device(payload: str) -> 
         )
     assert set(host.crossed.values()) == {4 * length}
     settings = NolocoSettings(**PAPER | {"local_steps": 1, "payload": payload, "slow_weights": "device"})
-    for way, planned in zip(("host", "device"), bus_bytes(settings, length, 2), strict=True):
+    for way, planned in zip(
+        ("host", "device"), bus_bytes(settings, length, Topology(replicas=2)), strict=True
+    ):
         again = 4 * device.report.resent_elements
         assert planned - 16 * BLOCKS <= device.crossed[way] < 1.1 * planned + 4 * BLOCK + again
     assert sum(host.waits.values()) == -(-length // AT_ONCE) + 1, (

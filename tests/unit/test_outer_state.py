@@ -11,6 +11,7 @@ from megatron_noloco.config.round_memory import outer_state
 from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.plans.topology import Topology
 from tests.unit.fleet import ELEMENTS, Fleet, K, assert_close, assert_equal, fleet_of
 
 
@@ -205,12 +206,12 @@ def test_the_banner_has_the_bytes_of_the_outer_state(
     fleet.run(3 * K)
     held = sum(vector.nbytes for vector in fleet.memory) / (2 * 20 * BLOCK)
     assert f"{held:.3g}" == total
-    line = outer_state(fleet.settings, replicas=2)
+    line = outer_state(fleet.settings, Topology(replicas=2))
     assert line.startswith(f"{total} bytes per parameter (")
     assert part in line
-    in_groups = outer_state(fleet.settings.replace(group_size=4), replicas=4)
+    in_groups = outer_state(fleet.settings.replace(group_size=4), Topology(replicas=4))
     assert f"at most {2 * 4 * STRETCH // 2**20} MiB to receive in" in in_groups
     assert (f"for each of {at_a_time} rounds" in in_groups) == (at_a_time > 1)
     assert ("rounding errors 4, " in in_groups) == (fleet.settings.payload == "int4")
-    alone = outer_state(fleet.settings, replicas=1)
+    alone = outer_state(fleet.settings, Topology())
     assert not any(vector in alone for vector in ("received vector", "sketches and steps"))

@@ -11,6 +11,7 @@ import torch
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
+from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight import fit
@@ -18,7 +19,7 @@ from megatron_noloco.preflight.departures import lost_steps
 from megatron_noloco.preflight.memory import RankParameters, fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.plan import plan_of
 from megatron_noloco.preflight.schemes import Network, Scheme, exchange_bytes, scheme_of
-from megatron_noloco.settings import TrainerSettings, grouping_of
+from megatron_noloco.settings import grouping_of
 from tests.unit.configs import config
 from tests.unit.fleet import average, noise
 
@@ -422,7 +423,7 @@ def test_the_bytes_of_larger_groups_and_cycles(method: dict[str, Any]) -> None:
     _, exchanges = average(noise(elements, seed=1).expand(replicas, -1), group, settings.payload_bits)
     assert not any(exchange.report.resent_elements for exchange in exchanges)
     held = RankParameters(1, elements, elements, 0, 0, True)
-    assert len(group) == settings.group_sizes_among(replicas)[0]
+    assert len(group) == settings.among(replicas).sizes[0]
     planned = exchange_bytes(settings, held, len(group), dp=1)
     assert {exchange.report.bytes_sent for exchange in exchanges} == {planned}
 

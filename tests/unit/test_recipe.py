@@ -8,9 +8,10 @@ import pytest
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, resolve
+from megatron_noloco.config.noloco_block import recommended
 from megatron_noloco.config.saved import config_of_checkpoint
 from megatron_noloco.preflight.trials import shortened
-from megatron_noloco.settings import NolocoSettings, groups_problem, recommended
+from megatron_noloco.settings import NolocoSettings, groups_problem
 from tests.unit.configs import FEDERATION, config, edited
 
 PAIRS, GROUPS, LARGE = (2, "int8"), (8, "int4"), (16, "int4")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import run_number
 from megatron_noloco.plans.grouping import Sites
@@ -13,8 +14,6 @@ from megatron_noloco.settings import (
     PAPER,
     FederationSettings,
     NolocoSettings,
-    TrainerSettings,
-    at_hosts,
     federation_problems,
     grouping_of,
     groups_problem,
@@ -132,16 +131,15 @@ def test_replicas_that_drift_apart_between_sites_are_told_so() -> None:
 
 
 def test_sites_are_given_by_number_by_name_or_by_host() -> None:
-    by_number = NolocoSettings(sites=2).sites_among(4)
-    assert by_number == NolocoSettings(sites=["here", "here", "there", "there"]).sites_among(4)
+    by_number = NolocoSettings(sites=2).among(4).sites
+    assert by_number == NolocoSettings(sites=["here", "here", "there", "there"]).among(4).sites
     hosts = NolocoSettings(sites="hosts")
-    assert by_number == at_hosts(hosts, ["n7", "n7", "n1", "n1"]).sites_among(4)
     assert by_number == Sites((0, 0, 1, 1), interval=2)
-    assert hosts.sites_among(4) is None
+    assert hosts.among(4).sites is None
     with pytest.raises(ValueError, match='sites "hosts" is for `train` only'):
         grouping_of(hosts, 4, seed=1)
     for alike in ({"sites": 1}, {"sites": 4}, {"sites": [*"abcd"]}, {"sites": 2, "method": "diloco"}):
-        assert NolocoSettings(**alike).sites_among(4) is None  # type: ignore[arg-type]
+        assert NolocoSettings(**alike).among(4).sites is None  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='sites: groups inside and across them are those of pairing "cycle"'):
         NolocoSettings(sites=2, pairing="random")
 
@@ -217,4 +215,4 @@ def test_what_the_jobs_of_a_federation_share() -> None:
 def test_rounding_errors_are_kept_in_groups_of_more_than_2(
     changes: dict[str, Any], replicas: int, kept: bool
 ) -> None:
-    assert NolocoSettings(**changes).keeps_rounding_among(replicas) == kept
+    assert NolocoSettings(**changes).among(replicas).keeps_rounding == kept

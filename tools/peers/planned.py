@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import RankParameters
 from megatron_noloco.preflight.schemes import Network, scheme_of
-from megatron_noloco.settings import TrainerSettings
 from tests.netlab.lab import lab
 from tests.netlab.network import Link
 from tools.peers.torchft import Environment, Replicas
