@@ -222,10 +222,7 @@ def nearest(path: Path, known: Iterable[str]) -> str:
 
 
 def problems_of(
-    error: ValidationError,
-    block: type[BaseModel],
-    path: Path = (),
-    hint: Hint = nearest,
+    error: ValidationError, block: type[BaseModel], path: Path = (), hint: Hint = nearest
 ) -> list[str]:
     """Return pydantic's errors as our lines, which begin with the field; a union gives one line, not one a branch.
 

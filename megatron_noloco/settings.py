@@ -71,8 +71,7 @@ class NolocoSettings(Settings):
     scope = Scope.SHARED
 
     method: Literal["noloco", "diloco"] = field(
-        "noloco",
-        'Replicas that average in a round; "noloco": a random group of replicas, "diloco": all.',
+        "noloco", 'Replicas that average in a round; "noloco": a random group of replicas, "diloco": all.'
     )
     local_steps: Positive = field(10, K_MEANING)
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = field(

@@ -7,14 +7,7 @@ from pydantic import field_validator, model_validator
 
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.sources import (
-    IndexedSource,
-    Prefixes,
-    RecordSource,
-    Source,
-    Split,
-    TextSource,
-)
+from megatron_noloco.data.sources import IndexedSource, Prefixes, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.fields import FilePath, Scope, Settings, field
 

@@ -9,12 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from megatron_noloco.config.optimizer_block import (
-    OPTIMIZERS,
-    Offered,
-    Optimizer,
-    Schedule,
-)
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, Offered, Optimizer, Schedule
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import NonNegative, Positive, Size, field
 from megatron_noloco.model.architecture import Precision

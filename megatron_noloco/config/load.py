@@ -1,14 +1,13 @@
 """From a file to a RunConfig, or to one line per problem."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
-from megatron_noloco.files import check_utf_8, without_mark
+from megatron_noloco.files import check_utf_8, json_object, without_mark
 
 _COMMENTS = ("//", "/*", "#")
 _MOST_DIGITS = 20
@@ -36,24 +35,14 @@ def _read(path: Path) -> dict[str, Any]:
         text = without_mark(written).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
-    repeated: dict[int, list[str]] = {}  # by the object that has them
-
-    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return an object, and note keys given twice; json itself keeps the last one in silence."""
-        found, names = dict(pairs), [name for name, _ in pairs]
-        repeated[id(found)] = [name for name in found if names.count(name) > 1]
-        return found
-
     try:
-        content = json.loads(text, object_pairs_hook=read_object, parse_int=_whole)
+        content = json.loads(text, object_pairs_hook=json_object, parse_int=_whole)
     except json.JSONDecodeError as error:
         comment = text[error.pos :].lstrip().startswith(_COMMENTS)
         reason = "JSON has no comments; delete it" if comment else error.msg
         raise UserError(f"not valid JSON: line {error.lineno}, column {error.colno}: {reason}") from None
     if not isinstance(content, dict):
         raise UserError(f"must hold a JSON object, got {shown(content)}")
-    if problems := list(_problems(content, repeated, "")):
-        raise UserError("\n".join(problems))
     return content
 
 
@@ -64,15 +53,3 @@ def _whole(digits: str) -> int:
             f"{digits[:9]}... has {len(digits)} digits; no setting takes more than {_MOST_DIGITS}"
         )
     return int(digits)
-
-
-def _problems(value: Any, repeated: dict[int, list[str]], name: str) -> Iterator[str]:
-    """Yield a line for each key given twice, at any depth below `name`."""
-    if isinstance(value, dict):
-        prefix = f"{name}." if name else ""
-        yield from (f"{prefix}{key} is given more than once" for key in repeated[id(value)])
-        for key, inner in value.items():
-            yield from _problems(inner, repeated, prefix + key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _problems(inner, repeated, name)

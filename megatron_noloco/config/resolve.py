@@ -21,10 +21,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    config: RunConfig,
-    replicas: int | None,
-    hosts: Sequence[str] = (),
-    saved: Mapping[str, Any] | None = None,
+    config: RunConfig, replicas: int | None, hosts: Sequence[str] = (), saved: Mapping[str, Any] | None = None
 ) -> Resolved:
     """Return the settings of a run: those of its file, its recipe, its hosts, and the run that it continues.
 

@@ -39,11 +39,7 @@ from megatron_noloco.fields import fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import (
-    FederationSettings,
-    federation_problems,
-    groups_problem,
-)
+from megatron_noloco.settings import FederationSettings, federation_problems, groups_problem
 
 
 class RunConfig(DeepSpeedConfig):

@@ -12,13 +12,7 @@ from megatron_noloco.data.encode import Advance, encode
 from megatron_noloco.data.encode import Sequence as Encoded
 from megatron_noloco.data.formats import begins_as_text, is_text, read_text
 from megatron_noloco.data.indexed import Dataset, Indexed
-from megatron_noloco.data.inputs import (
-    JSON_LINES,
-    Input,
-    Inputs,
-    find_inputs,
-    find_standard_library,
-)
+from megatron_noloco.data.inputs import JSON_LINES, Input, Inputs, find_inputs, find_standard_library
 from megatron_noloco.data.kinds import SPLITS, Kind, Opened
 from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Split, TextSource
