@@ -9,6 +9,7 @@ import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 import annotated_types
@@ -72,6 +73,9 @@ class Also(NamedTuple):
 def field(default: Any, meaning: str, scope: Scope | None = None, **bounds: Any) -> Any:
     """Return a field; a default of ... means that it is required; `scope`: None: that of its block."""
     return Field(default=default, description=meaning, json_schema_extra=scope, **bounds)
+
+
+own_field, offered_field, shared_field, compared_field = (partial(field, scope=scope) for scope in Scope)
 
 
 class Settings(BaseModel):

@@ -23,7 +23,9 @@ from megatron_noloco.fields import (
     Scope,
     Settings,
     Size,
+    compared_field,
     field,
+    offered_field,
     shown,
 )
 from megatron_noloco.plans.grouping import Cycle, Grouping, Sites, prime_factors
@@ -59,6 +61,7 @@ def _short(name: str) -> str:
     return name
 
 
+Places = Positive | Literal["hosts"] | Annotated[list[int | str], Field(min_length=1)] | None
 SiteName = Annotated[str, AfterValidator(_short)]
 
 
@@ -97,44 +100,41 @@ class NolocoSettings(Settings):
         "groups are the prime factors of the number of replicas, of which none may be above n. "
         '"auto": cycles of pairs where that number is a power of two, else random (method "noloco" only).',
     )
-    sites: Positive | Literal["hosts"] | Annotated[list[int | str], Field(min_length=1)] | None = field(
+    sites: Places = compared_field(
         None,
         "Where replicas are: a number of sites, each of as many consecutive replicas, or a list with the site of "
         'each; "hosts" (in `train`): each host is a site. Groups are inside sites, but in every site_interval-th '
         "round across them. All sites have as many replicas, and pairing is in cycles. null: groups are drawn "
         "from all replicas alike. A job of a federation has federation.site instead.",
-        Scope.COMPARED,
     )
     site_interval: Annotated[int, Field(ge=2)] | None = field(
         None,
         "m: every m-th round goes across sites. null: as many as a site has replicas, so that it sends as much to "
         f"other sites as a single replica sends in all; in a federation {SITE_INTERVAL}.",
     )
-    deadline_seconds: AboveZero = field(
-        600.0, "Seconds that a replica waits for its group before the round counts as failed.", Scope.OFFERED
+    deadline_seconds: AboveZero = offered_field(
+        600.0, "Seconds that a replica waits for its group before the round counts as failed."
     )
     payload: Literal["fp32", "int8", "int4"] = field(
         "int8",
         "Form in which an exchange sends each weight: fp32, or the difference to the partner quantized to "
         "integers. docs/exchange.md has bytes and errors.",
     )
-    slow_weights: Literal["host", "device"] = field(
+    slow_weights: Literal["host", "device"] = offered_field(
         "host",
         "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's. They are "
         "quantized for an exchange where they are kept.",
-        Scope.OFFERED,
     )
     fragments: Positive = field(
         1,
         "F, at most local_steps: the weights are exchanged in F parts, each after a local step of its own; "
         "1: all at once.",
     )
-    overlap_steps: NonNegative | Literal["auto"] = field(
+    overlap_steps: NonNegative | Literal["auto"] = offered_field(
         0,
         "d, at most local_steps: training goes on during the exchange of a round, which is merged d local steps "
         'after it began; 0: training waits for the exchange. "auto" (in `train` only): the smallest d that hides '
         "the exchanges of the first rounds, in which training waits.",
-        Scope.OFFERED,
     )
 
     def rules(self) -> Iterator[str]:
@@ -334,24 +334,21 @@ class FederationSettings(Settings):
         "network or a tunnel.",
     )
     key_file: FilePath | None = field(None, "The key of all members, made by `megatron-noloco keys FILE`.")
-    shortest_deadline_seconds: AboveZero = field(
+    shortest_deadline_seconds: AboveZero = offered_field(
         10.0,
         "Shortest time in seconds to wait for a partner, however quick exchanges are; the longest is "
         "noloco.deadline_seconds.",
-        Scope.OFFERED,
     )
-    rounds_behind: Positive = field(
+    rounds_behind: Positive = offered_field(
         3,
         "Rounds that a replica may be behind. A replica further behind, at its start or because it was asleep, "
         "takes over the state of the furthest replica. A replica that ends further behind gets the mean at the "
         "end, and is not in it.",
-        Scope.OFFERED,
     )
-    skip_local_steps: bool = field(
+    skip_local_steps: bool = offered_field(
         True,
         "Whether a replica that is slower than half of the others leaves out local steps before a round, so that "
         "its partners need not wait for it; false: it takes all of noloco.local_steps.",
-        Scope.OFFERED,
     )
     leave_seconds: Size = field(
         10.0,
@@ -359,11 +356,10 @@ class FederationSettings(Settings):
         "one more exchange, so that the others keep what it has learned since its last round; it then saves and "
         "ends. 0: no exchange.",
     )
-    start_with: Positive = field(
+    start_with: Positive = offered_field(
         1,
         "Number of replicas, including this one, that must be there before the first local step. The job waits "
         "for noloco.deadline_seconds at most, or half a minute if it continues from a checkpoint.",
-        Scope.OFFERED,
     )
 
     @property

@@ -9,11 +9,12 @@ from megatron_noloco.fields import (
     FilePath,
     NonNegative,
     Positive,
-    Scope,
     Settings,
     Size,
     Text,
     field,
+    offered_field,
+    shared_field,
 )
 
 AUTO_SAVE_SECONDS = 1800.0
@@ -22,20 +23,19 @@ AUTO_SAVE_SECONDS = 1800.0
 class TrainingConfig(Settings):
     """The run: its length, its folder, its log."""
 
-    train_iters: Positive = field(..., "Local steps of the whole run.", Scope.SHARED)
-    seed: NonNegative = field(1234, "Seed of weights, sample order, groups and routes.", Scope.SHARED)
-    log_interval: Positive = field(10, "Local steps between two log lines.", Scope.OFFERED)
+    train_iters: Positive = shared_field(..., "Local steps of the whole run.")
+    seed: NonNegative = shared_field(1234, "Seed of weights, sample order, groups and routes.")
+    log_interval: Positive = offered_field(10, "Local steps between two log lines.")
     output_dir: FilePath = field("runs/default", "Folder for logs and checkpoints.")
     pretrained: FilePath | None = field(
         None, "Folder of a Hugging Face model whose weights every replica starts from; null: random."
     )
     exit_duration_minutes: AboveZero | None = field(None, "Save and exit after so many minutes; null: never.")
-    watchdog_seconds: Size = field(
+    watchdog_seconds: Size = offered_field(
         120.0,
         "Seconds after which a rank that makes no progress writes in which step it is, and whom it waits for; "
         "0: never (`watch` still shows it). The watchdog ends nothing: noloco.deadline_seconds ends a round "
         "without an answer.",
-        Scope.OFFERED,
     )
     peak_tflops: AboveZero | None = field(
         None,
@@ -51,11 +51,10 @@ class TrainingConfig(Settings):
 class CheckpointConfig(Settings):
     """Checkpoints: when they are saved, and from which one a run continues. Replaces DeepSpeed's `checkpoint`."""
 
-    save_interval: NonNegative | Literal["auto"] = field(
+    save_interval: NonNegative | Literal["auto"] = offered_field(
         "auto",
         'Local steps between two checkpoints; 0: only at the end, and when the run is stopped; "auto": every 30 '
         "minutes, too.",
-        Scope.OFFERED,
     )
     keep_last: Positive = field(2, "Complete checkpoints kept; older ones are removed.")
     async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")
@@ -69,18 +68,13 @@ class CheckpointConfig(Settings):
 class EvaluationConfig(Settings):
     """The loss on the validation split."""
 
-    interval: NonNegative = field(
-        0, "Local steps between two evaluations; 0: at the end only.", Scope.OFFERED
-    )
-    iters: NonNegative = field(
+    interval: NonNegative = offered_field(0, "Local steps between two evaluations; 0: at the end only.")
+    iters: NonNegative = offered_field(
         10,
         "Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the stages); "
         "0 switches evaluation off.",
-        Scope.OFFERED,
     )
-    full: bool = field(
-        False, "Whether an evaluation takes all of the validation split, not iters.", Scope.OFFERED
-    )
+    full: bool = offered_field(False, "Whether an evaluation takes all of the validation split, not iters.")
     mean_model: bool = field(
         True,
         "Whether the mean of the replicas of this job is evaluated too; their weights are then exchanged. Has no "

@@ -9,7 +9,7 @@ from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.sources import IndexedSource, Prefixes, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
-from megatron_noloco.fields import FilePath, Scope, Settings, field
+from megatron_noloco.fields import FilePath, Settings, field, offered_field, shared_field
 
 _MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
 
@@ -36,36 +36,31 @@ class DataConfig(Settings):
         "In place of text, for fine-tuning: a file or folder of JSON lines with messages, or with prompt "
         "and completion. Only answers have a loss.",
     )
-    sft_packing: bool = field(
+    sft_packing: bool = offered_field(
         True,
         "With sft_data_path: whether a sample holds several records, kept apart; false: one record each.",
-        Scope.OFFERED,
     )
-    tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = field(
+    tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = offered_field(
         "byte",
         'How text becomes tokens: "byte" needs no file. Left out, it is "HuggingFaceTokenizer" where '
         "tokenizer_model is given.",
-        Scope.OFFERED,
     )
     tokenizer_model: FilePath | None = field(
         None, "Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes."
     )
-    split_special_tokens: bool = field(
+    split_special_tokens: bool = shared_field(
         True,
         "Whether a special token that a text spells out, such as <|endoftext|>, is read as text; false: as the "
         "token. In the text of a chat template it is always the token.",
-        Scope.SHARED,
     )
-    prepend_bos: bool = field(
+    prepend_bos: bool = shared_field(
         False,
         "Whether each document begins with the tokenizer's BOS, which the exported tokenizer then adds. A dataset "
         "in data_path must have been made with --prepend-bos.",
-        Scope.SHARED,
     )
-    split: str = field(
+    split: str = offered_field(
         "949,50,1",
         "Weights of the training, validation and test parts, as in Megatron; a missing weight is 0.",
-        Scope.OFFERED,
     )
     cache: FilePath | None = field(
         None,
@@ -73,15 +68,12 @@ class DataConfig(Settings):
         "clears it. null: megatron_noloco/data in the user's cache folder.",
     )
 
-    reset_attention_mask: bool = field(
+    reset_attention_mask: bool = offered_field(
         False,
         "Whether documents in one sample do not attend to each other; each ends with the tokenizer's "
         "end-of-document token.",
-        Scope.OFFERED,
     )
-    eod_mask_loss: bool = field(
-        False, "Whether the token after the end of a document has no loss.", Scope.OFFERED
-    )
+    eod_mask_loss: bool = offered_field(False, "Whether the token after the end of a document has no loss.")
 
     @model_validator(mode="before")
     @classmethod

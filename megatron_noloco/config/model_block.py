@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_noloco.config.names import count, quoted
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Positive, Scope, Settings, Size, field
+from megatron_noloco.fields import Positive, Scope, Settings, Size, field, offered_field
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
 
@@ -47,10 +47,8 @@ class ModelConfig(Settings):
     )
     seq_length: Positive = field(..., "Tokens in a sample.")
     vocab_size: Positive | None = field(None, "Vocabulary before padding; null means the tokenizer's.")
-    make_vocab_size_divisible_by: Positive = field(
-        128,
-        "The vocabulary is padded to a multiple of this, whatever the tensor-parallel size.",
-        Scope.OFFERED,
+    make_vocab_size_divisible_by: Positive = offered_field(
+        128, "The vocabulary is padded to a multiple of this, whatever the tensor-parallel size."
     )
     rotary_base: Annotated[float, Field(gt=1)] = field(10000.0, "Base of the rotary embedding.")
     norm_epsilon: float = field(1e-5, "Epsilon of the norms.", gt=0)
@@ -101,27 +99,23 @@ class ModelConfig(Settings):
         "shown without it.",
         ge=0,
     )
-    recompute_granularity: Literal["full", "selective"] | None = field(
+    recompute_granularity: Literal["full", "selective"] | None = offered_field(
         None,
         'Activations computed again in backward: "full" layers, "selective" the parts of them in '
         "recompute_modules.",
-        Scope.OFFERED,
     )
-    recompute_method: Literal["uniform", "block"] | None = field(
+    recompute_method: Literal["uniform", "block"] | None = offered_field(
         None,
         'With "full": "uniform" recomputes all layers in equal units, "block" the first layers of a stage.',
-        Scope.OFFERED,
     )
-    recompute_num_layers: Positive | None = field(
-        None, 'Layers per unit ("uniform") or recomputed layers per model chunk ("block").', Scope.OFFERED
+    recompute_num_layers: Positive | None = offered_field(
+        None, 'Layers per unit ("uniform") or recomputed layers per model chunk ("block").'
     )
-    recompute_modules: Annotated[list[RecomputedModule], Field(min_length=1)] | None = field(
-        None,
-        'With "selective": "core_attn", "mlp", or "moe" in a mixture of experts; null: ["core_attn"].',
-        Scope.OFFERED,
+    recompute_modules: Annotated[list[RecomputedModule], Field(min_length=1)] | None = offered_field(
+        None, 'With "selective": "core_attn", "mlp", or "moe" in a mixture of experts; null: ["core_attn"].'
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = field(
-        "auto", 'Megatron layer specs; "auto" is Transformer Engine where it is installed.', Scope.OFFERED
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = offered_field(
+        "auto", 'Megatron layer specs; "auto" is Transformer Engine where it is installed.'
     )
 
     def rules(self) -> Iterator[str]:

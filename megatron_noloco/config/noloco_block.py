@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_noloco.fields import Also, Positive, Scope, field
+from megatron_noloco.fields import Also, Positive, field, offered_field, own_field
 from megatron_noloco.settings import K_MEANING, PAPER, NolocoSettings
 
 MOST_WAITING = 0.1  # share of the time, with local_steps "auto"
@@ -14,42 +14,36 @@ _PAPER = ", ".join(f"{name} {value}" for name, value in PAPER.items())
 class TrainerSettings(NolocoSettings):
     """The method, as the JSON block `noloco` of the trainer: rounds between replicas, and routing."""
 
-    recipe: Literal["recommended", "paper"] = field(
+    recipe: Literal["recommended", "paper"] = offered_field(
         "recommended",
         'Values of fields that are left out. "recommended": the defaults here, but where none of group_size, '
         "pairing, payload, sites is given, groups of 8 in int4 from 9 replicas in one job on, of 16 from 32 on. "
         f'"paper": {_PAPER}. A run that is continued keeps its groups.',
-        Scope.OFFERED,
     )
     local_steps: Annotated[Positive, Also("auto")] = field(
         "auto",
         f'{K_MEANING} "auto" (with all replicas in one job): as few as can be at first, until most_waiting, which '
         f"is then {MOST_WAITING}, chooses k. A federation needs a number.",
     )
-    most_waiting: Annotated[float, Field(gt=0, lt=1)] | None = field(
+    most_waiting: Annotated[float, Field(gt=0, lt=1)] | None = own_field(
         None,
         "Largest share of the time that training may wait for exchanges: after the first rounds, which are "
         "measured, k becomes the smallest number with which it waits no longer; null: k stays local_steps.",
-        Scope.OWN,
     )
-    enabled: bool = field(
-        True, "Whether replicas average at all; false: each replica trains alone.", Scope.OWN
-    )
-    final_average: bool = field(
+    enabled: bool = own_field(True, "Whether replicas average at all; false: each replica trains alone.")
+    final_average: bool = offered_field(
         True,
         "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
         "one exchange for each prime factor of replicas; in a federation over a tree of the replicas that are "
         "there.",
-        Scope.OFFERED,
     )
-    transport: Literal["auto", "mpi", "torch"] = field(
-        "auto", 'Library that carries exchanges; "auto" is MPI if the job was started by mpirun.', Scope.OWN
+    transport: Literal["auto", "mpi", "torch"] = own_field(
+        "auto", 'Library that carries exchanges; "auto" is MPI if the job was started by mpirun.'
     )
-    routing: Literal["off", "round", "microbatch"] = field(
+    routing: Literal["off", "round", "microbatch"] = own_field(
         "off",
         "Whether microbatches pass through pipeline stages of other replicas, on routes that are drawn anew for "
         'each "round" or "microbatch".',
-        Scope.OWN,
     )
 
     @model_validator(mode="before")

@@ -4,11 +4,11 @@ AutoTokenizer does not always read tokenizer.json as it is. It builds the classe
 vocabulary alone, with rules of their own, and adds tokens that only tokenizer_config.json names.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
@@ -42,13 +42,10 @@ def folder_problem(tokenizer: Tokenizer) -> str:
 
     Files that transformers does not load, such as a tokenizer.json without others, say nothing else.
     """
-    if not isinstance(tokenizer, FastTokenizer) or find_spec("transformers") is None:
+    if not (found := _difference(tokenizer, load_folder)):
         return ""
     folder = tokenizer.folder
-    if (theirs := _loaded(folder)) is None:
-        return ""
-    found = _first_difference(tokenizer, "AutoTokenizer", theirs, with_ends=False)
-    return found and (
+    return (
         f"tokenizer_model {folder}: its tokenizer.json reads {found}; "
         'to train with the first, set tokenizer_class in its tokenizer_config.json to "PreTrainedTokenizerFast"; '
         f'with the second, give what AutoTokenizer.from_pretrained("{folder}").save_pretrained(...) writes'
@@ -60,14 +57,20 @@ def auto_differs(tokenizer: Tokenizer) -> str:
 
     "" if it reads the same, or the files name no class. The files hold, here and in `generate`.
     """
-    if not isinstance(tokenizer, FastTokenizer) or not _is_as_written(tokenizer.folder):
+    as_written = tokenizer.folder is not None and _is_as_written(tokenizer.folder)
+    found = _difference(tokenizer, load_auto) if as_written else ""
+    return found and _auto_advice(tokenizer.folder, found)
+
+
+def _difference(tokenizer: Tokenizer, load: Callable[[Path], Any]) -> str:
+    """Return the first difference to what transformers loads of a folder; "" where it loads nothing."""
+    if tokenizer.folder is None or find_spec("transformers") is None:
         return ""
     try:
-        theirs = load_auto(tokenizer.folder)
-    except Exception:  # see `_loaded`
+        theirs = load(tokenizer.folder)
+    except Exception:  # it raises anything for files that it does not expect
         return ""
-    found = _first_difference(tokenizer, "AutoTokenizer", theirs, with_ends=False)
-    return found and _auto_advice(tokenizer.folder, found)
+    return _first_difference(tokenizer, "AutoTokenizer", theirs, with_ends=False)
 
 
 def check_folder(tokenizer: Tokenizer) -> None:
@@ -78,8 +81,10 @@ def check_folder(tokenizer: Tokenizer) -> None:
 
 def folder_adds_bos(folder: Path) -> bool:
     """Return whether transformers puts a BOS before a text; not where it cannot load the folder."""
-    theirs = _loaded(folder)
-    return theirs is not None and adds_bos(theirs)
+    try:
+        return adds_bos(load_folder(folder))
+    except Exception:  # see `_difference`
+        return False
 
 
 def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
@@ -96,7 +101,7 @@ def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
     return found and _auto_advice(folder, found)
 
 
-def _auto_advice(folder: Path, found: str) -> str:
+def _auto_advice(folder: Path | None, found: str) -> str:
     return (
         f"{folder}: training reads {found}, whatever the files there say; load the tokenizer with "
         "PreTrainedTokenizerFast.from_pretrained"
@@ -137,14 +142,6 @@ def load_as_written(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-def _loaded(folder: Path) -> Any:
-    """Return what `load_folder` does; None where it cannot."""
-    try:
-        return load_folder(folder)
-    except Exception:  # it raises anything for files that it does not expect
-        return None
 
 
 def _first_difference(ours: Tokenizer, who: str, theirs: Any, with_ends: bool) -> str:

@@ -82,7 +82,11 @@ class Indexed:
         if not _lie_one_after_the_other(self.offsets, self.lengths, self.dtype.itemsize):
             raise UserError(f"{idx_path}: its sequences do not lie one after the other")
         bounds = self.document_bounds
-        if bounds[:1] != 0 or bounds[-1:] != sequences or not _ascend(bounds):
+        if (
+            bounds[:1] != 0
+            or bounds[-1:] != sequences
+            or not all((np.diff(bounds[piece]) >= 0).all() for piece in _pieces(len(bounds)))
+        ):
             raise UserError(
                 f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
             )
@@ -126,10 +130,9 @@ class Offsets:
     def bytes(self, places: slice | np.ndarray) -> np.ndarray:
         if isinstance(places, slice):
             places = np.arange(*places.indices(len(self)))
-        found = np.full(len(places), self._end)
-        inside = places < len(self._begins)
-        found[inside] = self._begins[places[inside]]
-        return found
+        last = len(self._begins) - 1
+        begins = self._begins[np.minimum(places, last)] if last >= 0 else self._end
+        return np.where(places > last, self._end, begins)
 
     def part(self, first: int, stop: int) -> "Offsets":
         """Return the offsets of sequences `first` to `stop`, still in the index."""
@@ -137,22 +140,17 @@ class Offsets:
         return Offsets(self._begins[first:stop], int(end), self._itemsize)
 
 
+def _pieces(number: int) -> Iterator[slice]:
+    """Yield slices of so many numbers; neighbours have one in common."""
+    return (slice(start, start + _PIECE + 1) for start in range(0, number, _PIECE))
+
+
 def _lie_one_after_the_other(offsets: Offsets, lengths: np.ndarray, itemsize: int) -> bool:
-    """Return whether sequences have these lengths, none of which is negative; compares a piece at a time."""
-    pieces = (slice(start, start + _PIECE + 1) for start in range(0, len(lengths), _PIECE))
-    return (
-        not offsets.bytes(slice(1)).any()
-        and int(lengths.min()) >= 0
-        and all(
-            np.array_equal(np.diff(offsets.bytes(piece)), lengths[piece][:_PIECE] * np.int64(itemsize))
-            for piece in pieces
-        )
-    )
-
-
-def _ascend(numbers: np.ndarray) -> bool:
-    pieces = (numbers[start : start + _PIECE + 1] for start in range(0, len(numbers), _PIECE))
-    return all((piece[1:] >= piece[:-1]).all() for piece in pieces)
+    """Return whether sequences have these lengths, none of which is negative."""
+    if offsets.bytes(slice(1)).any() or int(lengths.min()) < 0:
+        return False
+    found = ((np.diff(offsets.bytes(piece)), lengths[piece][:_PIECE]) for piece in _pieces(len(lengths)))
+    return all(np.array_equal(between, own * np.int64(itemsize)) for between, own in found)
 
 
 def open_indexed(prefix: str, tokenizer: Tokenizer) -> Indexed:

@@ -33,31 +33,24 @@ class Member(NamedTuple):
     name: str  # for the user
 
 
-class Opened(NamedTuple):
-    """The datasets of a source, mapped.
-
-    Attributes:
-        training: the datasets of training; with a split those of validation, too.
-        validation: if each split has datasets of its own; None: there are none.
-        facts: about a dataset that was made.
-    """
-
-    training: list[Member]
-    validation: list[Member] | None = None
-    facts: Mapping[str, Any] = {}
-
-
 class Kind(ABC):
     """A kind of input, and the files of a source that hold it; its dataset is made once, in the cache.
 
     Attributes:
         unit: what a split divides, in words.
         has_answers: whether only answers have a loss.
+        splits_files: whether a dataset is divided when it is made.
+        training: once opened, the datasets of training; with a split those of validation, too.
+        validation: if each split has datasets of its own; None: there are none.
+        facts: about the dataset that was made.
     """
 
     unit: ClassVar[str]
     has_answers = False
     splits_files = False
+    training: list[Member]
+    validation: list[Member] | None = None
+    facts: Mapping[str, Any] = {}
 
     def __init__(self, source: TextSource | RecordSource, tokenizer: Tokenizer, inputs: Inputs) -> None:
         self.source, self.tokenizer, self.inputs = source, tokenizer, inputs
@@ -78,19 +71,18 @@ class Kind(ABC):
         """Return the dataset, from the cache or made now; raises UserError for what cannot be read."""
         return obtain(cache_folder(self.source.cache), self.recipe, shown)
 
-    def open(self, shown: bool) -> Opened:
+    def open(self, shown: bool) -> None:
         """Map the dataset; raises UserError."""
         entry = self.make(shown)
-        return Opened(
-            [Member(open_indexed(entry.prefix, self.tokenizer), 1.0, self.source.name)], None, entry.facts
-        )
+        self.facts = entry.facts
+        self.training = [Member(open_indexed(entry.prefix, self.tokenizer), 1.0, self.source.name)]
 
     @abstractmethod
     def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
         """Yield the sequences of the dataset: all, or those of each split; counts what they hold."""
 
     @abstractmethod
-    def bounds(self, opened: Opened, indexed: Indexed) -> tuple[list[int], int]:
+    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
         """Return the first sequence of each split and the end of the last one, and the number of units."""
 
     @abstractmethod
@@ -98,7 +90,7 @@ class Kind(ABC):
         """Return the samples of a split."""
 
     @abstractmethod
-    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+    def summary(self, training: Blend, validation: Blend | None) -> str:
         """Return a line that says what the data hold."""
 
     def empty(self) -> UserError:
@@ -135,18 +127,18 @@ class Documents(Kind):
         pieces = read_documents(self.inputs.files, _KEY, counts, advance)
         yield encode(pieces, self.tokenizer, True, counts, advance)
 
-    def bounds(self, opened: Opened, indexed: Indexed) -> tuple[list[int], int]:
+    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
         assert self.source.split is not None
         return self.source.split.bounds(len(indexed.lengths)), len(indexed.lengths)
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
         return ShuffledSamples(dataset, needs) if split == TRAINING else Samples(dataset, needs)
 
-    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+    def summary(self, training: Blend, validation: Blend | None) -> str:
         words = (
             f"{name}: {_in_words(blend)}" for name, blend in zip(SPLITS, (training, validation), strict=True)
         )
-        return "; ".join(words) + opened.facts.get("notes", "")
+        return "; ".join(words) + self.facts.get("notes", "")
 
     def remedy(self, units: int) -> str:
         if units == 1:
@@ -166,19 +158,20 @@ class Preprocessed(Documents):
         self.source: Any = source
         self.tokenizer = tokenizer
 
-    def open(self, shown: bool) -> Opened:
+    def open(self, shown: bool) -> None:
         source = self.source
-        return Opened(self._members(source.train), source.validation and self._members(source.validation))
+        self.training = self._members(source.train)
+        self.validation = source.validation and self._members(source.validation)
 
     def _members(self, prefixes: Prefixes) -> list[Member]:
         opened = ((open_indexed(prefix, self.tokenizer), share, prefix) for prefix, share in prefixes.parts)
         return [Member(*member) for member in opened]
 
-    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+    def summary(self, training: Blend, validation: Blend | None) -> str:
         """Raises UserError for a dataset that lacks a BOS that the run's documents are to begin with."""
-        line, tokenizer = super().summary(opened, training, validation), self.tokenizer
+        line, tokenizer = super().summary(training, validation), self.tokenizer
         bos = tokenizer.beginning_of_document
-        members = {member.name: member for member in opened.training + (opened.validation or [])}
+        members = {member.name: member for member in self.training + (self.validation or [])}
         for prefix, member in members.items():
             begins = member.indexed.tokens[0] == bos
             if tokenizer.before_document and not begins:
@@ -201,7 +194,7 @@ class Records(Kind):
     def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
         yield encode_records(self.inputs.files, self.tokenizer, counts, advance)
 
-    def bounds(self, opened: Opened, indexed: Indexed) -> tuple[list[int], int]:
+    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
         records = len(indexed.document_bounds) - 1
         return indexed.document_bounds[self.source.split.bounds(records)].tolist(), records
 
@@ -209,12 +202,12 @@ class Records(Kind):
         assert isinstance(self.source, RecordSource)
         return RecordSamples(dataset, needs.seq_length, self.source.packed, self.tokenizer.end_of_document)
 
-    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
+    def summary(self, training: Blend, validation: Blend | None) -> str:
         parts = [*training.parts, *(validation.parts if validation else ())]
         cut = sum(part.cut for part in parts if isinstance(part, RecordSamples))
         return (
-            f"{self.source.name}, {opened.facts['records']} records ({cut} longer than a sample), {len(training)} "
-            f"training samples with {len(parts[0].labels)} tokens in answers{opened.facts['notes']}"
+            f"{self.source.name}, {self.facts['records']} records ({cut} longer than a sample), {len(training)} "
+            f"training samples with {len(parts[0].labels)} tokens in answers{self.facts['notes']}"
         )
 
 

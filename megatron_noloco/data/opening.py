@@ -12,16 +12,7 @@ from megatron_noloco.data.blend import Blend, excerpt
 from megatron_noloco.data.cache import cache_folder, find_entry
 from megatron_noloco.data.indexed import Dataset, open_indexed
 from megatron_noloco.data.inputs import check_outside
-from megatron_noloco.data.kinds import (
-    SPLITS,
-    TRAINING,
-    VALIDATION,
-    Documents,
-    Kind,
-    Opened,
-    Preprocessed,
-    Records,
-)
+from megatron_noloco.data.kinds import SPLITS, TRAINING, VALIDATION, Documents, Kind, Preprocessed, Records
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import find_records
 from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
@@ -99,16 +90,16 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
     kind = kind_of(source, tokenizer)
-    opened = kind.open(needs.shown)
-    training = _blend(kind, opened, needs, TRAINING)
-    validation = _blend(kind, opened, needs, VALIDATION) if needs.evaluates else None
+    kind.open(needs.shown)
+    training = _blend(kind, needs, TRAINING)
+    validation = _blend(kind, needs, VALIDATION) if needs.evaluates else None
     if len(training) < needs.global_batch:
         raise UserError(
             f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
             f"{training.name} has {len(training)}"
         )
-    summary = kind.summary(opened, training, validation)
-    return Data(training, validation, summary, needs.vocab_size, _is_by_file(opened))
+    summary = kind.summary(training, validation)
+    return Data(training, validation, summary, needs.vocab_size, _is_by_file(kind))
 
 
 def open_validation(
@@ -120,13 +111,13 @@ def open_validation(
         counters: of the run's checkpoint, which say how it divided files of text.
     """
     kind = kind_of(source, tokenizer)
-    opened = kind.open(needs.shown)
-    if _is_by_file(opened) != (BY_FILE in counters):
+    kind.open(needs.shown)
+    if _is_by_file(kind) != (BY_FILE in counters):
         raise UserError(
             "data.text: the run divided its files otherwise than they are divided today, so its validation split "
             "is not known (evaluate: give --data)"
         )
-    return _blend(kind, opened, needs, VALIDATION)
+    return _blend(kind, needs, VALIDATION)
 
 
 def open_whole(
@@ -165,22 +156,22 @@ def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None
         check_writable(folder, "data.cache")
 
 
-def _is_by_file(opened: Opened) -> bool:
+def _is_by_file(kind: Kind) -> bool:
     """Return whether each file of text is in one split."""
-    return is_by_file(opened.facts.get("files", 0))
+    return is_by_file(kind.facts.get("files", 0))
 
 
-def _blend(kind: Kind, opened: Opened, needs: Needs, split: int) -> Blend:
+def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
     """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
     whole = kind.source.split is None
-    members = opened.validation if whole and split == VALIDATION else opened.training
+    members = kind.validation if whole and split == VALIDATION else kind.training
     if members is None:
         raise UserError(
             "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
         )
     parts = []
     for indexed, _, name in members:
-        bounds, units = ([0, len(indexed.lengths)] * 2, 0) if whole else kind.bounds(opened, indexed)
+        bounds, units = ([0, len(indexed.lengths)] * 2, 0) if whole else kind.bounds(indexed)
         place = 0 if whole else split
         name = name if whole else f"the {SPLITS[split]} split of {name}"
         dataset = indexed.part(bounds[place], bounds[place + 1], name)

@@ -13,7 +13,7 @@ from megatron_noloco.data.encode import Sequence as Encoded
 from megatron_noloco.data.formats import begins_as_text, is_text, read_text
 from megatron_noloco.data.indexed import Dataset, Indexed
 from megatron_noloco.data.inputs import JSON_LINES, Input, Inputs, find_inputs, find_standard_library
-from megatron_noloco.data.kinds import SPLITS, Kind, Opened
+from megatron_noloco.data.kinds import SPLITS, Kind
 from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -49,8 +49,8 @@ class Text(Kind):
             pieces = chain.from_iterable(read_text(text.item.path, text.start, text.stop) for text in texts)
             yield encode(pieces, self.tokenizer, True, counts, advance)
 
-    def bounds(self, opened: Opened, indexed: Indexed) -> tuple[list[int], int]:
-        return opened.facts["splits"], opened.facts["files"]
+    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
+        return self.facts["splits"], self.facts["files"]
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
         samples = Samples(dataset, needs)
@@ -58,8 +58,8 @@ class Text(Kind):
             samples.hashed_as = np.int32  # as versions up to 0.3 held them
         return samples
 
-    def summary(self, opened: Opened, training: Blend, validation: Blend | None) -> str:
-        facts, (member, *_) = opened.facts, opened.training
+    def summary(self, training: Blend, validation: Blend | None) -> str:
+        facts, (member, *_) = self.facts, self.training
         tokens = np.diff(member.indexed.offsets[np.array(facts["splits"])])
         split = " and ".join(f"{number} {name}" for number, name in zip(tokens, SPLITS, strict=False))
         size = f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB"

@@ -26,6 +26,7 @@ class ByteTokenizer:
     `FastTokenizer` describes its attributes and methods, which are the same.
     """
 
+    folder = None
     end_of_document = BYTES
     beginning_of_document = None
     before_document = ()
