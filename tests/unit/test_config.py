@@ -15,7 +15,7 @@ from megatron_noloco.config.optimizer_block import OPTIMIZERS
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.saved import config_of_checkpoint
 from megatron_noloco.data.sources import IndexedSource, Prefixes, Split, TextSource
-from megatron_noloco.data.tokenizer import TokenizerChoice
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.topology import Place, Topology
@@ -424,10 +424,10 @@ def test_config_check_says_what_the_run_is_or_what_is_wrong(
     path.write_text(json.dumps(GOOD))
 
     def run(*arguments: str, problem: str = "") -> tuple[int, str, str]:
-        def check_start(config: RunConfig) -> tuple[None, Architecture]:
+        def check_start(config: RunConfig) -> tuple[ByteTokenizer, Architecture]:
             if problem:
                 raise UserError(problem)
-            return None, config.architecture(257)
+            return ByteTokenizer(), config.architecture(257)
 
         monkeypatch.setattr(prepare, "check_start", check_start)
         code = main(["config", *arguments])
