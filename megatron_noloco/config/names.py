@@ -50,12 +50,6 @@ _OF_FAMILY = (
 )
 # Where no field is the same, what to know instead.
 HINTS = {
-    "noloco.overlap": 'write noloco.overlap_steps in its place: 0, a number of local steps, or "auto"',
-    "noloco.grouping": "replicas always exchange as wholes; leave it out",
-    "federation.notice_command": "leave it out, and run it by launch/notice.sh beside the job (docs/faults.md)",
-    "federation.slots": "leave it out: the replicas of a federation are those that come, whatever their number",
-    "federation.streams": "leave it out: the link to another replica is full without",
-    "federation.local_steps": "write federation.skip_local_steps in its place: true or false",
     "learning_rate": "the learning rate is optimizer.params.lr",
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",

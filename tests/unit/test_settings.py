@@ -9,6 +9,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import run_number
+from megatron_noloco.fields import Settings
 from megatron_noloco.plans.grouping import Sites
 from megatron_noloco.settings import (
     PAPER,
@@ -57,7 +58,7 @@ def test_the_line_of_a_wrong_setting_names_it_in_the_library_as_in_the_file() ->
         {"outer_lr": float("inf")},
         {"slow_weights": "disk"},
     ]
-    for changes in (*bounds, {"local_stpes": 5}, {"fragments": 9, "local_steps": 3}):
+    for changes in (*bounds, {"local_stpes": 5}, {"overlap": 5}, {"fragments": 9, "local_steps": 3}):
         with pytest.raises(ValueError) as library:
             NolocoSettings(**changes)
         with pytest.raises(UserError) as file:
@@ -66,6 +67,15 @@ def test_the_line_of_a_wrong_setting_names_it_in_the_library_as_in_the_file() ->
     with pytest.raises(ValueError, match=r"^NolocoSettings\.fragments .*\nNolocoSettings\.overlap_steps .*$"):
         NolocoSettings(local_steps=2, fragments=3, overlap_steps=3)
     NolocoSettings(local_steps=2, fragments=2, overlap_steps=2)
+
+
+@pytest.mark.parametrize("block", [NolocoSettings, FederationSettings])
+def test_a_removed_setting_says_what_to_write(block: type[Settings]) -> None:
+    for name, instead in block.removed.items():
+        assert name not in block.model_fields
+        with pytest.raises(UserError) as caught:
+            block(**{name: 1})
+        assert str(caught.value) == f"{block.__name__}.{name} is not a known key; {instead}"
 
 
 @pytest.mark.parametrize(("overlap_steps", "first", "longest"), [(0, 0, 0), (3, 3, 3), ("auto", 0, 10)])
