@@ -45,10 +45,10 @@ def test_the_library_page_imports_what_is_there() -> None:
 
 
 def test_the_configurations_of_several_machines_are_valid() -> None:
-    """The blocks of docs/several-machines.md in the place of those of configs: federation, one job, folder."""
+    """The blocks of docs/several-machines.md in the place of those of configs: federation, folder, one job."""
     page = (ROOT / "docs/several-machines.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    federation, parallel, folder = (json.loads("{" + block + "}") for block in blocks)
+    federation, folder, parallel = (json.loads("{" + block + "}") for block in blocks)
     small: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
     assert RunConfig(**small | federation).topology(1, slot=3).slot == 3
 
