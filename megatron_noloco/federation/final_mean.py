@@ -19,9 +19,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Set
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Annotated, Any, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AsyncExitStack, suppress
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -36,7 +36,7 @@ from megatron_noloco.federation.delivery import (
     receive_vector,
     send_vector,
 )
-from megatron_noloco.federation.gather import Gather, Leader
+from megatron_noloco.federation.gather import Gather, Transfer
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Slot, receive_json, send_json
 from megatron_noloco.federation.node_thread import NodeThread
@@ -49,7 +49,6 @@ from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import MOST_SLOTS
 
-Value = TypeVar("Value")
 MEAN = "mean"  # the kind of conversation
 FINAL = 2**52  # the number of the exchange at the end
 _PASSES = 1 << 21  # the first tag inside the replica, beyond those of rounds and states
@@ -98,6 +97,20 @@ def _planned(slot: int, there: Set[int], root: int) -> int:
     return root
 
 
+class _Step(NamedTuple):
+    """What all ranks of this replica do next.
+
+    Attributes:
+        what: "receive": gets a vector; "add": this vector is the sum of a child, "take": it is the mean of the
+            parent; "send": gives its sum to the parent, or its mean to children; "end": has its mean; "stop": has
+            its own vector instead, since the job is to stop.
+        slots: that are in the sum or the mean which was received.
+    """
+
+    what: Literal["receive", "add", "take", "send", "end", "stop"]
+    slots: Sequence[int] = ()
+
+
 class FinalMean:
     """An exchange that yields the mean over the members of a group, in fp32. Holds three vectors.
 
@@ -136,79 +149,49 @@ class FinalMean:
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the mean, in one piece. Where nothing else has come it is the vector itself."""
-        own, tell, tree = self._replica.place.replica, self._replica.tell, self._tree
-        children, parent, left_out = tell(lambda: tree and (tree.children, tree.parent, tree.left_out))
-        total, included = self._vector.clone(), {own} - left_out.keys()
-        if not included:
-            total.zero_()
+        own, tree = self._replica.place.replica, self._tree
+        left_out: dict[int, str] = self._replica.tell(lambda: tree and tree.left_out)
+        included, is_mean = {own} - left_out.keys(), False
+        total = self._vector.clone() if included else torch.zeros_like(self._vector)
         memory = torch.zeros_like(total)
-        for child in children:
-            came = self._sum_of(child, memory)
-            if came and self._is_sound(memory / len(came)):
+        now.part("waiting for the other replicas in the final mean")
+        step = self._next_step(None)
+        while step is not None:
+            gives, gets = total if step.what == "send" else None, memory if step.what == "receive" else None
+            if step.what == "add" and self._is_sound(memory / len(step.slots)):
                 total += memory
-                included |= came
-        came = None if parent is None else self._mean_of_parent(total, included, memory)
-        if came and self._is_sound(memory):
-            total, included = memory, came
-        elif included:
-            came, total = None, total / len(included)
-        self.stopped = tell(lambda: tree and tree.is_stopped) and not came
-        if self.stopped or not included:  # a part of the sums may be missing; or this replica is alone
-            total, included = self._vector.clone(), {own}
-        if not self.stopped:
-            self._pass_down(total, included)
+                included |= {*step.slots}
+            elif step.what == "take" and self._is_sound(memory):
+                total, included, is_mean = memory, {*step.slots}, True
+            elif step.what == "stop" or (step.what == "end" and not included):
+                self.stopped = (
+                    step.what == "stop"
+                )  # a part of the sums may be missing; or this replica is alone
+                total, included = self._vector.clone(), {own}
+            elif step.what == "end" and not is_mean:
+                total = total / len(included)
+            if gives is None and gets is None:
+                step = self._next_step(sorted(included))
+            else:
+                transfer = self._gather.whole(gives, gets)
+                step = self._next_step(transfer)
+                transfer.wait()
         for start, stop in self._replica.movement.padding:
             total[start:stop] = self._vector[start:stop]
         self._complete(total, included, left_out)
         yield MeanPiece(0, len(total), total)
 
-    def _sum_of(self, child: int, memory: Tensor) -> set[int] | None:
-        """Fill a vector with the sum of a child; return who is in it, or None where the child does not come."""
-        tell, tree = self._replica.tell, self._tree
-        while True:
-            now.part(f"waiting for replica {child} in the final mean")
-            listed = tell(lambda: tree and tree.call(tree.wait_for_sum(child)))
-            if listed is None:
-                return None
-            if self._moved(None, memory, lambda leader: tree and tree.receive_sum(child, leader)):
-                return set(listed)
-
-    def _mean_of_parent(self, total: Tensor, included: Set[int], memory: Tensor) -> set[int] | None:
-        """Send the sum to the parent, and fill a vector with its mean; return who is in it, or None."""
-        tell, tree = self._replica.tell, self._tree
-        while True:
-            now.part("waiting for the parent in the final mean")
-            if not tell(lambda: tree and tree.call(tree.open(sorted(included)))):
-                return None
-            if self._moved(total, None, lambda leader: tree and tree.send_sum(leader)):
-                listed = tell(lambda: tree and tree.call(tree.answer()))
-                if listed is not None and self._moved(
-                    None, memory, lambda leader: tree and tree.receive_mean(leader)
-                ):
-                    return set(listed)
-
-    def _pass_down(self, mean: Tensor, included: Set[int]) -> None:
-        """Send the mean to all children that wait for it, or may come for it again."""
-        tell, tree = self._replica.tell, self._tree
-        while tell(lambda: tree and tree.call(tree.wait_for_children())):
-            self._moved(mean, None, lambda leader: tree and tree.send_mean(sorted(included), leader))
-
-    def _moved(self, gives: Tensor | None, gets: Tensor | None, lead: Callable[[Leader], Any]) -> bool:
-        """Move a vector inside the replica; return whether the leader could send or receive all of it."""
-        transfer, failure = self._gather.whole(gives, gets), None
-        if self._tree is not None:
-            try:
-                self._tree.call(lead(cast(Leader, transfer)))
-            except (ConnectionError, TimeoutError) as error:
-                failure = error
-        transfer.wait()
-        if self._tree is not None and gives is not None and failure is None:
-            self.report.bytes_sent += 4 * self._replica.movement.length
-        return bool(self._replica.tell(lambda: failure is None))
+    def _next_step(self, answer: Transfer | list[int] | None) -> _Step | None:
+        """Go on with the answer to the last step; return the next on all ranks, or None at the end."""
+        tree = self._tree
+        step: _Step | None = self._replica.tell(lambda: tree and tree.next_step(answer))
+        return step
 
     def _complete(self, mean: Tensor, included: Set[int], left_out: Mapping[int, str]) -> None:
         """Complete the report."""
         report = self.report
+        if self._tree is not None:
+            report.bytes_sent = 4 * self._replica.movement.length * self._tree.sent
         why = {**dict.fromkeys(report.group, "was lost, or is not finite"), **left_out}
         report.missed = "; ".join(
             f"without replica {slot}, which {text}"
@@ -244,122 +227,101 @@ class _Child(Taker):
 
 
 class _Tree:
-    """The conversations of the leader with its neighbours in the tree. Its coroutines run in the leader's thread.
+    """The conversations of the leader with its neighbours in the tree.
 
     Attributes:
-        children, parent: slots; the parent is None for the root.
         left_out: why slots are not in the mean, by slot. Members among them get the mean, and add nothing to it.
+        sent: vectors.
     """
 
     def __init__(self, thread: NodeThread, end: AtEnd, seconds: float, length: int) -> None:
         self._thread, self._node, self._seconds = thread, thread.node, seconds
-        self.left_out = end.left_out
+        self.left_out, self.sent = end.left_out, 0
         tree = parents({*end.group}, end.links)
-        self.parent = tree[self._node.slot]
-        self.children = [slot for slot in end.group if tree[slot] == self._node.slot]
+        self._parent = tree[self._node.slot]
+        self._children = [slot for slot in end.group if tree[slot] == self._node.slot]
         self._levels = 1 + max(_depth(slot, tree) for slot in end.group)
         self._length = length
-        self._deadlines: dict[int | None, float] = {}  # on the loop's clock, by slot; None: of the mean
         self._came: dict[int, _Child] = {}  # their sum is still to be received
         self._waiting: dict[int, _Child] = {}  # their sum has come
         self._summed, self._served = set[int](), set[int]()
         self._changed = asyncio.Event()
-        self._stream: Stream  # to the parent, and what ends it
-        self._opened = AsyncExitStack()
-        self._pause = 0.0  # before a stream to the parent is opened: it may not be at its mean yet
+        self._script = self._run()
         self._node.serves[MEAN] = self._serve
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether this job is to stop."""
-        return self._node.is_leaving
+    def next_step(self, answer: Transfer | list[int] | None) -> _Step | None:
+        """Go on with the answer to the last step: its transfer, or the slots that are included so far."""
 
-    def call(self, work: Coroutine[Any, Any, Value]) -> Value:
-        """Run a coroutine in the leader's thread."""
-        return self._thread.call(work).result()
+        async def go_on() -> _Step | None:
+            try:
+                return await self._script.asend(answer)
+            except StopAsyncIteration:
+                return None
 
-    async def wait_for_sum(self, child: int) -> list[int] | None:
-        """Wait for the stream of a child; return who is in its sum, or None where it does not come."""
-        await self._wait(child, lambda: child in self._came or not self._may_come(child))
-        return self._came[child].slots if child in self._came else None
+        return self._thread.call(go_on()).result()
 
-    async def receive_sum(self, child: int, transfer: Leader) -> None:
-        """Hand out the sum of a child."""
-        taker = self._came.pop(child)
-        try:
-            await receive_vector(taker.stream, transfer)
-        except BaseException:
-            taker.refuse("was lost")
-            raise
-        self._summed.add(child)
-        self._waiting[child] = taker
-
-    async def open(self, included: list[int]) -> bool:
-        """Open a stream to the parent; return False where it does not come."""
-        assert self.parent is not None
-        until = self._until(self.parent)
-        while (
-            asyncio.get_running_loop().time() < until and not self.is_stopped and self._may_come(self.parent)
-        ):
-            await asyncio.sleep(self._pause)
-            self._pause = _AGAIN_SECONDS
+    async def _run(self) -> AsyncGenerator[_Step, Any]:
+        included = sorted({self._node.slot} - self.left_out.keys())
+        for child in self._children:
+            until = self._deadline(1)
+            while (taker := await self._child_that_comes(child, until)) is not None:
+                try:
+                    await receive_vector(taker.stream, (yield _Step("receive")))
+                except (ConnectionError, TimeoutError):
+                    taker.refuse("was lost")
+                    continue
+                self._summed.add(child)
+                self._waiting[child] = taker
+                included = yield _Step("add", taker.slots)
+                break
+        slots, until, pause = None, self._deadline(self._levels), 0.0
+        while slots is None and (parent := await self._parent_that_comes(until, pause)) is not None:
+            pause = _AGAIN_SECONDS  # it may not be at its mean yet
             with suppress(ConnectionError, TimeoutError):
-                link = self._node.links[self.parent]
-                async with asyncio.timeout_at(until):
-                    self._stream = await self._opened.enter_async_context(link.open(MEAN))
-                await send_json(self._stream, _LISTED, included)
-                return True
-        return False
+                async with AsyncExitStack() as conversation:
+                    async with asyncio.timeout_at(until):
+                        stream = await conversation.enter_async_context(parent.open(MEAN))
+                    await send_json(stream, _LISTED, included)
+                    await send_vector(stream, (yield _Step("send")))
+                    self.sent += 1
+                    async with asyncio.timeout_at(until):
+                        listed = await receive_json(stream, _LISTED, _LONGEST)
+                    await receive_vector(stream, (yield _Step("receive")))
+                    slots = listed
+                    await stream.send(EVERYTHING)
+        if slots is None and self._node.is_leaving:
+            yield _Step("stop")
+            return
+        if slots is not None:
+            yield _Step("take", slots)
+        included, until = (yield _Step("end")), self._deadline(1)
+        while takers := await self._children_that_wait(until):
+            for taker in takers.values():
+                with suppress(ConnectionError):
+                    await send_json(taker.stream, _LISTED, included)
+            await pass_on([*takers.values()], (yield _Step("send")))
+            self.sent += 1
+            have = await part_with([*takers.values()])
+            self._served |= {slot for slot, taker in takers.items() if taker in have}
 
-    async def send_sum(self, transfer: Leader) -> None:
-        """Send this side's sum to the parent."""
-        async with self._lost_where_failed():
-            await send_vector(self._stream, transfer)
+    async def _child_that_comes(self, child: int, until: float) -> _Child | None:
+        await self._wait(until, lambda: child in self._came or not self._may_come(child))
+        return self._came.pop(child, None)
 
-    async def answer(self) -> list[int] | None:
-        """Return who is in the parent's mean; None where the stream is lost."""
-        try:
-            async with self._lost_where_failed(), asyncio.timeout_at(self._until(self.parent)):
-                return await receive_json(self._stream, _LISTED, _LONGEST)
-        except (ConnectionError, TimeoutError):
-            return None
-
-    async def receive_mean(self, transfer: Leader) -> None:
-        """Hand out the parent's mean."""
-        async with self._lost_where_failed():
-            await receive_vector(self._stream, transfer)
-        with suppress(ConnectionError):  # the mean has come
-            await self._stream.send(EVERYTHING)
-        await self._opened.aclose()
-
-    async def wait_for_children(self) -> bool:
-        """Wait until children wait for the mean; return False where no child comes for it any more."""
-
+    async def _children_that_wait(self, until: float) -> dict[int, _Child]:
         def is_over() -> bool:
-            left = {slot for slot in self._summed - self._served if self._may_come(slot)}
-            return bool(self._waiting) or not left
+            return bool(self._waiting) or not any(map(self._may_come, self._summed - self._served))
 
-        await self._wait(None, is_over)
-        return bool(self._waiting)
-
-    async def send_mean(self, included: list[int], transfer: Leader) -> None:
-        """Send the mean to the children that wait for it."""
+        await self._wait(until, is_over)
         takers, self._waiting = self._waiting, {}
-        for taker in takers.values():
-            with suppress(ConnectionError):
-                await send_json(taker.stream, _LISTED, included)
-        await pass_on([*takers.values()], transfer)
-        have = await part_with([*takers.values()])
-        self._served |= {slot for slot, taker in takers.items() if taker in have}
+        return takers
 
-    @asynccontextmanager
-    async def _lost_where_failed(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._stream.abort("was lost")
-            await self._opened.aclose()
-            raise
+    async def _parent_that_comes(self, until: float, pause: float) -> Link | None:
+        await asyncio.sleep(pause)
+        is_late = asyncio.get_running_loop().time() >= until or self._node.is_leaving
+        if self._parent is None or is_late or not self._may_come(self._parent):
+            return None
+        return self._node.links[self._parent]
 
     async def _serve(self, link: Link, stream: Stream) -> None:
         """Run the stream of a child, to its end."""
@@ -372,20 +334,16 @@ class _Tree:
         self._changed.set()
         await child.over.wait()
 
-    async def _wait(self, slot: int | None, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds, the deadline for a slot has come, or this job is to stop."""
-        until = self._until(slot)
-        while not condition() and asyncio.get_running_loop().time() < until and not self.is_stopped:
+    async def _wait(self, until: float, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, the deadline has come, or this job is to stop."""
+        while not condition() and asyncio.get_running_loop().time() < until and not self._node.is_leaving:
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_AGAIN_SECONDS):
                     await self._changed.wait()
 
-    def _until(self, slot: int | None) -> float:
-        """Return the deadline for a slot, which begins with the first call."""
-        levels = self._levels if slot == self.parent else 1
-        at = asyncio.get_running_loop().time()
-        return self._deadlines.setdefault(slot, at + levels * self._seconds)
+    def _deadline(self, levels: int) -> float:
+        return asyncio.get_running_loop().time() + levels * self._seconds
 
     def _may_come(self, slot: int) -> bool:
         """Whether a replica averages at its end, or will as soon as it has a link again."""
