@@ -93,6 +93,14 @@ class ZeroConfig(Offered):
         return stage
 
 
+class Batch(NamedTuple):
+    """Samples of a replica in a local step, samples of a microbatch, microbatches of a data-parallel rank."""
+
+    samples: int
+    micro: int
+    steps: int
+
+
 class DeepSpeedConfig(Offered):
     """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" stands for
     the default, but for 1.0 in gradient_clipping. At most one of bf16 and fp16 may be enabled; with neither, the
@@ -147,6 +155,36 @@ class DeepSpeedConfig(Offered):
                 values[name] = _without_auto(values[name])
         return values
 
+    def batch_of(self, dp_size: int) -> Batch:
+        """Apply DeepSpeed's rule to one replica: train_batch_size = micro batch x accumulation steps x dp.
+
+        Raises UserError for numbers that do not fit.
+        """
+        given = {name: getattr(self, name) for name in (MICRO, STEPS, TRAIN)}
+        found = {name: number for name, number in given.items() if number is not None}
+        if TRAIN not in found and MICRO not in found:
+            raise UserError(f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)")
+        if len(found) == 1:  # as DeepSpeed does
+            found[STEPS] = 1
+        if TRAIN not in found:
+            found[TRAIN] = found[MICRO] * found[STEPS] * dp_size
+        for missing, other in ((MICRO, STEPS), (STEPS, MICRO)):
+            if missing not in found:
+                parts = found[other] * dp_size
+                if found[TRAIN] % parts:
+                    raise UserError(
+                        f"{TRAIN} {found[TRAIN]} does not divide by {other} {found[other]} x "
+                        f"parallel.data_parallel_size {dp_size} = {parts} (per replica), so there is no {missing}"
+                    )
+                found[missing] = found[TRAIN] // parts
+        product = found[MICRO] * found[STEPS] * dp_size
+        if product != found[TRAIN]:
+            raise UserError(
+                f"{TRAIN} {found[TRAIN]} is not {MICRO} {found[MICRO]} x {STEPS} {found[STEPS]} x "
+                f"parallel.data_parallel_size {dp_size} = {product} (per replica)"
+            )
+        return Batch(found[TRAIN], found[MICRO], found[STEPS])
+
     @property
     def precision(self) -> Precision:
         """Return the numbers in which the model is computed."""
@@ -158,46 +196,7 @@ class DeepSpeedConfig(Offered):
         return self.zero_optimization.stage or 1  # why not 0: `deepspeed_settings` in engine/
 
 
-class Batch(NamedTuple):
-    """Samples of a replica in a local step, samples of a microbatch, microbatches of a data-parallel rank."""
-
-    samples: int
-    micro: int
-    steps: int
-
-
 def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
     is_default = {name: value in (AUTO, None) for name, value in block.items()}
     kept = {name: value for name, value in block.items() if not is_default[name]}
     return {"enabled": False, **kept} if block.get("enabled") == AUTO else kept
-
-
-def batch_of(micro: int | None, steps: int | None, samples: int | None, dp_size: int) -> Batch:
-    """Apply DeepSpeed's rule to one replica: train_batch_size = micro batch x accumulation steps x dp.
-
-    Raises UserError for numbers that do not fit.
-    """
-    given = {MICRO: micro, STEPS: steps, TRAIN: samples}
-    found = {name: number for name, number in given.items() if number is not None}
-    if TRAIN not in found and MICRO not in found:
-        raise UserError(f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)")
-    if len(found) == 1:  # as DeepSpeed does
-        found[STEPS] = 1
-    if TRAIN not in found:
-        found[TRAIN] = found[MICRO] * found[STEPS] * dp_size
-    for missing, other in ((MICRO, STEPS), (STEPS, MICRO)):
-        if missing not in found:
-            parts = found[other] * dp_size
-            if found[TRAIN] % parts:
-                raise UserError(
-                    f"{TRAIN} {found[TRAIN]} does not divide by {other} {found[other]} x "
-                    f"parallel.data_parallel_size {dp_size} = {parts} (per replica), so there is no {missing}"
-                )
-            found[missing] = found[TRAIN] // parts
-    product = found[MICRO] * found[STEPS] * dp_size
-    if product != found[TRAIN]:
-        raise UserError(
-            f"{TRAIN} {found[TRAIN]} is not {MICRO} {found[MICRO]} x {STEPS} {found[STEPS]} x "
-            f"parallel.data_parallel_size {dp_size} = {product} (per replica)"
-        )
-    return Batch(found[TRAIN], found[MICRO], found[STEPS])

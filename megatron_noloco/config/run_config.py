@@ -26,7 +26,6 @@ from megatron_noloco.config.deepspeed_block import (
     DeepSpeedConfig,
     Fp16Config,
     ZeroConfig,
-    batch_of,
 )
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.names import hint_of
@@ -80,7 +79,8 @@ class RunConfig(DeepSpeedConfig):
             yield str(error)
             return
         yield from _check_federation(self.federation, self.noloco, self.parallel)
-        yield from self.check_groups(replicas)
+        if problem := groups_problem(self.noloco, replicas):
+            yield f"noloco.{problem}"
         yield from _check_rounds(self.noloco, self.training, replicas)
         yield from parallel_block.check_parallel(self.model, self.parallel, microbatches)
         yield from _check_zero(self.zero_optimization, self.parallel)
@@ -89,11 +89,6 @@ class RunConfig(DeepSpeedConfig):
         yield from data_block.check_tokenizer(self.data, self.model.vocab_size)
         # As many replicas as there will be ranks for: more than one.
         yield from _check_loss_scale(self._routing(replicas or 2), self.fp16)
-
-    def check_groups(self, replicas: int | None) -> Iterator[str]:
-        """Yield what the method refuses with so many replicas; None: their number is not known yet."""
-        if problem := groups_problem(self.noloco, replicas):
-            yield f"noloco.{problem}"
 
     def as_deepspeed(self) -> dict[str, Any]:
         """Return what DeepSpeed is given, with every "auto" resolved.
@@ -139,8 +134,8 @@ class RunConfig(DeepSpeedConfig):
         topology = parallel_block.lay_out(self.parallel, world_size, separate_jobs)
         if separate_jobs:
             topology = replace(topology, slot=slot, separate_jobs=True)
-        if problems := list(self.check_groups(topology.ensemble)):
-            raise UserError("\n".join(problems))
+        if problem := groups_problem(self.noloco, topology.ensemble):
+            raise UserError(f"noloco.{problem}")
         return topology
 
     def routing(self, topology: Topology) -> Routing:
@@ -173,8 +168,7 @@ class RunConfig(DeepSpeedConfig):
     @property
     def batch(self) -> Batch:
         """Return the batch of a replica. Raises UserError."""
-        micro, steps = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
-        return batch_of(micro, steps, self.train_batch_size, self.parallel.data_parallel_size)
+        return self.batch_of(self.parallel.data_parallel_size)
 
     @property
     def micro_batch_size(self) -> int:
