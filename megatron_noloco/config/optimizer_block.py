@@ -1,7 +1,7 @@
 """The blocks `optimizer` and `scheduler`: the params of each type, and the rules between them."""
 
 from collections.abc import Iterator, Mapping, Set
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -97,6 +97,7 @@ class _OneRate(Offered):
 
 
 class AdamOptimizer(_OneRate):
+    moments: ClassVar[int] = 2  # that are kept of a weight
     type: Literal["AdamW", "Adam"]
     params: AdamParams = AdamParams()
 
@@ -105,11 +106,6 @@ class AdamOptimizer(_OneRate):
             yield "params.fused is of torch's kernel; give torch_adam true, too, or leave it out"
         if self.type == "AdamW" and not self.params.adam_w_mode:
             yield "params.adam_w_mode false has no effect on AdamW; use type Adam, or leave it out"
-
-    @property
-    def moments(self) -> int:
-        """Return the number of moments that are kept of a weight."""
-        return 2
 
 
 class SgdOptimizer(_OneRate):
@@ -127,13 +123,9 @@ class SgdOptimizer(_OneRate):
 
 
 class MuonOptimizer(Offered):
+    moments: ClassVar[int] = 2  # that its AdamW keeps of a weight
     type: Literal["Muon"]
     params: MuonParams = MuonParams()
-
-    @property
-    def moments(self) -> int:
-        """Return the number of moments that its AdamW keeps of a weight."""
-        return 2
 
     @property
     def rates(self) -> dict[str, float]:

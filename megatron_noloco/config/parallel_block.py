@@ -159,14 +159,7 @@ def in_words(chunks: list[list[int]]) -> str:
     return " + ".join("/".join(map(str, stage)) for stage in chunks)
 
 
-def check_parallel(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
-    """Yield why the model and its microbatches cannot be divided over the ranks of a replica."""
-    yield from _check_stages(model, parallel, microbatches)
-    yield from _check_tensor_parallel(model, parallel)
-    yield from _check_expert_parallel(model, parallel)
-
-
-def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
+def check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
     layers, stages, chunks = (
         model.num_layers,
         parallel.pipeline_model_parallel_size,
@@ -205,7 +198,7 @@ def _check_recomputed(model: ModelConfig, of_chunks: list[int]) -> Iterator[str]
         )
 
 
-def _check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     tp_size = parallel.tensor_model_parallel_size
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
@@ -229,7 +222,7 @@ def _check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iter
         yield "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
 
 
-def _check_expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     ep_size, experts = parallel.expert_model_parallel_size, model.own("num_moe_experts")
     if ep_size == 1:
         return

@@ -82,7 +82,9 @@ class RunConfig(DeepSpeedConfig):
         if problem := groups_problem(self.noloco, replicas):
             yield f"noloco.{problem}"
         yield from _check_rounds(self.noloco, self.training, replicas)
-        yield from parallel_block.check_parallel(self.model, self.parallel, microbatches)
+        yield from parallel_block.check_stages(self.model, self.parallel, microbatches)
+        yield from parallel_block.check_tensor_parallel(self.model, self.parallel)
+        yield from parallel_block.check_expert_parallel(self.model, self.parallel)
         yield from _check_zero(self.zero_optimization, self.parallel)
         yield from data_block.check_validation(self.data, self.evaluation)
         yield from data_block.check_documents(self.data, self.model)

@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from megatron_noloco.data.chat_template import sha256_of
+from megatron_noloco.data.chat import sha256_of
 from megatron_noloco.data.encode import Advance
 from megatron_noloco.data.inputs import Input
 from megatron_noloco.data.progress import Progress

@@ -1,13 +1,15 @@
-"""Conversations for fine-tuning: what their messages may hold, and what a chat template must make of them."""
+"""Conversations for fine-tuning: what their messages may hold, and what a chat template makes of them."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.chat_template import ChatTemplate
-from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
+from megatron_noloco.job.activity import line_of
 
 _KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must occur in the chat template
 _NOT_RENDERED = ("role", "name", "tool_call_id")  # templates may leave them out, or write other words
@@ -15,6 +17,76 @@ _NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where 
 _OF_CALLS = ("name", "arguments")
 _CLOCK = "strftime_now"  # the only way to a date that transformers gives to templates
 _CLOCK_THAT_STANDS = '{% macro strftime_now(format) %}{{ format | replace("%", "DAY") }}{% endmacro %}'
+
+
+def sha256_of(content: Any) -> str:
+    """Return the hex SHA-256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class ChatTemplate:
+    """A chat template, or several by name. A tokenizer without any has one without content."""
+
+    def __init__(self, folder: Path | None, content: Any) -> None:
+        """Keep what was found; nothing is loaded before it is needed.
+
+        Args:
+            folder: of the tokenizer; None: of the byte tokenizer.
+            content: the texts, as the files of the tokenizer have them; None where there is none.
+        """
+        self._folder, self._content = folder, content
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of its texts; "" where there is none."""
+        return sha256_of(self._content) if self._content else ""
+
+    def text(self, tools: Any = None) -> str:
+        """Return the template for conversations with these tools; raises UserError where there is none."""
+        return self._loaded.get_chat_template(tools=tools)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
+        """Return the text of a conversation.
+
+        Raises UserError where there is no template, or the template refuses the messages.
+
+        Args:
+            tools: the tools that the assistant may call, in the form that the template takes.
+            add_generation_prompt: whether to append the beginning of an answer.
+            template: the text of another template; None: this one.
+        """
+        chosen = template or self.text(tools)
+        try:
+            return self._loaded.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=chosen,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:  # templates raise anything for messages that they do not expect
+            raise UserError(f"the chat template refuses the messages: {line_of(error)}") from None
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The tokenizer as transformers loads it, which knows the texts that a template may name, such as BOS."""
+        if self._folder is None or not self._content:
+            whose = f"tokenizer_model {self._folder}" if self._folder else "the byte tokenizer"
+            raise UserError(
+                f"{whose} has no chat template (a chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); give prompt and completion, or another tokenizer_model"
+            )
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError:
+            raise UserError("chat templates need a package: pip install transformers") from None
+        return PreTrainedTokenizerFast.from_pretrained(self._folder)
 
 
 def render_conversation(
@@ -47,19 +119,6 @@ def render_conversation(
     if _CLOCK in text:
         _check_clock(template, shown, tools)
     return whole, answers, sum(_is_empty(given[place]) for place in places)
-
-
-def end_of_answer(tokenizer: Tokenizer) -> int | None:
-    """Return the first special token after an answer in the chat template; None where there is none."""
-    question, answer = "a question", "the answer"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.chat_template.render(messages)
-    except UserError:  # no template, or one that takes no such messages
-        return None
-    _, found, end = text.rpartition(answer)
-    tokens = tokenizer.encode_batch([end], from_template=True)[0].tolist() if found else []
-    return next((token for token in tokens if token in tokenizer.special_tokens.values()), None)
 
 
 def in_words(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_noloco.data.chat_template import ChatTemplate, sha256_of
+from megatron_noloco.data.chat import ChatTemplate, sha256_of
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 
@@ -96,6 +96,18 @@ class FastTokenizer:
         files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / _TEMPLATE]
         texts = {file.name: file.read_text("utf-8") for file in files if file.is_file()}
         return ChatTemplate(self.folder, texts or self._read(_CONFIG).get("chat_template"))
+
+    @property
+    def end_of_answer(self) -> int | None:
+        """The first special token after an answer in the chat template; None where there is none."""
+        answer = "the answer"
+        messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+        try:
+            _, found, end = self.chat_template.render(messages).rpartition(answer)
+        except UserError:  # no template, or one that takes no such messages
+            return None
+        tokens = self.encode_batch([end], from_template=True)[0].tolist() if found else []
+        return next((token for token in tokens if token in self.special_tokens.values()), None)
 
     def extends(self, other: "FastTokenizer") -> bool:
         """Return whether this tokenizer has the ids and rules of the other, with or without further tokens."""

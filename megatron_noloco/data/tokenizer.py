@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from megatron_noloco.data.chat_template import ChatTemplate
+from megatron_noloco.data.chat import ChatTemplate
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.errors import UserError
 
@@ -30,6 +30,7 @@ class ByteTokenizer:
     end_of_document = BYTES
     beginning_of_document = None
     before_document = ()
+    end_of_answer = None
     splits_special_tokens = True
     special_tokens: dict[str, int] = {}  # noqa: RUF012 (read only)
     vocab_size = BYTES + 1

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, write_tensors, write_text, writing
@@ -77,7 +76,7 @@ def _ends(source: ModelSource) -> int | list[int]:
     """Return the token, or the tokens, at which a generated text ends; after fine-tuning an answer has its own."""
     end, of_answer = source.tokenizer.end_of_document, None
     if isinstance(source.config.data.source, RecordSource):
-        of_answer = end_of_answer(source.tokenizer)
+        of_answer = source.tokenizer.end_of_answer
     return end if of_answer in (None, end) else [end, of_answer]
 
 

@@ -14,7 +14,6 @@ from pyarrow import parquet
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import processors
 
-from megatron_noloco.data.chat import end_of_answer
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.opening import open_data, open_validation
@@ -236,11 +235,11 @@ class TestRecords:
     )
     def test_the_token_that_ends_an_answer(self, end: str, token: str | None, tmp_path: Path) -> None:
         tokenizer = FastTokenizer(stopping_tokenizer(tmp_path, TEMPLATE.replace("<end>", end)))
-        assert end_of_answer(tokenizer) == (token and tokenizer.vocabulary[token])
+        assert tokenizer.end_of_answer == (token and tokenizer.vocabulary[token])
 
     def test_without_a_template_no_token_ends_an_answer(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
-        assert end_of_answer(FastTokenizer(tmp_path)) is end_of_answer(BYTES) is None
+        assert FastTokenizer(tmp_path).end_of_answer is None
 
 
 def record(length: int, first: int = 0, answered: int = 1) -> tuple[np.ndarray, np.ndarray]:
