@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.cache import Entry, Recipe, cache_folder, obtain
+from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
 from megatron_noloco.data.encode import Advance, Sequence, encode, notes_of, read_documents
 from megatron_noloco.data.indexed import Dataset, Indexed, IndexedWriter, open_indexed
-from megatron_noloco.data.inputs import Inputs
+from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import encode_records
 from megatron_noloco.data.samples import Samples, ShuffledSamples
-from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, TextSource
+from megatron_noloco.data.sources import (
+    STANDARD_LIBRARY,
+    IndexedSource,
+    Needs,
+    Prefixes,
+    RecordSource,
+    TextSource,
+)
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
+from megatron_noloco.files import check_writable
 from megatron_noloco.plans.sample_order import slots_of
 
 TRAINING, VALIDATION = range(2)
@@ -40,6 +48,7 @@ class Kind(ABC):
         unit: what a split divides, in words.
         has_answers: whether only answers have a loss.
         splits_files: whether a dataset is divided when it is made.
+        by_file: once opened, whether each file is in one split.
         training: once opened, the datasets of training; with a split those of validation, too.
         validation: if each split has datasets of its own; None: there are none.
         facts: about the dataset that was made.
@@ -48,6 +57,7 @@ class Kind(ABC):
     unit: ClassVar[str]
     has_answers = False
     splits_files = False
+    by_file = False
     training: list[Member]
     validation: list[Member] | None = None
     facts: Mapping[str, Any] = {}
@@ -76,6 +86,15 @@ class Kind(ABC):
         entry = self.make(shown)
         self.facts = entry.facts
         self.training = [Member(open_indexed(entry.prefix, self.tokenizer), 1.0, self.source.name)]
+
+    def check(self, output_dir: Path) -> None:
+        """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
+        source, folder = self.source, cache_folder(self.source.cache)
+        if source.path != STANDARD_LIBRARY:
+            outputs = {"training.output_dir": output_dir, "data.cache": folder}
+            check_outside(outputs, Path(source.path), source.option)
+        if find_entry(folder, self.recipe.digest) is None:
+            check_writable(folder, "data.cache")
 
     @abstractmethod
     def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
@@ -162,6 +181,9 @@ class Preprocessed(Documents):
         source = self.source
         self.training = self._members(source.train)
         self.validation = source.validation and self._members(source.validation)
+
+    def check(self, output_dir: Path) -> None:
+        self.open(shown=False)
 
     def _members(self, prefixes: Prefixes) -> list[Member]:
         opened = ((open_indexed(prefix, self.tokenizer), share, prefix) for prefix, share in prefixes.parts)

@@ -9,26 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from megatron_noloco.data.blend import Blend, excerpt
-from megatron_noloco.data.cache import cache_folder, find_entry
 from megatron_noloco.data.indexed import Dataset, open_indexed
-from megatron_noloco.data.inputs import check_outside
 from megatron_noloco.data.kinds import SPLITS, TRAINING, VALIDATION, Documents, Kind, Preprocessed, Records
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import find_records
 from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
-from megatron_noloco.data.sources import (
-    STANDARD_LIBRARY,
-    WHOLE,
-    IndexedSource,
-    Needs,
-    RecordSource,
-    Source,
-    TextSource,
-)
-from megatron_noloco.data.text import Text, find_text, is_by_file
+from megatron_noloco.data.sources import WHOLE, IndexedSource, Needs, RecordSource, Source, TextSource
+from megatron_noloco.data.text import Text, find_text
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_writable
 
 _FINGERPRINT_TOKENS = 1 << 16
 
@@ -99,7 +88,7 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
             f"{training.name} has {len(training)}"
         )
     summary = kind.summary(training, validation)
-    return Data(training, validation, summary, needs.vocab_size, _is_by_file(kind))
+    return Data(training, validation, summary, needs.vocab_size, kind.by_file)
 
 
 def open_validation(
@@ -112,7 +101,7 @@ def open_validation(
     """
     kind = kind_of(source, tokenizer)
     kind.open(needs.shown)
-    if _is_by_file(kind) != (BY_FILE in counters):
+    if kind.by_file != (BY_FILE in counters):
         raise UserError(
             "data.text: the run divided its files otherwise than they are divided today, so its validation split "
             "is not known (evaluate: give --data)"
@@ -142,23 +131,7 @@ def open_whole(
 
 def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
     """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
-    kind = kind_of(source, tokenizer)
-    if isinstance(source, IndexedSource):
-        kind.open(shown=False)
-        return
-    if isinstance(kind, Text):
-        kind.check()
-    folder = cache_folder(source.cache)
-    if source.path != STANDARD_LIBRARY:
-        outputs = {"training.output_dir": output_dir, "data.cache": folder}
-        check_outside(outputs, Path(source.path), source.option)
-    if find_entry(folder, kind.recipe.digest) is None:
-        check_writable(folder, "data.cache")
-
-
-def _is_by_file(kind: Kind) -> bool:
-    """Return whether each file of text is in one split."""
-    return is_by_file(kind.facts.get("files", 0))
+    kind_of(source, tokenizer).check(output_dir)
 
 
 def _blend(kind: Kind, needs: Needs, split: int) -> Blend:

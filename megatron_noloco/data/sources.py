@@ -103,12 +103,6 @@ class IndexedSource:
     validation: Prefixes | None  # None: not given; with `split` it is the same blend as `train`
     split: Split | None  # None: `train` and `validation` are read whole
 
-    @property
-    def prefixes(self) -> list[str]:
-        """The prefix of each dataset, once."""
-        blends = filter(None, (self.train, self.validation))
-        return list(dict.fromkeys(prefix for blend in blends for prefix, _ in blend.parts))
-
 
 @dataclass(frozen=True)
 class RecordSource:

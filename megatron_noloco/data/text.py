@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -39,10 +40,14 @@ class Text(Kind):
     unit = "files"
     splits_files = True
 
-    def check(self) -> None:
-        """Raise UserError if there is no text, as far as the beginning of each file says."""
+    @property
+    def by_file(self) -> bool:  # type: ignore[override]
+        return is_by_file(self.facts["files"])
+
+    def check(self, output_dir: Path) -> None:
         if not any(begins_as_text(item.path) for item in self.inputs.files):
             raise self.empty()
+        super().check(output_dir)
 
     def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Encoded]]:
         for texts in divide(find_texts(self.inputs.files, counts), self.source.split):
