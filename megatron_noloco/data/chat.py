@@ -99,8 +99,10 @@ def render_conversation(
     Raises UserError for a message that holds anything unknown, and for a template that does not render all of it.
     """
     text = template.text(tools)
-    if tools is not None:
-        _check_tools(tools, text)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError('"tools" must be a list of objects')
+    if tools and not _mentions(text, "tools"):
+        raise UserError('there are "tools", which the chat template does not read')
     given = [_read(number, message, text) for number, message in enumerate(messages, 1)]
     learnt = [_has_loss(number, message) for number, message in enumerate(given, 1)]
     if not any(learnt):
@@ -133,13 +135,6 @@ def _kind(value: Any) -> str:
         return "an empty list"
     kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
-
-
-def _check_tools(tools: Any, template: str) -> None:
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError('"tools" must be a list of objects')
-    if tools and not _mentions(template, "tools"):
-        raise UserError('there are "tools", which the chat template does not read')
 
 
 # Messages

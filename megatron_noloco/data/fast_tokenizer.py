@@ -84,17 +84,19 @@ class FastTokenizer:
     @property
     def files_digest(self) -> str:
         """Hex SHA-256 of the files, of which also depends what a template writes and how tokens are decoded."""
+        return sha256_of({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files})
+
+    @property
+    def _files(self) -> list[Path]:
+        """The files from which the tokenizer can be built again."""
         files = [self.folder / name for name in (_TOKENIZER, _CONFIG, _TOKENS_MAP, _TEMPLATE)]
         files += sorted((self.folder / _MORE_TEMPLATES).glob("*.jinja"))
-        return sha256_of(
-            {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
-        )
+        return list(filter(Path.is_file, files))
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template, or named templates, as transformers finds them."""
-        files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / _TEMPLATE]
-        texts = {file.name: file.read_text("utf-8") for file in files if file.is_file()}
+        texts = {file.name: file.read_text("utf-8") for file in self._files if file.suffix == ".jinja"}
         return ChatTemplate(self.folder, texts or self._read(_CONFIG).get("chat_template"))
 
     @property
@@ -209,12 +211,10 @@ class FastTokenizer:
         partial.rename(folder)
 
     def _copy_to(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (_TOKENIZER, _CONFIG, _TOKENS_MAP, _TEMPLATE):
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
-        if (self.folder / _MORE_TEMPLATES).is_dir():
-            shutil.copytree(self.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
+        for file in self._files:
+            copy = folder / file.relative_to(self.folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
 
     def _read(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file beside tokenizer.json, empty where there is none; raises UserError."""

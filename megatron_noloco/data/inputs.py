@@ -4,7 +4,6 @@ import os
 import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
@@ -177,19 +176,14 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
             hub = "refs" in folders or Path(parent).name.startswith(("models--", "datasets--"))
             if hub and {"blobs", "snapshots"} <= {*folders}:
                 folders[:], files = ["snapshots"], []
-            elif (revision := _main_revision(Path(parent))) in folders:
-                folders[:], files = [revision], []
+            elif (main := Path(parent).parent / "refs" / "main").is_file() and Path(
+                parent
+            ).name == "snapshots":
+                revision = main.read_text(errors="replace").strip()
+                folders[:], files = ([revision], []) if revision in folders else (folders, files)
             folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
             starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
             yield Path(parent), files
-
-
-def _main_revision(snapshots: Path) -> str:
-    """Return what `refs/main` of a cache of the Hub names; "" where there is none, or for another folder."""
-    with suppress(OSError, ValueError):
-        if snapshots.name == "snapshots":
-            return (snapshots.parent / "refs" / "main").read_text().strip()
-    return ""
 
 
 def _refuse(error: OSError) -> NoReturn:
