@@ -21,8 +21,6 @@ def bytes_of_rounds(noloco: NolocoSettings, topology: Topology) -> dict[str, flo
         of_round["received vector"] = 4
     elif in_pairs and noloco.payload_bits:
         of_round |= {"quantized values": noloco.payload_bits / 4, "sketches and steps": 0.1}
-    if noloco.payload_bits and noloco.codes_on_device(topology.separate_jobs):
-        of_round["quantized values on the device"] = noloco.payload_bits / 8
     if groups.keeps_rounding:
         of_round["new rounding errors"] = 4
     if topology.separate_jobs:
@@ -39,7 +37,7 @@ def on_accelerator(noloco: NolocoSettings, topology: Topology) -> set[str]:
         return set()
     vectors = {"slow weights", "outer momentum", "rounding errors", "snapshot"}
     if noloco.codes_on_device(topology.separate_jobs):
-        vectors |= {"combined vector", "quantized values on the device", "new rounding errors"}
+        vectors |= {"combined vector", "new rounding errors"}
     return vectors
 
 

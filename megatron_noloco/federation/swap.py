@@ -3,14 +3,15 @@
 Each slab is a coroutine that is read from top to bottom: it sends its part of a phase and receives the partner's,
 computes, and goes on to the next phase. Both sides send, and receive, the parts of all slabs in one fixed order:
 
-    phase 0 of slab t,  phase 1 of slab t - AHEAD,  phase 2 of slab t - 2 AHEAD        for t = 0, 1, 2, ...
+    phase 0 of slab t,  phase 1 of slab t - AHEAD,  phase 2 of slab t - 2 AHEAD, ...        for t = 0, 1, 2, ...
 
 What a phase needs of the partner was sent AHEAD slabs before. So a slow link is full after one round trip.
 Whatever a side waits for comes earlier in this order, so no two sides wait for each other. As many slabs are under
 way as there are phases, times AHEAD.
 
-In fp32 there is one phase, the values. In codes (`outer.payload`) there are three: sketches; codes with checksums;
-and in fp32 the blocks that the codes do not hold, which both sides find to be the same.
+In fp32 there is one phase, the values. In codes (`outer.payload`) there are four: sketches; codes with checksums;
+the next bits of the blocks that the codes do not hold, which both sides find to be the same; and in fp32 what
+these do not hold either.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from megatron_noloco.federation.gather import Leader, bytes_of
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
 from megatron_noloco.outer.payload import Codec, UnequalError, signs_of
-from megatron_noloco.outer.stretch_code import Code, PairCode, blocks_to_code
+from megatron_noloco.outer.stretch_code import DIGITS, Code, PairCode, blocks_to_code
 from megatron_noloco.outer.vectors import Buffers
 
 AHEAD = 4  # slabs
@@ -90,7 +91,7 @@ class _Exchange:
         self._stream, self._transfer, self._worker = stream, transfer, worker
         self._length = sum(map(len, transfer.slabs)).to_bytes(_LENGTH_BYTES)
         self._jobs = set[Future[Any]]()
-        self._phases = 1 if how.bits is None else 3
+        self._phases = 1 if how.bits is None else 2 + DIGITS
         self._codec = None if how.bits is None else Codec(how.bits)
         self._signs = signs_of(how.number)
         slabs = len(transfer.slabs)
@@ -143,14 +144,15 @@ class _Exchange:
         coded = blocks_to_code(self._transfer.slabs[at], self._transfer.movement.exact)
         code = await self._compute(PairCode, content, Code(codec, self._signs, coded), memory, report)
         await self._swap(at, 0, [code.sketches], [code.their_sketches], report)
-        await self._compute(_encode, code)
-        await self._swap(at, 1, code.mine, code.theirs, report)
-        await self._compute(_decode, code, mean)
+        await self._compute(code.find_steps)
+        for digit in range(DIGITS):
+            await self._compute(code.encode, slice(0, code.blocks))
+            await self._swap(at, 1 + digit, code.mine, code.theirs[0], report)
+            await self._compute(_decode, code, mean)
         left_over = code.left_over
         mine, theirs = torch.empty(2, left_over.length, dtype=torch.float32, device="cpu")
-        await self._in_fp32(at, 2, left_over.gather(content, mine), theirs, report)
+        await self._in_fp32(at, 1 + DIGITS, left_over.gather(content, mine), theirs, report)
         left_over.scatter(theirs, mean)
-        report.resent_elements += left_over.length
         self._free.append(memory)
 
     async def _swap(
@@ -195,11 +197,7 @@ def _order(slabs: int, phases: int) -> Iterator[tuple[int, int]]:
                 yield slab, phase
 
 
-def _encode(code: PairCode) -> None:
-    code.find_steps()
-    code.encode(slice(0, len(code.coded)))
-
-
 def _decode(code: PairCode, mean: Tensor) -> None:
-    for piece in code.means(slice(0, len(code.coded))):
+    for piece in code.means(slice(0, code.blocks)):
         mean[piece.start : piece.stop] = piece.mean
+    code.next_digit()

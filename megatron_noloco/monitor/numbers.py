@@ -163,7 +163,7 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
            "elements in chunks where a member had NaN or infinity and was left out of the mean",
            "poisoned elements: {}", where=_positive, note="poisoned elements"),
     Number("round/resent_elements", LAST_SUM, str,
-           "elements that did not fit the integers and were sent again in fp32"),
+           "elements in blocks that did not fit the integers, of which more bits were sent, or fp32"),
     Number("round/missed", LAST, str, "why the round was skipped"),
     Number("round/deadline_seconds", LAST, f.whole, "in a federation: how long a partner would be waited for now"),
     Number("handover/giver", LAST, str, "in a federation, after a state was taken over: the replica that gave it"),

@@ -1,4 +1,4 @@
-"""The exchange in 8 or 4 bits per element: agree on steps, send codes, send again in fp32 what did not fit.
+"""The exchange in 8 or 4 bits per element: agree on steps, send codes, then their next bits where they do not fit.
 
 payload.py has the code. Each phase needs what the one before brought:
 
@@ -8,24 +8,26 @@ payload.py has the code. Each phase needs what the one before brought:
 | STEPS | nothing: both compute them | as an owner, the steps of its part to the others |
 | CODES | codes of its vector, with checksums | to the owner of each part, its codes, with checksums |
 | SUMS | nothing | as an owner, the sums of its part to the others, and its verdict on each block |
+| CODES, SUMS | the same again, of the next digit of the blocks that did not fit | |
 | 0 and 1 | the blocks left over, in fp32, as `Swap` does | as `Share` does |
 
 A vector is coded where it lies. Messages leave from (pinned) host memory, and arrive there. So if the vector lies
 on a GPU, codes, sketches and sums cross the bus in place of fp32. The host waits for the GPU before it sends, and
 once for each piece that it uses, to learn which blocks are left over.
 
-Left over are blocks in which a difference was larger than the code holds, blocks in which a member is not
+Left over are blocks in which a difference was larger than two digits hold, blocks in which a member is not
 finite, and blocks with elements that are to be exact. All members know which: a pair comes to the same verdict
 about each block, and the owner of a part sends its verdict.
 
-Bytes. A member of a pair sends `payload.message_bytes(elements, bits)`, and 4 for each of
-`report.resent_elements`. In a group of n, in whole blocks of 512 elements: an owner of p of e blocks sends 16 +
-64 * bits + 4 bytes for each of the e - p others' blocks, and (n - 1) * (4 + 64 * bits of `payload.wide_type` +
-1) for each of its own; then what is left over, as `Exchange` does.
+Bytes. A member of a pair sends `payload.message_bytes(elements, bits)`, then 64 * bits + 4 for each block that
+did not fit, and 4 for each element left over. In a group of n, in whole blocks of 512 elements: an owner of p of e
+blocks sends 16 + 64 * bits + 4 bytes for each of the e - p others' blocks, and (n - 1) * (4 + 64 * bits of
+`payload.wide_type` + 1) for each of its own; then of blocks that did not fit the same without sketches and steps;
+then what is left over, as `Exchange` does.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -111,15 +113,16 @@ class CodedExchange(Exchange):
         if members == 1:
             return Alone(self._session, part)
         coded = blocks_to_code(range(first, self._posted), self._exact)
+        code = Code(self._codec, self._signs, coded)
+        if members == 2:
+            return CodedSwap(self._session, part, code)
         rounding = None if self.rounding is None else self.rounding[first : self._posted]
-        code = Code(self._codec, self._signs, coded, rounding)
-        return (CodedSwap if members == 2 else CodedShare)(self._session, part, code)
+        return CodedShare(self._session, part, code, rounding)
 
     def _go_on(self) -> None:
         """Send in fp32 what the codes of the last stretch do not hold, then the next stretch."""
         last = self._stretch
-        if isinstance(last, CodedStretch) and (left_over := last.code.left_over).length:
-            self.report.resent_elements += left_over.length
+        if isinstance(last, CodedSwap | CodedShare) and (left_over := last.code.left_over).length:
             length, device = left_over.length, last.vector.device
             vector = self._buffers.get("left over", torch.float32, length, device=device)
             self._stretch = super()._open(left_over.gather(last.vector, vector))
@@ -129,22 +132,14 @@ class CodedExchange(Exchange):
             super()._go_on()
 
 
-class CodedStretch(Stretch):
-    """Exchanges a stretch in codes; its mean lacks the blocks that are `code.left_over`."""
-
-    code: StretchCode
-
-
-class CodedSwap(CodedStretch):
-    """Exchanges a stretch of a pair. Codes are sent and used in segments."""
-
-    code: PairCode
+class CodedSwap(Stretch):
+    """Exchanges a stretch of a pair. Codes are sent and used in segments. The mean lacks `code.left_over`."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
         super().__init__(session, vector)
         self.code = PairCode(vector, code, session.buffers, session.report)
         (self._partner,) = set(session.ranks) - {session.place.rank}
-        self._unsent = list(slices(len(code.coded), _SEGMENT))
+        self._unsent = self._segments()
         self._under_way: list[tuple[slice, Flight]] = []
         sketches = [(self._partner, self.code.sketches)], [(self._partner, self.code.their_sketches)]
         self.send(Phase.SKETCHES, *sketches)
@@ -159,79 +154,94 @@ class CodedSwap(CodedStretch):
         while self.has(Phase.CODES):
             segment, _ = self._under_way.pop(0)
             yield from self.code.means(segment)
-            self.done = not self._under_way
-            self.awaited = None if self.done else self._under_way[0][1]
+            self.awaited = self._under_way[0][1] if self._under_way else None
+        if self.awaited is None:
+            self.done = not self.code.next_digit()
+            self._unsent = self._segments()
+
+    def _segments(self) -> list[slice]:
+        return list(slices(self.code.blocks, _SEGMENT))
 
     def _send_segment(self) -> None:
         """Code the next segment and send it. After the last one, wait for the partner's first."""
         segment = self._unsent.pop(0)
-        coded = self.code.encode(segment), at(self.code.theirs, segment)
-        mine, theirs = ([(self._partner, part) for part in parts] for parts in coded)
-        self._under_way.append((segment, self.send(Phase.CODES, mine, theirs)))
+        (theirs,) = self.code.theirs
+        coded = self.code.encode(segment), at(theirs, segment)
+        ways = ([(self._partner, part) for part in parts] for parts in coded)
+        self._under_way.append((segment, self.send(Phase.CODES, *ways)))
         self.awaited = None if self._unsent else self._under_way[0][1]
 
 
-class CodedShare(CodedStretch):
-    """Exchanges a stretch of a larger group, whose members find steps and sums, each of its own blocks."""
+class CodedShare(Stretch):
+    """Exchanges a stretch of a larger group, whose members find steps and sums, each of its own blocks.
 
-    def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
+    The mean lacks `code.left_over`.
+    """
+
+    def __init__(self, session: Session, vector: Tensor, code: Code, rounding: Tensor | None) -> None:
         super().__init__(session, vector)
+        own, self._parts = divided(len(code.coded), session)  # of the stretch's blocks
+        code = replace(code, part=own, others=len(self._parts))
         self.code = StretchCode(vector, code, session.buffers, session.report)
-        self._rounding = code.rounding
-        blocks, get = len(code.coded), session.buffers.get
-        self._own, self._parts = divided(blocks, session)
-        others, width = len(self._parts), self._own.stop - self._own.start
-        self._received = [self.code.codes(f"their {place}", width) for place in range(others)]
-        self._their_sketches = get("their sketches", torch.float32, others, width, CELLS)
-        self._sums = get("sums", wide_type(self.code.codec.bits, others + 1), blocks, BLOCK)
+        self._rounding = rounding
+        get, width = session.buffers.get, own.stop - own.start
+        self._their_sketches = get("their sketches", torch.float32, len(self._parts), width, CELLS)
         sketches = ((rank, self.code.sketches[part]) for rank, part in self._parts.items())
         self.send(Phase.SKETCHES, sketches, zip(self._parts, self._their_sketches, strict=True))
 
     def poll(self) -> Iterator[MeanPiece]:
         code = self.code
         if self.has(Phase.SKETCHES):
-            steps = code.steps[self._own]
-            find_steps([code.sketches[self._own], *self._their_sketches], code.codec.bits, steps)
-            steps *= code.coded[self._own]
+            steps = code.steps[code.part]
+            find_steps([code.sketches[code.part], *self._their_sketches], code.codec.bits, steps)
+            steps *= code.coded[code.part]
             self._hand_out(Phase.STEPS, code.steps)
         if self.has(Phase.STEPS):
-            coded = code.encode(slice(0, len(code.coded)))
-            mine = ((rank, one) for rank, part in self._parts.items() for one in at(coded, part))
-            theirs = zip(self._parts, self._received, strict=True)
-            self.send(Phase.CODES, mine, ((rank, one) for rank, coded in theirs for one in coded))
+            self._send_codes()
         if self.has(Phase.CODES):
             self._add_up()
-            self._hand_out(Phase.SUMS, self._sums, code.coded)
+            self._hand_out(Phase.SUMS, self._sums, code.held)
         if self.has(Phase.SUMS):
             yield from self._means()
-            self.done = True
+            self.done = not code.next_digit()
+            if not self.done:
+                self._send_codes()
+
+    def _send_codes(self) -> None:
+        code = self.code
+        sums = wide_type(code.codec.bits * code.digits, len(self.session.ranks))
+        self._sums = self.session.buffers.get(f"sums {code.digits}", sums, code.blocks, BLOCK)
+        coded = code.encode(slice(0, code.blocks))
+        mine = ((rank, one) for rank, part in self._parts.items() for one in at(coded, code.within(part)))
+        theirs = zip(self._parts, code.theirs, strict=True)
+        self.send(Phase.CODES, mine, ((rank, one) for rank, coded in theirs for one in coded))
 
     def _add_up(self) -> None:
         """Form the sums of the own part, and find the blocks that the codes hold."""
-        code, own = self.code, self._own
-        part = self.vector[own.start * BLOCK : own.stop * BLOCK]
+        code, own = self.code, self.code.part
+        part = code.vector[own.start * BLOCK : own.stop * BLOCK]
         for piece, blocks in pieces(part, code.codec.at_once, own.start):
-            within = slice(blocks.start - own.start, blocks.stop - own.start)
-            theirs = [(code.here(codes[within]), code.here(sums[within])) for codes, sums in self._received]
-            coded = [at(code.mine, blocks), *theirs]
-            found = code.codec.sum_of(piece, code.here(code.steps[blocks]), coded, self._sums[blocks])
+            steps = code.here(code.steps[blocks])
+            found = code.codec.sum_of(piece, steps, code.received(blocks), self._sums[blocks])
             code.note(found, blocks, len(piece))
 
     def _means(self) -> Iterator[MeanPiece]:
         """Yield the mean of the blocks that the codes hold."""
         code, codec = self.code, self.code.codec
-        for piece, blocks in pieces(self.vector, codec.at_once):
+        for piece, blocks in pieces(code.vector, codec.at_once):
             sums = code.here(self._sums[blocks])
             summed = piece, code.here(code.steps[blocks]), sums, len(self.session.ranks)
             if self._rounding is None:
                 mean = codec.from_sum(*summed)
             else:
-                left_out = self._rounding[blocks.start * BLOCK : blocks.start * BLOCK + len(piece)]
-                mean = codec.common_mean(*summed, code.coded[blocks], left_out)
-            yield from code.held(mean, blocks)
+                mean, left_out = codec.common_mean(*summed)
+                for start, stop, rounding in code.placed(left_out, blocks):
+                    self._rounding[start:stop] = rounding
+            yield from code.placed(mean, blocks)
 
     def _hand_out(self, phase: Phase, *vectors: Tensor) -> None:
-        """Send the own part of the vectors to the other ranks, and receive theirs."""
-        mine = ((rank, vector[self._own]) for rank in self._parts for vector in vectors)
-        theirs = ((rank, vector[part]) for rank, part in self._parts.items() for vector in vectors)
+        """Send the own part of the open blocks' vectors to the other ranks, and receive theirs."""
+        within, own = self.code.within, self.code.part
+        mine = ((rank, vector[own]) for rank in self._parts for vector in vectors)
+        theirs = ((rank, vector[within(part)]) for rank, part in self._parts.items() for vector in vectors)
         self.send(phase, mine, theirs)

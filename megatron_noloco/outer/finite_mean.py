@@ -43,7 +43,7 @@ class ExchangeReport:
         compared_elements: elements in that sum.
         poisoned_elements: elements in chunks where some member was not finite.
         squared_error: of the code, likewise: s^2 / 12 of each coded element, the variance of its rounding.
-        resent_elements: sent in fp32 after the code, which could not hold them.
+        resent_elements: in blocks that the code did not hold, of which more bits were sent, or fp32.
         missed: the partner that was not exchanged with, and why; empty if the round took place.
         in_doubt: whether a partner may have used the mean of a round that was skipped here.
         deadline_seconds: for which a partner would be waited for now; None where it does not change.

@@ -1,4 +1,9 @@
-"""The arithmetic of a stretch that is exchanged in codes (payload.py), without its messages."""
+"""The arithmetic of a stretch that is exchanged in codes (payload.py), without its messages.
+
+A stretch is coded digit by digit. The first digit is that of all blocks; the next one of the blocks in which a
+difference was larger than the digits before hold. What DIGITS digits do not hold either is left over, as are the
+blocks that are not coded.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +17,7 @@ from megatron_noloco.outer.payload import (
     CELLS,
     Codec,
     Coded,
+    Received,
     UnequalError,
     blocks_in,
     find_steps,
@@ -20,6 +26,8 @@ from megatron_noloco.outer.payload import (
 )
 from megatron_noloco.outer.vectors import HOST, Buffers, Ranges, Spans
 from megatron_noloco.outer.weights import wait_for
+
+DIGITS = 2
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,15 @@ class Code:
         signs: of the sketches.
         coded: bool, shape [blocks], in host memory; False: exact. In the end it is False for all blocks that are
             left over.
-        rounding: as long as the stretch, to be filled with what the codes leave out; None where it is not kept.
+        part: the blocks of which the other members send their codes to this one; None: all.
+        others: number of these members.
     """
 
     codec: Codec
     signs: Tensor
     coded: Tensor
-    rounding: Tensor | None = None
+    part: slice | None = None
+    others: int = 1
 
 
 def blocks_to_code(stretch: range, exact: Ranges) -> Tensor:
@@ -52,49 +62,76 @@ def blocks_to_code(stretch: range, exact: Ranges) -> Tensor:
 
 
 class StretchCode:
-    """Sketches and codes a stretch, and notes what its codes hold.
+    """Sketches a stretch, codes the blocks that are open, and notes which of them the codes hold.
+
+    All blocks are open at first. The attributes from `blocks` on are of the open blocks alone, in their order.
 
     Attributes:
-        sketches: of this member, fp32 of shape [blocks, CELLS], in host memory, as all messages are.
-        steps: fp32 of shape [blocks], in host memory; to be filled before the first `encode`.
+        sketches: of the stretch, fp32 of shape [blocks, CELLS], in host memory, as all messages are.
         coded: see `Code`.
-        mine: own codes, where the vector lies.
+        blocks: how many are open.
+        digits: how many digits of them have been sent, with the next one.
+        vector: their elements.
+        steps: fp32; to be filled before the first `encode`.
+        mine: codes of this member.
+        part: of which blocks the other members send their codes.
+        theirs: codes of the other members, to be filled.
+        held: bool, whether the codes hold all differences of a block.
     """
 
     def __init__(self, vector: Tensor, code: Code, buffers: Buffers, report: ExchangeReport) -> None:
         self.codec, self.coded = code.codec, code.coded
-        self._vector, self._buffers, self._report = vector, buffers, report
+        self._stretch, self._buffers, self._report = vector, buffers, report
         blocks = len(code.coded)
+        self._part = code.part or slice(0, blocks)
         self.sketches = buffers.get("sketches", torch.float32, blocks, CELLS)
         self.steps = buffers.get("steps", torch.float32, blocks)
-        self.mine = self._sent = self.codes("my", blocks)
-        if vector.device != HOST:
-            self.mine = self.codes("my coded", blocks, vector.device)
+        self.digits, self.vector = 1, vector
+        self._open(torch.ones_like(code.coded), [[] for _ in range(code.others)])
         self.codec.sketch(vector, code.signs, self.sketches)
         wait_for(vector.device)
 
-    @property
-    def left_over(self) -> Spans:
-        """The elements of the blocks that the codes do not hold."""
-        length = len(self._vector)
-        return Spans([(first * BLOCK, min(last * BLOCK, length)) for first, last in runs(~self.coded)])
+    def _open(self, chosen: Tensor, lower: list[list[Tensor]]) -> None:
+        """Open the chosen blocks of the stretch, of whose `part` the other members have sent the lower digits."""
+        self._chosen, self._lower = chosen, lower
+        self._places = self._spans(chosen)
+        self.blocks, self.part = int(chosen.sum()), self.within(self._part)
+        self.held = torch.empty(self.blocks, dtype=torch.bool, device=HOST)
+        self.mine = self._codes("my", self.blocks)
+        width = self.part.stop - self.part.start
+        self.theirs = [self._codes(f"their {member}", width) for member in range(len(lower))]
+
+    def _codes(self, name: str, blocks: int) -> Coded:
+        codes = self._buffers.get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
+        return codes, self._buffers.get(f"{name} checksums", torch.int32, blocks)
+
+    def within(self, part: slice) -> slice:
+        """Return which of the open blocks lie in a part of the stretch's blocks."""
+        start = int(self._chosen[: part.start].sum())
+        return slice(start, start + int(self._chosen[part].sum()))
 
     def encode(self, blocks: slice) -> Coded:
         """Code these blocks, and return what is to be sent of them."""
-        piece = self._vector[blocks.start * BLOCK : blocks.stop * BLOCK]
-        self.codec.encode(piece, self.here(self.steps[blocks]), *at(self.mine, blocks))
-        if self.mine is not self._sent:
-            for ours, out in zip(at(self.mine, blocks), at(self._sent, blocks), strict=True):
-                out.copy_(ours, non_blocking=True)
-            wait_for(self._vector.device)
-        return at(self._sent, blocks)
+        piece = self.vector[blocks.start * BLOCK : blocks.stop * BLOCK]
+        codes = at(self.mine, blocks)
+        self.codec.encode(piece, self.here(self.steps[blocks]), self.digits - 1, codes)
+        wait_for(self.vector.device)
+        return codes
+
+    def received(self, blocks: slice) -> list[Received]:
+        """Return what the other members have sent of these blocks of `part`, where the vector lies."""
+        within = slice(blocks.start - self.part.start, blocks.stop - self.part.start)
+        return [
+            ([self.here(digit[within]) for digit in (*lower, codes)], self.here(checksums[within]))
+            for lower, (codes, checksums) in zip(self._lower, self.theirs, strict=True)
+        ]
 
     def here(self, part: Tensor) -> Tensor:
         """Return a part of a message where the vector lies."""
-        return part.to(self._vector.device, non_blocking=True)
+        return part.to(self.vector.device, non_blocking=True)
 
     def note(self, found: tuple[Tensor, Tensor, Tensor], blocks: slice, elements: int) -> None:
-        """Fill `coded` for a piece, and add it to the report, after a wait for the device.
+        """Fill `held` for a piece, and add it to the report, after a wait for the device.
 
         Args:
             found: which of its blocks are right, whether vectors differ in length, and the variance over the
@@ -104,12 +141,12 @@ class StretchCode:
         Raises UnequalError for vectors that differ in length.
         """
         right, unequal, squares = (one.to(HOST, non_blocking=True) for one in found)
-        wait_for(self._vector.device)
+        wait_for(self.vector.device)
         if unequal:
             raise UnequalError
-        steps, coded = self.steps[blocks], self.coded[blocks]
-        coded.copy_(right)
-        sizes = torch.full_like(steps, BLOCK).mul_(coded)
+        steps, held = self.steps[blocks], self.held[blocks]
+        held.copy_(right)
+        sizes = torch.full_like(steps, BLOCK).mul_(held)
         if len(sizes):
             sizes[-1] *= 1 - (len(steps) * BLOCK - elements) / BLOCK
         error = float((steps.square() * sizes).sum()) / 12
@@ -117,32 +154,56 @@ class StretchCode:
         self._report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
         self._report.compared_elements += round(float(sizes.sum()))
 
-    def held(self, mean: Tensor, blocks: slice) -> Iterator[MeanPiece]:
-        """Yield those of a piece's blocks that the codes hold."""
-        for first, last in runs(self.coded[blocks]):
+    def placed(self, mean: Tensor, blocks: slice) -> Iterator[MeanPiece]:
+        """Yield those of a piece's blocks that the codes hold, at their places in the stretch."""
+        for first, last in runs(self.held[blocks]):
             piece = mean[first * BLOCK : last * BLOCK]
             start = (blocks.start + first) * BLOCK
-            yield MeanPiece(start, start + len(piece), piece)
+            yield from self._places.place(MeanPiece(start, start + len(piece), piece))
 
-    def codes(self, name: str, blocks: int, device: torch.device = HOST) -> Coded:
-        """Return memory for the codes and checksums of so many blocks."""
-        get = self._buffers.get
-        codes = get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes, device=device)
-        return codes, get(f"{name} checksums", torch.int32, blocks, device=device)
+    def next_digit(self) -> bool:
+        """Open the blocks whose differences the codes do not hold; return whether their next digit is to be sent.
+
+        To be called when `held` is filled.
+        """
+        self.coded[self._chosen] = self.held
+        if self.digits == 1:
+            self._report.resent_elements += self.left_over.length
+        stay = ~self.held & (self.steps > 0)
+        theirs = stay[self.part]
+        lower = [
+            [digit[theirs] for digit in (*lower, codes)]
+            for lower, (codes, _) in zip(self._lower, self.theirs, strict=True)
+        ]
+        self._open(self._chosen.masked_scatter(self._chosen, stay), lower)
+        self.steps = self.steps[stay]
+        length, device = self._places.length, self.vector.device
+        self.vector = self._buffers.get("open", torch.float32, length, device=device)
+        self._places.gather(self._stretch, self.vector)
+        self.digits += 1
+        return self.digits <= DIGITS and self.blocks > 0
+
+    @property
+    def left_over(self) -> Spans:
+        """The elements of the stretch that the codes do not hold; complete when there is no next digit."""
+        return self._spans(~self.coded)
+
+    def _spans(self, chosen: Tensor) -> Spans:
+        """Return the elements of the chosen blocks of the stretch."""
+        length = len(self._stretch)
+        return Spans([(first * BLOCK, min(last * BLOCK, length)) for first, last in runs(chosen)])
 
 
 class PairCode(StretchCode):
-    """Codes a stretch of a pair: `find_steps`, `encode`, `means`, then what is `left_over` in fp32.
+    """Codes a stretch of a pair: `find_steps`, then `encode` and `means` of each digit.
 
     Attributes:
-        their_sketches, theirs: to be filled with what the partner sends, before `find_steps` and `means`.
+        their_sketches: to be filled with what the partner sends, before `find_steps`.
     """
 
     def __init__(self, vector: Tensor, code: Code, buffers: Buffers, report: ExchangeReport) -> None:
         super().__init__(vector, code, buffers, report)
-        blocks = len(code.coded)
-        self.theirs = self.codes("their", blocks)
-        self.their_sketches = buffers.get("their sketches", torch.float32, blocks, CELLS)
+        self.their_sketches = buffers.get("their sketches", torch.float32, self.blocks, CELLS)
 
     def find_steps(self) -> None:
         """Fill `steps`."""
@@ -151,13 +212,15 @@ class PairCode(StretchCode):
 
     def means(self, blocks: slice) -> Iterator[MeanPiece]:
         """Yield the mean of those of the blocks that the codes hold. Raises UnequalError."""
-        segment = self._vector[blocks.start * BLOCK : blocks.stop * BLOCK]
+        segment = self.vector[blocks.start * BLOCK : blocks.stop * BLOCK]
         for piece, within in pieces(segment, self.codec.at_once, blocks.start):
-            steps, codes, checksums = map(self.here, (self.steps[within], *at(self.theirs, within)))
-            m, right, unequal = self.codec.differences(steps, at(self.mine, within), (codes, checksums))
+            steps = self.here(self.steps[within])
+            own, (theirs,) = self.codec.whole_steps(piece, steps), self.received(within)
+            m, fits, unequal = self.codec.differences(own, len(piece), theirs)
+            right = fits & (steps > 0)
             moved, square = self.codec.from_difference(piece, m, steps * right / 2)
             self.note((right, unequal, 2 * square), within, len(piece))
-            yield from self.held(moved, within)
+            yield from self.placed(moved, within)
 
 
 def at(coded: Coded, blocks: slice) -> Coded:

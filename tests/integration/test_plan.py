@@ -78,7 +78,7 @@ BY_HAND = ("groups of 4", "data and tensor parallel")  # of 8 ranks; tests/unit/
 
 @pytest.mark.parametrize("layout", by_hand(LAYOUTS, BY_HAND))
 def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
-    """Of all ranks of a replica, to the byte, but for what did not fit its code and was sent again."""
+    """Of all ranks of a replica, to the byte, but for what did not fit its code: its next bits, or fp32."""
     ranks, changes = LAYOUTS[layout]
     raw = tiny(
         {"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}}, tiny(changes)
@@ -98,7 +98,7 @@ def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
             assert (rows[-1]["total/sent_bytes"], again) == (planned, 0)
         else:  # copies go in fp32 beside their codes
             copies = 4 * ROUNDS * sum(held.copied for held in stages)
-            assert rows[-1]["total/sent_bytes"] - again == planned - copies
+            assert 0 < rows[-1]["total/sent_bytes"] - (planned - copies) <= 2 * again
             assert again >= copies > 0
 
 

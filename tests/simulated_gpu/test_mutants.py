@@ -117,12 +117,12 @@ MUTANTS = {
     "a vector is sent before it is formed": Mutant("outer/vectors.py", "wait_for(self.home)", "pass", ROUNDS),
     "codes are sent before they are computed": Mutant(
         "outer/stretch_code.py",
-        "wait_for(self._vector.device)\n        return",
+        "wait_for(self.vector.device)\n        return",
         "pass\n        return",
         ROUNDS,
     ),
     "verdicts are read before they are there": Mutant(
-        "outer/stretch_code.py", "wait_for(self._vector.device)\n        if", "pass\n        if", ROUNDS
+        "outer/stretch_code.py", "wait_for(self.vector.device)\n        if", "pass\n        if", ROUNDS
     ),
     "a vector is coded in host memory": Mutant(
         "outer/optimizer.py", "self._vectors.home if coded else HOST", "HOST", CROSSED

@@ -123,7 +123,7 @@ class Fleet:
     @property
     def memory(self) -> list[Tensor]:
         """What the outer optimizers keep, but not what depends on how many codes did not fit."""
-        varies = () if self.settings.payload == "fp32" else ("left over", "inbox", "slices")
+        varies = () if self.settings.payload == "fp32" else ("open", "sums 2", "left over", "inbox", "slices")
         rounds = [one for outer in self.outer for one in (*outer._idle, *outer._under_way)]
         kept = [one._buffers._held | one._exchange._buffers._held for one in rounds]
         vectors = [tensor for buffers in kept for name, tensor in buffers.items() if name not in varies]

@@ -22,6 +22,7 @@ from megatron_noloco.outer import (
     group_mean,
 )
 from megatron_noloco.outer.channels import CHANNELS, Contacts
+from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import NolocoSettings
@@ -59,10 +60,13 @@ def test_members_use_bitwise_the_same_mean(group: Group, elements: int) -> None:
     assert_close(means[0], vectors[list(group)].double().mean(dim=0))
 
 
+APART = [3, 2000, 4999]
+
+
 def some_apart(members: int) -> Tensor:
     """Return vectors that are close to each other but for three elements, which codes do not hold."""
     vectors = noise(5000, seed=0) + 0.01 * noise(members, 5000, seed=1)
-    vectors[0, [3, 2000, 4999]] += 50.0
+    vectors[0, APART] += 50.0
     return vectors
 
 
@@ -89,7 +93,11 @@ def test_every_element_comes_once_whether_the_members_wait_or_not(
 
     def check() -> None:
         assert torch.equal(times, torch.ones_like(times))
-        assert float((means - vectors.mean(0)).abs().max()) < (1e-5 if bits is None else 0.05)
+        error = (means - vectors.mean(0)).abs()
+        if bits is not None:  # in their blocks steps are as much larger
+            blocks = {at // BLOCK for at in APART}
+            error[:, [at for at in range(5000) if at // BLOCK in blocks]] /= 50.0
+        assert float(error.max()) < (1e-5 if bits is None else 0.05)
 
     begin(0)
     with ThreadPoolExecutor(len(group)) as threads:

@@ -15,13 +15,16 @@ from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.outer.payload import (
     BLOCK,
     CELLS,
+    RANGE,
     Codec,
+    Received,
     blocks_in,
     find_steps,
     message_bytes,
     signs_of,
     wide_type,
 )
+from megatron_noloco.outer.stretch_code import DIGITS
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import pull_error
 from tests.unit.fleet import CODED_CHUNK_BYTES, average, fleet_of, noise
@@ -81,16 +84,15 @@ def test_replicas_in_one_group_stay_together_to_a_part_of_a_step(bits: int, repl
 @pytest.mark.parametrize("members", [3, 9])
 @pytest.mark.parametrize("stretch", [STRETCH, 3 * BLOCK])
 def test_where_rounding_errors_are_kept_all_members_have_the_same_bits(members: int, stretch: int) -> None:
-    """Blocks that are sent in fp32 have no error; the others have that which is reported."""
+    """Blocks that are sent in fp32 have no error; the others, also in next bits, have that which is reported."""
     vectors = alike(members, 9000)
     vectors[0, 600], exact = 7.0, (2000, 2100)  # a difference that does not fit
     found, exchanges = average(vectors, tuple(range(members)), 4, stretch=stretch, exact=[exact])
     rounding = torch.stack([exchange.rounding for exchange in exchanges])
     assert torch.equal(found, found[:1].expand(members, -1))
     in_fp32 = [blocks for blocks in range(18) if not rounding[:, blocks * BLOCK : (blocks + 1) * BLOCK].any()]
-    assert {600 // BLOCK, *(at // BLOCK for at in exact)} <= set(in_fp32)
-    resent = sum(min(BLOCK, 9000 - block * BLOCK) for block in in_fp32)
-    assert {exchange.report.resent_elements for exchange in exchanges} == {resent}
+    assert in_fp32 == [at // BLOCK for at in exact]
+    assert all(exchange.report.resent_elements >= 3 * BLOCK for exchange in exchanges)
     expected = sum(exchange.report.squared_error for exchange in exchanges)
     assert float(rounding.square().mean(0).sum()) == pytest.approx(expected, rel=0.1)
 
@@ -130,16 +132,25 @@ def test_the_error_is_that_reported_and_does_not_grow_with_the_weights(bits: int
 # What does not fit
 
 
-def both_ends(codec: Codec, mine: Tensor, theirs: Tensor, steps: Tensor) -> list[tuple[Tensor, Tensor]]:
+def coded(codec: Codec, vector: Tensor, steps: Tensor, digits: int = 1) -> Received:
+    """Return what a member sends of a vector."""
+    codes = torch.empty(digits, len(steps), codec.block_bytes, dtype=torch.uint8)
+    checksums = torch.empty(len(steps), dtype=torch.int32)
+    for digit, out in enumerate(codes):
+        codec.encode(vector, steps, digit, (out, checksums))
+    return list(codes), checksums
+
+
+def both_ends(
+    codec: Codec, mine: Tensor, theirs: Tensor, steps: Tensor, digits: int
+) -> list[tuple[Tensor, Tensor]]:
     """Return m and the verdict, at either end."""
-    coded = []
-    for vector in (mine, theirs):
-        codes = torch.empty(len(steps), codec.block_bytes, dtype=torch.uint8)
-        checksums = torch.empty(len(steps), dtype=torch.int32)
-        codec.encode(vector, steps, codes, checksums)
-        coded.append((codes, checksums))
-    ends = (codec.differences(steps, *pair) for pair in (coded, coded[::-1]))
-    return [(m.clone(), right) for m, right, _ in ends]
+    ends = []
+    for own, other in ((mine, theirs), (theirs, mine)):
+        received = coded(codec, other, steps, digits)
+        m, right, _ = codec.differences(codec.whole_steps(own, steps), len(own), received)
+        ends.append((m, right))
+    return ends
 
 
 DIFFERENCES = st.one_of(
@@ -155,16 +166,17 @@ DIFFERENCES = st.one_of(
     st.sampled_from(BITS),
     st.lists(st.tuples(st.integers(-(2**22), 2**22), DIFFERENCES), min_size=1, max_size=40),
     st.sampled_from([2.0**-30, 1.0, 3.0]),
+    st.integers(1, DIGITS),
 )
 def test_both_ends_come_to_the_same_verdict_and_to_opposite_differences(
-    bits: int, numbers: Sequence[tuple[int, int]], step: float
+    bits: int, numbers: Sequence[tuple[int, int]], step: float, digits: int
 ) -> None:
     mine = torch.tensor([n for n, _ in numbers], dtype=torch.float32) * step
     theirs = torch.tensor([n + m for n, m in numbers], dtype=torch.float32) * step
-    (m, right), (their_m, their_right) = both_ends(Codec(bits), mine, theirs, torch.tensor([step]))
+    (m, right), (their_m, their_right) = both_ends(Codec(bits), mine, theirs, torch.tensor([step]), digits)
     assert torch.equal(right, their_right)
     true = ((theirs.double() - mine.double()) / step).round().long()
-    too_large = int((true.abs() >= 2 ** (bits - 1)).sum())
+    too_large = int((true.abs() >= 2 ** (digits * bits - 1)).sum())
     if right:
         assert torch.equal(m.int(), -their_m.int())
     if too_large == 0:
@@ -181,7 +193,7 @@ def test_several_differences_that_do_not_fit_are_found_as_well(bits: int) -> Non
     too_large = numbers.view(blocks, BLOCK).abs().amax(1) >= 2 ** (bits - 1)
     codec = Codec(bits)
     for some, too in zip(numbers.view(-1, 100 * BLOCK), too_large.view(-1, 100), strict=True):
-        for _, right in both_ends(codec, torch.zeros_like(some), some, torch.ones(100)):
+        for _, right in both_ends(codec, torch.zeros_like(some), some, torch.ones(100), 1):
             assert torch.equal(right, ~too)
     assert bool(too_large.all()), "each has some two dozen of them"
 
@@ -191,18 +203,38 @@ def plain_means(vectors: Tensor, group: Group) -> Tensor:
     return average(vectors, group, chunk_bytes=CODED_CHUNK_BYTES)[0]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", [(0, 1), (0, 1, 2)])
-def test_blocks_that_do_not_fit_are_sent_again_in_fp32(bits: int, group: Group) -> None:
-    """One element far from the partner's: a step that suits the others cannot hold it."""
+def test_blocks_that_do_not_fit_are_sent_as_their_next_bits(bits: int, group: Group) -> None:
+    """One element far from the partner's: a step that suits the others holds it with twice the bits."""
     vectors = alike(3, 5000)
     vectors[0, 700] += 50.0
     vectors[1, 4900] -= 50.0  # the last block, which is short
-    left_over = torch.cat([torch.arange(512, 1024), torch.arange(4608, 5000)])
     found, reports = means(vectors, group, bits)
-    assert [report.resent_elements for report in reports] == [len(left_over)] * len(group)
+    assert [report.resent_elements for report in reports] == [512 + 392] * len(group)
     assert sum(report.compared_elements for report in reports) == 5000 * (2 if len(group) == 2 else 1)
+    true = vectors[list(group)].double().mean(0)
+    torch.testing.assert_close(found.double().mean(0), true, rtol=0, atol=2**-18)
+    largest_step = 2 * RANGE[bits] * 50 / 512**0.5 / 2 ** (bits - 1)
+    assert float((found - true).abs().max()) < largest_step
+    if len(group) == 2:
+        more = 2 * (BLOCK * bits // 8 + 4)
+        assert [report.bytes_sent for report in reports] == [message_bytes(5000, bits) + more] * 2
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", [(0, 1), (0, 1, 2)])
+def test_blocks_that_do_not_fit_as_next_bits_are_sent_in_fp32(bits: int, group: Group) -> None:
+    """Two elements that cancel in the sketch of their cell."""
+    vectors, number = alike(3, 5000), 3
+    first, second, *_ = range(700, BLOCK * 2, CELLS)
+    signs = signs_of(number)
+    vectors[0, first] += 500.0
+    vectors[0, second] -= 500.0 * float(signs[first % BLOCK] * signs[second % BLOCK])
+    found, exchanges = average(vectors, group, bits, number=number)
+    left_over = torch.arange(512, 1024)
     assert torch.equal(found[:, left_over], plain_means(vectors[:, left_over], group))
+    assert {exchange.report.resent_elements for exchange in exchanges} == {512}
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -296,13 +328,9 @@ def test_sums_that_do_not_fit_are_found() -> None:
     numbers[1:15, 1, 9] = -5
     numbers[15, 1, 9] = 7
     codec, steps = Codec(4), torch.ones(2)
-    coded = [
-        (torch.empty(2, BLOCK // 2, dtype=torch.uint8), torch.empty(2, dtype=torch.int32)) for _ in numbers
-    ]
-    for member, code in zip(numbers, coded, strict=True):
-        codec.encode(member.flatten(), steps, *code)
+    others = [coded(codec, member.flatten(), steps) for member in numbers[1:]]
     sums = torch.empty(2, BLOCK, dtype=wide_type(4, 16))
-    right, *_ = codec.sum_of(numbers[0].flatten(), steps, coded, sums)
+    right, *_ = codec.sum_of(numbers[0].flatten(), steps, others, sums)
     assert right.tolist() == [True, False]
     for member in numbers[:, 0]:
         assert torch.equal(codec.from_sum(member, steps[:1], sums[:1], 16), numbers[:, 0].mean(0))
@@ -324,10 +352,11 @@ def test_sixteen_members_keep_their_mean(bits: int) -> None:
 @pytest.mark.parametrize(("bits", "per_block"), [(8, 532), (4, 276)])
 @pytest.mark.parametrize("elements", [1, 512, 513, 5000])
 def test_bytes_of_a_pair(bits: int, per_block: int, elements: int) -> None:
-    for exchange in average(alike(2, elements), (0, 1), bits, stretch=1024)[1]:
+    vectors = noise(elements, seed=0).expand(2, -1)  # differences of 0 fit
+    for exchange in average(vectors, (0, 1), bits, stretch=1024)[1]:
         on_the_wire = sum(buffer.nbytes for _, buffer in exchange.transport.sent)
-        expected = message_bytes(elements, bits) + 4 * exchange.report.resent_elements
-        assert exchange.report.bytes_sent == on_the_wire == expected
+        assert exchange.report.bytes_sent == on_the_wire == message_bytes(elements, bits)
+        assert exchange.report.resent_elements == 0
         assert message_bytes(elements, bits) == per_block * math.ceil(elements / 512)
 
 

@@ -18,16 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.payload import (
-    BLOCK,
-    CELLS,
-    Codec,
-    blocks_in,
-    find_steps,
-    message_bytes,
-    pieces,
-    signs_of,
-)
+from megatron_noloco.outer.finite_mean import ExchangeReport
+from megatron_noloco.outer.payload import BLOCK, Codec, blocks_in, message_bytes, signs_of
+from megatron_noloco.outer.stretch_code import Code, PairCode
 from megatron_noloco.outer.vectors import HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
 
@@ -40,7 +33,7 @@ class Figures(NamedTuple):
     """The figures of one way to send a vector; seconds are processor time of one thread."""
 
     mean: Tensor  # what the first of the two takes for it
-    sent_again: float  # share of the elements
+    next_bits: float  # share of the elements in blocks that do not fit
     encode_seconds: float
     decode_seconds: float
 
@@ -83,8 +76,8 @@ def measure(
     gigabytes = 4 * elements / 1e9
     return {
         "error_at_phi_over_delta": errors,
-        "sent_again_in_fp32": round(figures.sent_again, 5),
-        "bytes_per_element": round(bytes_per_element + 4 * figures.sent_again, 4),
+        "sent_as_next_bits": round(figures.next_bits, 5),
+        "bytes_per_element": round(bytes_per_element * (1 + figures.next_bits), 4),
         "encode_gb_per_second": round(gigabytes / figures.encode_seconds, 2),
         "decode_gb_per_second": round(gigabytes / figures.decode_seconds, 2),
     }
@@ -113,37 +106,46 @@ def plain(mine: Tensor, theirs: Tensor, repeats: int, code: Callable[[Tensor], T
 
 
 def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
-    """Encode and decode where the vectors lie, as `CodedExchange` does, without the messages."""
-    device, blocks = mine.device, blocks_in(len(mine))
-    codec, signs, get = Codec(bits, device), signs_of(0).to(device), Buffers().get
-    sketches = [get(f"sketches {side}", torch.float32, blocks, CELLS) for side in range(2)]
-    in_host_memory = get("steps", torch.float32, blocks)
-    steps, mean = torch.empty(blocks, device=device), torch.empty_like(mine)
-    codes = torch.empty(2, blocks, codec.block_bytes, dtype=torch.uint8, device=device)
-    checksums = torch.empty(2, blocks, dtype=torch.int32, device=device)
-    right = torch.empty(blocks, dtype=torch.bool, device=device)
+    """Encode and decode where the vectors lie, without the messages; only the first digit is timed."""
+    codec, signs, blocks = Codec(bits, mine.device), signs_of(0).to(mine.device), blocks_in(len(mine))
+    memory, reports = (Buffers(), Buffers()), (ExchangeReport((0, 1)), ExchangeReport((0, 1)))
+    mean = torch.empty_like(mine)
 
-    def encode() -> None:
-        codec.sketch(mine, signs, sketches[0])
-        wait_for(device)
-        find_steps(sketches, bits, in_host_memory)
-        steps.copy_(in_host_memory, non_blocking=True)
-        codec.encode(mine, steps, codes[0], checksums[0])
+    def begin(side: int) -> PairCode:
+        code = Code(codec, signs, torch.ones(blocks, dtype=torch.bool))
+        return PairCode((mine, theirs)[side], code, memory[side], reports[side])
+
+    def sketch_and_encode(side: int) -> PairCode:
+        code = begin(side)
+        code.their_sketches.copy_(sketches[1 - side])
+        code.find_steps()
+        code.encode(slice(0, blocks))
+        return code
 
     def decode() -> None:
-        for piece, at in pieces(mine, codec.at_once):
-            coded = [(codes[side, at], checksums[side, at]) for side in range(2)]
-            m, right[at], _ = codec.differences(steps[at], coded[0], coded[1])
-            moved, _ = codec.from_difference(piece, m, steps[at] * right[at] / 2)
-            mean[at.start * BLOCK : at.stop * BLOCK] = moved
+        for piece in own.means(slice(0, own.blocks)):
+            mean[piece.start : piece.stop] = piece.mean
 
-    codec.sketch(theirs, signs, sketches[1])
-    _, encode_seconds = fastest(encode, repeats, device)
-    codec.encode(theirs, steps, codes[1], checksums[1])
-    _, decode_seconds = fastest(decode, repeats, device)
-    again = ~right.repeat_interleave(BLOCK)
-    mean[again] = (mine[again] + theirs[again]) / 2
-    return Figures(mean, float(again.float().mean()), encode_seconds, decode_seconds)
+    sketches = [begin(side).sketches.clone() for side in range(2)]
+    own, encode_seconds = fastest(lambda: sketch_and_encode(0), repeats, mine.device)
+    other = sketch_and_encode(1)
+    swap(own, other)
+    _, decode_seconds = fastest(decode, repeats, mine.device)
+    for code in (other, own):
+        list(code.means(slice(0, blocks)))
+        code.next_digit()
+    for code in (other, own):
+        code.encode(slice(0, code.blocks))
+    swap(own, other)
+    decode()
+    return Figures(mean, reports[0].resent_elements / len(mine), encode_seconds, decode_seconds)
+
+
+def swap(one: PairCode, other: PairCode) -> None:
+    """Let two members of a pair receive what they send."""
+    for mine, theirs in ((one.mine, other.theirs[0]), (other.mine, one.theirs[0])):
+        for part, place in zip(mine, theirs, strict=True):
+            place.copy_(part)
 
 
 def fastest(work: Callable[[], Any], repeats: int, device: torch.device = HOST) -> tuple[Any, float]:
