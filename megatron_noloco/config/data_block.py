@@ -7,7 +7,14 @@ from pydantic import field_validator, model_validator
 
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.sources import IndexedSource, Prefixes, RecordSource, Source, Split, TextSource
+from megatron_noloco.data.sources import (
+    IndexedSource,
+    RecordSource,
+    Source,
+    Split,
+    TextSource,
+    parse_prefixes,
+)
 from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.fields import FilePath, Settings, field, offered_field, shared_field
 
@@ -86,7 +93,7 @@ class DataConfig(Settings):
     @classmethod
     def _is_a_blend(cls, paths: Paths | None) -> Paths | None:
         if paths is not None:
-            Prefixes.parse(paths)
+            parse_prefixes(paths)
         return paths
 
     @field_validator("split")
@@ -124,12 +131,12 @@ class DataConfig(Settings):
         if self.text is not None:
             return TextSource(self.text, Split.parse(self.split), self.cache)
         if self.data_path is not None:
-            return IndexedSource(Prefixes.parse(self.data_path), None, Split.parse(self.split))
+            return IndexedSource(parse_prefixes(self.data_path), None, Split.parse(self.split))
         if self.sft_data_path is not None:
             return RecordSource(self.sft_data_path, Split.parse(self.split), self.sft_packing, self.cache)
         assert self.train_data_path is not None  # one of the four is there
-        validation = None if self.valid_data_path is None else Prefixes.parse(self.valid_data_path)
-        return IndexedSource(Prefixes.parse(self.train_data_path), validation, None)
+        validation = None if self.valid_data_path is None else parse_prefixes(self.valid_data_path)
+        return IndexedSource(parse_prefixes(self.train_data_path), validation, None)
 
     @property
     def separate_documents(self) -> bool:

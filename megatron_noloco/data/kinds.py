@@ -186,7 +186,7 @@ class Preprocessed(Documents):
         self.open(shown=False)
 
     def _members(self, prefixes: Prefixes) -> list[Member]:
-        opened = ((open_indexed(prefix, self.tokenizer), share, prefix) for prefix, share in prefixes.parts)
+        opened = ((open_indexed(prefix, self.tokenizer), share, prefix) for prefix, share in prefixes)
         return [Member(*member) for member in opened]
 
     def summary(self, training: Blend, validation: Blend | None) -> str:

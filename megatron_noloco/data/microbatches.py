@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ class Microbatch(NamedTuple):
 
 
 def training_microbatch(
-    dataset: SampleDataset, order: Order, plan: BatchPlan, step: int, replica: int, dp: int, microbatch: int
+    dataset: SampleDataset, order: Order, plan: BatchPlan, dp: int, step: int, replica: int, microbatch: int
 ) -> Microbatch:
     """Return a training microbatch of any replica, on any rank.
 
@@ -77,12 +76,8 @@ class ValidationSource:
                 f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}; "
                 "lower evaluation.iters"
             )
-        self.dataset, self.micro_batch_size, self.count, self.weight = (
-            dataset,
-            micro_batch_size,
-            count,
-            weight,
-        )
+        self.dataset, self.micro_batch_size = dataset, micro_batch_size
+        self.count, self.weight = count, weight
         self.order = Order.of(len(dataset), VALIDATION_SEED)
 
     def __len__(self) -> int:
@@ -114,33 +109,22 @@ class StepInput(NamedTuple):
     routes: Routes
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Which microbatches a rank reads; follows from its replica, data-parallel rank and model chunks."""
+def addresses_of(
+    topology: Topology, position: Position, separate_documents: bool, microbatches: int, routes: Routes
+) -> set[Address]:
+    """Return the microbatches that a rank reads: those routed to its chunks of the model.
 
-    replica: int
-    dp: int
-    chunks: tuple[int, ...]  # the rank's chunks that read microbatches, by their number in the model
-
-    @classmethod
-    def at(cls, topology: Topology, position: Position, separate_documents: bool) -> "Reader":
-        """Return the reader of a rank.
-
-        The first and the last chunk of the model read tokens and labels; those between read the borders of
-        documents, and only if `separate_documents`.
-        """
-        own = range(position.stage, topology.pp * topology.vpp, topology.pp)
-        ends = (0, topology.pp * topology.vpp - 1)
-        chunks = tuple(chunk for chunk in own if separate_documents or chunk in ends)
-        return cls(position.replica, position.dp, chunks)
-
-    def addresses(self, routes: Routes, microbatches: int) -> set[Address]:
-        """Return the microbatches routed to the rank's chunks (to the model's first chunk, its own replica's)."""
-        return {
-            (routes.origin(chunk, self.replica, microbatch), microbatch)
-            for chunk in self.chunks
-            for microbatch in range(microbatches)
-        }
+    The first and the last chunk of the model read tokens and labels; the first one those of its own replica. The
+    chunks between read the borders of documents, and only if `separate_documents`.
+    """
+    own = range(position.stage, topology.pp * topology.vpp, topology.pp)
+    ends = (0, topology.pp * topology.vpp - 1)
+    return {
+        (routes.origin(chunk, position.replica, microbatch), microbatch)
+        for chunk in own
+        if separate_documents or chunk in ends
+        for microbatch in range(microbatches)
+    }
 
 
 class Loader:
@@ -149,21 +133,22 @@ class Loader:
     On a machine with a GPU, microbatches are in pinned memory, so that the copy to the device is asynchronous.
 
     Args:
-        read: returns the training microbatch of (step, replica, data-parallel rank, microbatch).
+        read: returns the training microbatch of (step, replica, microbatch).
+        addresses: returns what this rank reads on these routes.
         local_steps: k, the local steps of a round.
         record: receives "data/wait_seconds", for which the training loop waits for data.
     """
 
     def __init__(
         self,
-        read: Callable[[int, int, int, int], Microbatch],
+        read: Callable[[int, int, int], Microbatch],
+        addresses: Callable[[Routes], set[Address]],
         routing: Routing,
         local_steps: int,
-        reader: Reader,
         record: Record = unrecorded,
     ) -> None:
-        self._read, self._routing, self._local_steps = read, routing, local_steps
-        self._reader, self._record = reader, record
+        self._read, self._addresses, self._record = read, addresses, record
+        self._routing, self._local_steps = routing, local_steps
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=self._set_device)
         self._steps: dict[int, dict[Address, Future[Microbatch]]] = {}  # of this step and the next
@@ -180,7 +165,7 @@ class Loader:
         return self._routing.routes(step, step // self._local_steps)
 
     def _submit(self, step: int) -> dict[Address, Future[Microbatch]]:
-        addresses = sorted(self._reader.addresses(self._routes(step), self._routing.microbatches))
+        addresses = sorted(self._addresses(self._routes(step)))
         return {address: self._thread.submit(self._load, step, *address) for address in addresses}
 
     def _set_device(self) -> None:
@@ -188,7 +173,7 @@ class Loader:
             torch.cuda.set_device(self._gpu)  # a new thread begins on GPU 0
 
     def _load(self, step: int, replica: int, microbatch: int) -> Microbatch:
-        read = self._read(step, replica, self._reader.dp, microbatch)
+        read = self._read(step, replica, microbatch)
         return read if self._gpu is None else read.pinned()
 
     def _wait_for(self, step: int, replica: int, microbatch: int) -> Microbatch:

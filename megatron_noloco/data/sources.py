@@ -51,33 +51,30 @@ WHOLE = Split(1, 0, 0)
 STANDARD_LIBRARY = "python-stdlib"  # in place of a path: the sources of Python's standard library here
 
 
-@dataclass(frozen=True)
-class Prefixes:
-    """Prefixes of indexed datasets and their shares, which add up to 1."""
+Prefixes = tuple[tuple[str, float], ...]
+"""Prefixes of indexed datasets, each with its share; shares add up to 1."""
 
-    parts: tuple[tuple[str, float], ...]  # prefix, share
 
-    @classmethod
-    def parse(cls, paths: str | Sequence[str | float]) -> "Prefixes":
-        """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises UserError."""
-        if isinstance(paths, str):
-            words = paths.split()
-            if len(words) > 2 and _weights(words[::2]) and len(words) % 2 == 0:
-                raise UserError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
-            paths = [paths]
-        if len(paths) == 1 and isinstance(paths[0], str):
-            return cls(((paths[0], 1.0),))
-        weights = _weights(paths[::2])
-        prefixes = [prefix for prefix in paths[1::2] if isinstance(prefix, str) and prefix]
-        positive = all(0 < weight < math.inf for weight in weights)
-        if not weights or len(weights) != len(prefixes) or not positive:
-            raise UserError(
-                "must be one prefix, or weights > 0 and prefixes in turn, like "
-                f'["0.3", "prefixA", "0.7", "prefixB"], got {paths!r}'
-            )
-        shares = [weight / sum(weights) for weight in weights]
-        slots_of(shares)  # raises where these cannot be met
-        return cls(tuple(zip(prefixes, shares, strict=True)))
+def parse_prefixes(paths: str | Sequence[str | float]) -> Prefixes:
+    """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises UserError."""
+    if isinstance(paths, str):
+        words = paths.split()
+        if len(words) > 2 and _weights(words[::2]) and len(words) % 2 == 0:
+            raise UserError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
+        paths = [paths]
+    if len(paths) == 1 and isinstance(paths[0], str):
+        return ((paths[0], 1.0),)
+    weights = _weights(paths[::2])
+    prefixes = [prefix for prefix in paths[1::2] if isinstance(prefix, str) and prefix]
+    positive = all(0 < weight < math.inf for weight in weights)
+    if not weights or len(weights) != len(prefixes) or not positive:
+        raise UserError(
+            "must be one prefix, or weights > 0 and prefixes in turn, like "
+            f'["0.3", "prefixA", "0.7", "prefixB"], got {paths!r}'
+        )
+    shares = [weight / sum(weights) for weight in weights]
+    slots_of(shares)  # raises where these cannot be met
+    return tuple(zip(prefixes, shares, strict=True))
 
 
 @dataclass(frozen=True)

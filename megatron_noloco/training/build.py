@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.microbatches import Loader, Reader, training_microbatch
+from megatron_noloco.data.microbatches import Loader, addresses_of, training_microbatch
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -59,14 +59,15 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
 
     slot = topology.slot if topology.separate_jobs else None
     training = joined.data.training
-    read = partial(training_microbatch, training, training.order(config.training.seed, slot), plan)
-    reader = Reader.at(topology, groups.position, stage.separate_documents)
+    order, at = training.order(config.training.seed, slot), groups.position
+    read = partial(training_microbatch, training, order, plan, at.dp)
+    addresses = partial(addresses_of, topology, at, stage.separate_documents, plan.microbatches)
     return Run(
         schedule=_schedule(config),
         start_step=start.step,
         engine=engine,
         peers=peers,
-        loader=Loader(read, routing, config.noloco.local_steps, reader, record),
+        loader=Loader(read, addresses, routing, config.noloco.local_steps, record),
         evaluator=_evaluator(prepared, joined, engine, outer),
         checkpointer=checkpointer,
         monitor=monitor,

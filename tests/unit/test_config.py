@@ -14,7 +14,7 @@ from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.saved import config_of_checkpoint
-from megatron_noloco.data.sources import IndexedSource, Prefixes, Split, TextSource
+from megatron_noloco.data.sources import IndexedSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture, Compute
@@ -28,11 +28,11 @@ COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_nu
 def test_texts_blends_and_paths_of_each_split_are_read() -> None:
     assert config().data.source == TextSource("python-stdlib", Split(0.949, 0.05, 0.001))
     assert config(data__split="3,1").data.source == TextSource("python-stdlib", Split(0.75, 0.25, 0.0))
-    blend = Prefixes((("a", 0.25), ("b", 0.75)))
+    blend = (("a", 0.25), ("b", 0.75))
     indexed = config(data={"data_path": ["0.3", "a", 0.9, "b"], "split": "1,1"})
     assert indexed.data.source == IndexedSource(blend, None, Split(0.5, 0.5, 0.0))
     whole = {"train_data_path": "a", "valid_data_path": ["a"]}
-    single = Prefixes((("a", 1.0),))
+    single = (("a", 1.0),)
     assert config(data=whole).data.source == IndexedSource(single, single, None)
 
 

@@ -24,7 +24,14 @@ from megatron_noloco.data.inputs import Input, files_below, find_standard_librar
 from megatron_noloco.data.microbatches import ValidationSource, training_microbatch
 from megatron_noloco.data.opening import kind_of, open_data
 from megatron_noloco.data.samples import Samples, ShuffledSamples
-from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Prefixes, RecordSource, Split, TextSource
+from megatron_noloco.data.sources import (
+    STANDARD_LIBRARY,
+    Needs,
+    RecordSource,
+    Split,
+    TextSource,
+    parse_prefixes,
+)
 from megatron_noloco.data.text import TextRange, divide
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.sample_order import BatchPlan, Order
@@ -298,7 +305,7 @@ class TestCorpus:
             for split in ["", "a,b", "1,-1", "0,1,1", "1,1,1,1", "inf,1", "nan"]
         ),
         *(
-            (Prefixes.parse, blend, "prefixB")
+            (parse_prefixes, blend, "prefixB")
             for blend in ([], ["a", "b"], ["1", "a", "1"], [0, "a"], ["1", ""], ["a", "1"], [1])
         ),
     ],
@@ -311,8 +318,8 @@ def test_what_is_no_split_and_no_blend(parse: Callable[[Any], Any], wrong: Any, 
 
 def test_splits_and_blends() -> None:
     assert Split.parse("1,3") == Split(0.25, 0.75, 0)
-    assert Prefixes.parse("a") == Prefixes.parse(["a"]) == Prefixes((("a", 1.0),))
-    assert Prefixes.parse(["1", "a", 3, "b"]) == Prefixes((("a", 0.25), ("b", 0.75)))
+    assert parse_prefixes("a") == parse_prefixes(["a"]) == (("a", 1.0),)
+    assert parse_prefixes(["1", "a", 3, "b"]) == (("a", 0.25), ("b", 0.75))
 
 
 class TestMicrobatches:
@@ -335,8 +342,8 @@ class TestMicrobatches:
         """A rank that joins late reads what a rank that was always there reads."""
         old, new = self.source(), self.source()
         for step in range(5):
-            old(step, 0, 0, 0)
-        mine, other = old(3, 2, 1, 1), new(3, 2, 1, 1)
+            old(0, step, 0, 0)
+        mine, other = old(1, 3, 2, 1), new(1, 3, 2, 1)
         assert torch.equal(mine.tokens, other.tokens)
         assert torch.equal(mine.labels, other.labels)
 
@@ -349,7 +356,7 @@ class TestMicrobatches:
             for replica in range(3)
             for dp in range(2)
             for microbatch in range(2)
-            for token in source(step, replica, dp, microbatch)[0][:, 0].tolist()
+            for token in source(dp, step, replica, microbatch)[0][:, 0].tolist()
         ]
         for epoch in range(4):
             assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))

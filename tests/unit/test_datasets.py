@@ -25,10 +25,15 @@ from megatron_noloco.data import encode, formats
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.microbatches import Loader, Reader, ValidationSource, training_microbatch
+from megatron_noloco.data.microbatches import (
+    Loader,
+    ValidationSource,
+    addresses_of,
+    training_microbatch,
+)
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.samples import Samples
-from megatron_noloco.data.sources import Needs, Prefixes, Split, TextSource
+from megatron_noloco.data.sources import Needs, Split, TextSource, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
@@ -422,7 +427,7 @@ class TestOrderOfABlend:
         assert abs((ids < 1000).mean() - 0.997) <= 1e-4
         line = r"^has weights too small for 1/10000: the share 1.00000 would be 0.99970, since each part"
         with pytest.raises(ValueError, match=line):
-            Prefixes.parse([item for n in range(small + 1) for item in (1e-9 if n else 1.0, f"prefix{n}")])
+            parse_prefixes([item for n in range(small + 1) for item in (1e-9 if n else 1.0, f"prefix{n}")])
 
     @given(weights=st.lists(st.floats(1e-6, 1), min_size=1, max_size=80))
     def test_shares_are_exact_to_1_in_10000(self, weights: list[float]) -> None:
@@ -483,11 +488,12 @@ class TestLoader:
 
     def source(self) -> Callable[..., Any]:
         dataset = Samples(Dataset(np.arange(30 * 4 + 1)), Needs(121, 4))
-        return partial(training_microbatch, dataset, Order.of(len(dataset), seed=1), self.plan)
+        return partial(training_microbatch, dataset, Order.of(len(dataset), seed=1), self.plan, 1)
 
     def loader(self, source: Callable[..., Any], stage: int, record: Any = unrecorded) -> Loader:
-        reader = Reader.at(self.topology, Position(replica=2, stage=stage, dp=1, tp=0), False)
-        return Loader(source, self.routing, 2, reader, record)
+        position = Position(replica=2, stage=stage, dp=1, tp=0)
+        addresses = partial(addresses_of, self.topology, position, False, self.plan.microbatches)
+        return Loader(source, addresses, self.routing, 2, record)
 
     def test_it_reads_what_the_source_reads(self) -> None:
         source = self.source()
@@ -498,7 +504,7 @@ class TestLoader:
             for microbatch in range(2):
                 origin = routes.origin(1, 2, microbatch)
                 for read, replica in ((read_tokens, 2), (read_labels, origin)):
-                    ours, direct = read(replica, microbatch), source(step, replica, 1, microbatch)
+                    ours, direct = read(replica, microbatch), source(step, replica, microbatch)
                     assert torch.equal(ours.tokens, direct.tokens)
                     assert torch.equal(ours.labels, direct.labels)
         first.close()
@@ -517,7 +523,7 @@ class TestLoader:
                 chunks &= {0, pp * vpp - 1}
             expected = {(routes.origin(chunk, 1, m) if chunk else 1, m) for chunk in chunks for m in range(2)}
             position = Position(replica=1, stage=stage, dp=0, tp=0)
-            assert Reader.at(topology, position, separate_documents).addresses(routes, 2) == expected
+            assert addresses_of(topology, position, separate_documents, 2, routes) == expected
 
     def test_it_reads_one_step_ahead_in_another_thread_and_counts_the_wait(
         self,

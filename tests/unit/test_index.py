@@ -16,7 +16,7 @@ from megatron_noloco.data.blend import Blend, excerpt
 from megatron_noloco.data.indexed import Indexed, IndexedWriter, Offsets, open_indexed
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import ShuffledSamples
-from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, Split
+from megatron_noloco.data.sources import IndexedSource, Needs, Split, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer
 
 SEQUENCES = 1 << 20
@@ -66,7 +66,7 @@ def test_a_long_index_takes_no_memory_of_a_rank(tmp_path: Path) -> None:
     needs = Needs(257, 64, evaluates=True)
     tracemalloc.start()
     try:
-        source = IndexedSource(Prefixes.parse(str(tmp_path / "long")), None, Split.parse("9,1"))
+        source = IndexedSource(parse_prefixes(str(tmp_path / "long")), None, Split.parse("9,1"))
         built = open_data(source, ByteTokenizer(), needs)
         held, peak = tracemalloc.get_traced_memory()
     finally:

@@ -16,7 +16,7 @@ from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.microbatches import ValidationSource, gather
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import IGNORED, Samples, ShuffledSamples
-from megatron_noloco.data.sources import DocumentBorders, IndexedSource, Needs, Prefixes
+from megatron_noloco.data.sources import DocumentBorders, IndexedSource, Needs, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.layers import document_mask
@@ -179,7 +179,7 @@ def test_who_attends_to_whom() -> None:
 def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "a", [np.arange(100)])
     documents = DocumentBorders(ByteTokenizer.end_of_document, **{field: True})
-    source = IndexedSource(Prefixes.parse(prefix), None, None)
+    source = IndexedSource(parse_prefixes(prefix), None, None)
     needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
     with pytest.raises(ValueError, match=rf"^data.{field}: .*a holds no end-of-document token \(256\)"):
         open_data(source, ByteTokenizer(), needs)

@@ -19,11 +19,11 @@ from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import (
     IndexedSource,
     Needs,
-    Prefixes,
     RecordSource,
     Source,
     Split,
     TextSource,
+    parse_prefixes,
 )
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer, find_tokenizer
 from megatron_noloco.plans.topology import Topology
@@ -211,7 +211,7 @@ class TestBeginningOfDocument:
         file = tmp_path / "text.txt"
         file.write_text(TEXT[0])
         prefixes = [preprocessed(tmp_path, file, *options).prefix for options in ([], ["--prepend-bos"])]
-        without, begun = map(Prefixes.parse, prefixes)
+        without, begun = map(parse_prefixes, prefixes)
         for blends in ((without, begun), (begun, without)):
             with pytest.raises(ValueError, match=f"data.prepend_bos: {prefixes[0]} does not begin with BOS"):
                 datasets_of(IndexedSource(*blends, None), tmp_path / "tok", prepend_bos=True)
