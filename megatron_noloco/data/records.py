@@ -39,8 +39,8 @@ def find_records(path: str) -> Inputs:
     Raises UserError when there is none.
     """
     files, notes = find_inputs([path], "data.sft_data_path")
+    others = [item.path.name for item in files if item.folder is not None and item.kind == "text"]
     records = [item for item in files if item.folder is None or item.kind != "text"]
-    others = [item.path.name for item in files if item not in records]
     if not records:
         kinds = ", ".join((*JSON_LINES, PARQUET))
         raise UserError(f"data.sft_data_path: no file of records ({kinds}) in {path}")
