@@ -28,7 +28,7 @@ from megatron_noloco.federation.gather import Leader, bytes_of
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
 from megatron_noloco.outer.payload import Codec, UnequalError, signs_of
-from megatron_noloco.outer.stretch_code import DIGITS, Code, PairCode, blocks_to_code
+from megatron_noloco.outer.stretch_code import DIGITS, Code, StretchCode, blocks_to_code
 from megatron_noloco.outer.vectors import Buffers
 
 AHEAD = 4  # slabs
@@ -142,8 +142,11 @@ class _Exchange:
     ) -> None:
         memory = self._free.pop() if self._free else Buffers()
         coded = blocks_to_code(self._transfer.slabs[at], self._transfer.movement.exact)
-        code = await self._compute(PairCode, content, Code(codec, self._signs, coded), memory, report)
-        await self._swap(at, 0, [code.sketches], [code.their_sketches], report)
+        every = slice(0, len(coded))
+        code = await self._compute(
+            StretchCode, content, Code(codec, self._signs, coded), every, memory, report
+        )
+        await self._swap(at, 0, [code.sketches], [code.their_sketches[0]], report)
         await self._compute(code.find_steps)
         for digit in range(DIGITS):
             await self._compute(code.encode, slice(0, code.blocks))
@@ -197,7 +200,7 @@ def _order(slabs: int, phases: int) -> Iterator[tuple[int, int]]:
                 yield slab, phase
 
 
-def _decode(code: PairCode, mean: Tensor) -> None:
-    for piece in code.means(slice(0, code.blocks)):
+def _decode(code: StretchCode, mean: Tensor) -> None:
+    for piece in code.pair_means(slice(0, code.blocks)):
         mean[piece.start : piece.stop] = piece.mean
     code.next_digit()

@@ -27,7 +27,7 @@ then what is left over, as `Exchange` does.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -37,17 +37,15 @@ from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.payload import (
     BLOCK,
-    CELLS,
     Codec,
     blocks_in,
-    find_steps,
     pieces,
     signs_of,
     slices,
     wide_type,
 )
 from megatron_noloco.outer.stretch import Alone, Session, Stretch, divided
-from megatron_noloco.outer.stretch_code import Code, PairCode, StretchCode, at, blocks_to_code
+from megatron_noloco.outer.stretch_code import Code, StretchCode, at, blocks_to_code
 from megatron_noloco.outer.vectors import NOTHING, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import keeps_rounding
@@ -113,7 +111,7 @@ class CodedExchange(Exchange):
         if members == 1:
             return Alone(self._session, part)
         coded = blocks_to_code(range(first, self._posted), self._exact)
-        code = Code(self._codec, self._signs, coded)
+        code = Code(self._codec, self._signs, coded, members - 1)
         if members == 2:
             return CodedSwap(self._session, part, code)
         rounding = None if self.rounding is None else self.rounding[first : self._posted]
@@ -122,7 +120,7 @@ class CodedExchange(Exchange):
     def _go_on(self) -> None:
         """Send in fp32 what the codes of the last stretch do not hold, then the next stretch."""
         last = self._stretch
-        if isinstance(last, CodedSwap | CodedShare) and (left_over := last.code.left_over).length:
+        if isinstance(last, CodedStretch) and (left_over := last.code.left_over).length:
             length, device = left_over.length, last.vector.device
             vector = self._buffers.get("left over", torch.float32, length, device=device)
             self._stretch = super()._open(left_over.gather(last.vector, vector))
@@ -132,17 +130,33 @@ class CodedExchange(Exchange):
             super()._go_on()
 
 
-class CodedSwap(Stretch):
-    """Exchanges a stretch of a pair. Codes are sent and used in segments. The mean lacks `code.left_over`."""
+class CodedStretch(Stretch):
+    """Exchanges a stretch in codes, digit by digit; its mean lacks the blocks that are `code.left_over`.
+
+    Args:
+        own: the blocks whose codes the other ranks send to this one.
+        parts: those whose codes this one sends to each other rank.
+    """
+
+    def __init__(
+        self, session: Session, vector: Tensor, code: Code, own: slice, parts: dict[int, slice]
+    ) -> None:
+        super().__init__(session, vector)
+        self._parts = parts
+        self.code = StretchCode(vector, code, own, session.buffers, session.report)
+        sketches = ((rank, self.code.sketches[part]) for rank, part in parts.items())
+        self.send(Phase.SKETCHES, sketches, zip(parts, self.code.their_sketches, strict=True))
+
+
+class CodedSwap(CodedStretch):
+    """Exchanges a stretch of a pair. Codes are sent and used in segments."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code) -> None:
-        super().__init__(session, vector)
-        self.code = PairCode(vector, code, session.buffers, session.report)
+        every = slice(0, len(code.coded))
         (self._partner,) = set(session.ranks) - {session.place.rank}
+        super().__init__(session, vector, code, every, {self._partner: every})
         self._unsent = self._segments()
         self._under_way: list[tuple[slice, Flight]] = []
-        sketches = [(self._partner, self.code.sketches)], [(self._partner, self.code.their_sketches)]
-        self.send(Phase.SKETCHES, *sketches)
 
     def poll(self) -> Iterator[MeanPiece]:
         if self.has(Phase.SKETCHES):
@@ -153,7 +167,7 @@ class CodedSwap(Stretch):
             return  # the caller may compute in between
         while self.has(Phase.CODES):
             segment, _ = self._under_way.pop(0)
-            yield from self.code.means(segment)
+            yield from self.code.pair_means(segment)
             self.awaited = self._under_way[0][1] if self._under_way else None
         if self.awaited is None:
             self.done = not self.code.next_digit()
@@ -172,29 +186,17 @@ class CodedSwap(Stretch):
         self.awaited = None if self._unsent else self._under_way[0][1]
 
 
-class CodedShare(Stretch):
-    """Exchanges a stretch of a larger group, whose members find steps and sums, each of its own blocks.
-
-    The mean lacks `code.left_over`.
-    """
+class CodedShare(CodedStretch):
+    """Exchanges a stretch of a larger group, whose members find steps and sums, each of its own blocks."""
 
     def __init__(self, session: Session, vector: Tensor, code: Code, rounding: Tensor | None) -> None:
-        super().__init__(session, vector)
-        own, self._parts = divided(len(code.coded), session)  # of the stretch's blocks
-        code = replace(code, part=own, others=len(self._parts))
-        self.code = StretchCode(vector, code, session.buffers, session.report)
+        super().__init__(session, vector, code, *divided(len(code.coded), session))
         self._rounding = rounding
-        get, width = session.buffers.get, own.stop - own.start
-        self._their_sketches = get("their sketches", torch.float32, len(self._parts), width, CELLS)
-        sketches = ((rank, self.code.sketches[part]) for rank, part in self._parts.items())
-        self.send(Phase.SKETCHES, sketches, zip(self._parts, self._their_sketches, strict=True))
 
     def poll(self) -> Iterator[MeanPiece]:
         code = self.code
         if self.has(Phase.SKETCHES):
-            steps = code.steps[code.part]
-            find_steps([code.sketches[code.part], *self._their_sketches], code.codec.bits, steps)
-            steps *= code.coded[code.part]
+            code.find_steps()
             self._hand_out(Phase.STEPS, code.steps)
         if self.has(Phase.STEPS):
             self._send_codes()

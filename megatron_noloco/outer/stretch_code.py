@@ -38,14 +38,12 @@ class Code:
         signs: of the sketches.
         coded: bool, shape [blocks], in host memory; False: exact. In the end it is False for all blocks that are
             left over.
-        part: the blocks of which the other members send their codes to this one; None: all.
-        others: number of these members.
+        others: number of the other members.
     """
 
     codec: Codec
     signs: Tensor
     coded: Tensor
-    part: slice | None = None
     others: int = 1
 
 
@@ -68,26 +66,31 @@ class StretchCode:
 
     Attributes:
         sketches: of the stretch, fp32 of shape [blocks, CELLS], in host memory, as all messages are.
+        their_sketches: of `part` by each other member, to be filled.
         coded: see `Code`.
         blocks: how many are open.
         digits: how many digits of them have been sent, with the next one.
         vector: their elements.
-        steps: fp32; to be filled before the first `encode`.
+        steps: fp32; to be filled before the first `encode`, those of `part` by `find_steps`.
         mine: codes of this member.
         part: of which blocks the other members send their codes.
         theirs: codes of the other members, to be filled.
         held: bool, whether the codes hold all differences of a block.
     """
 
-    def __init__(self, vector: Tensor, code: Code, buffers: Buffers, report: ExchangeReport) -> None:
+    def __init__(
+        self, vector: Tensor, code: Code, part: slice, buffers: Buffers, report: ExchangeReport
+    ) -> None:
         self.codec, self.coded = code.codec, code.coded
         self._stretch, self._buffers, self._report = vector, buffers, report
         blocks = len(code.coded)
-        self._part = code.part or slice(0, blocks)
+        self._part = part
         self.sketches = buffers.get("sketches", torch.float32, blocks, CELLS)
         self.steps = buffers.get("steps", torch.float32, blocks)
         self.digits, self.vector = 1, vector
         self._open(torch.ones_like(code.coded), [[] for _ in range(code.others)])
+        width = self.part.stop - self.part.start
+        self.their_sketches = buffers.get("their sketches", torch.float32, code.others, width, CELLS)
         self.codec.sketch(vector, code.signs, self.sketches)
         wait_for(vector.device)
 
@@ -104,6 +107,12 @@ class StretchCode:
     def _codes(self, name: str, blocks: int) -> Coded:
         codes = self._buffers.get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
         return codes, self._buffers.get(f"{name} checksums", torch.int32, blocks)
+
+    def find_steps(self) -> None:
+        """Fill `steps` of `part`."""
+        steps = self.steps[self.part]
+        find_steps([self.sketches[self.part], *self.their_sketches], self.codec.bits, steps)
+        steps *= self.coded[self.part]
 
     def within(self, part: slice) -> slice:
         """Return which of the open blocks lie in a part of the stretch's blocks."""
@@ -154,6 +163,18 @@ class StretchCode:
         self._report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
         self._report.compared_elements += round(float(sizes.sum()))
 
+    def pair_means(self, blocks: slice) -> Iterator[MeanPiece]:
+        """Yield the mean of a pair, of those of the blocks that the codes hold. Raises UnequalError."""
+        segment = self.vector[blocks.start * BLOCK : blocks.stop * BLOCK]
+        for piece, within in pieces(segment, self.codec.at_once, blocks.start):
+            steps = self.here(self.steps[within])
+            own, (theirs,) = self.codec.whole_steps(piece, steps), self.received(within)
+            m, fits, unequal = self.codec.differences(own, len(piece), theirs)
+            right = fits & (steps > 0)
+            moved, square = self.codec.from_difference(piece, m, steps * right / 2)
+            self.note((right, unequal, 2 * square), within, len(piece))
+            yield from self.placed(moved, within)
+
     def placed(self, mean: Tensor, blocks: slice) -> Iterator[MeanPiece]:
         """Yield those of a piece's blocks that the codes hold, at their places in the stretch."""
         for first, last in runs(self.held[blocks]):
@@ -192,35 +213,6 @@ class StretchCode:
         """Return the elements of the chosen blocks of the stretch."""
         length = len(self._stretch)
         return Spans([(first * BLOCK, min(last * BLOCK, length)) for first, last in runs(chosen)])
-
-
-class PairCode(StretchCode):
-    """Codes a stretch of a pair: `find_steps`, then `encode` and `means` of each digit.
-
-    Attributes:
-        their_sketches: to be filled with what the partner sends, before `find_steps`.
-    """
-
-    def __init__(self, vector: Tensor, code: Code, buffers: Buffers, report: ExchangeReport) -> None:
-        super().__init__(vector, code, buffers, report)
-        self.their_sketches = buffers.get("their sketches", torch.float32, self.blocks, CELLS)
-
-    def find_steps(self) -> None:
-        """Fill `steps`."""
-        find_steps([self.sketches, self.their_sketches], self.codec.bits, self.steps)
-        self.steps.mul_(self.coded)
-
-    def means(self, blocks: slice) -> Iterator[MeanPiece]:
-        """Yield the mean of those of the blocks that the codes hold. Raises UnequalError."""
-        segment = self.vector[blocks.start * BLOCK : blocks.stop * BLOCK]
-        for piece, within in pieces(segment, self.codec.at_once, blocks.start):
-            steps = self.here(self.steps[within])
-            own, (theirs,) = self.codec.whole_steps(piece, steps), self.received(within)
-            m, fits, unequal = self.codec.differences(own, len(piece), theirs)
-            right = fits & (steps > 0)
-            moved, square = self.codec.from_difference(piece, m, steps * right / 2)
-            self.note((right, unequal, 2 * square), within, len(piece))
-            yield from self.placed(moved, within)
 
 
 def at(coded: Coded, blocks: slice) -> Coded:

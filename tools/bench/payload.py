@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.payload import BLOCK, Codec, blocks_in, message_bytes, signs_of
-from megatron_noloco.outer.stretch_code import Code, PairCode
+from megatron_noloco.outer.stretch_code import Code, StretchCode
 from megatron_noloco.outer.vectors import HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
 
@@ -111,19 +111,19 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     memory, reports = (Buffers(), Buffers()), (ExchangeReport((0, 1)), ExchangeReport((0, 1)))
     mean = torch.empty_like(mine)
 
-    def begin(side: int) -> PairCode:
+    def begin(side: int) -> StretchCode:
         code = Code(codec, signs, torch.ones(blocks, dtype=torch.bool))
-        return PairCode((mine, theirs)[side], code, memory[side], reports[side])
+        return StretchCode((mine, theirs)[side], code, slice(0, blocks), memory[side], reports[side])
 
-    def sketch_and_encode(side: int) -> PairCode:
+    def sketch_and_encode(side: int) -> StretchCode:
         code = begin(side)
-        code.their_sketches.copy_(sketches[1 - side])
+        code.their_sketches[0].copy_(sketches[1 - side])
         code.find_steps()
         code.encode(slice(0, blocks))
         return code
 
     def decode() -> None:
-        for piece in own.means(slice(0, own.blocks)):
+        for piece in own.pair_means(slice(0, own.blocks)):
             mean[piece.start : piece.stop] = piece.mean
 
     sketches = [begin(side).sketches.clone() for side in range(2)]
@@ -132,7 +132,7 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     swap(own, other)
     _, decode_seconds = fastest(decode, repeats, mine.device)
     for code in (other, own):
-        list(code.means(slice(0, blocks)))
+        list(code.pair_means(slice(0, blocks)))
         code.next_digit()
     for code in (other, own):
         code.encode(slice(0, code.blocks))
@@ -141,7 +141,7 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     return Figures(mean, reports[0].resent_elements / len(mine), encode_seconds, decode_seconds)
 
 
-def swap(one: PairCode, other: PairCode) -> None:
+def swap(one: StretchCode, other: StretchCode) -> None:
     """Let two members of a pair receive what they send."""
     for mine, theirs in ((one.mine, other.theirs[0]), (other.mine, one.theirs[0])):
         for part, place in zip(mine, theirs, strict=True):
