@@ -185,7 +185,7 @@ class Codec:
         m = m.to(small).sub_(own.to(small))
         if unused := torch.iinfo(small).bits - bits:
             m.bitwise_left_shift_(unused).bitwise_right_shift_(unused)
-        their_n = torch.add(own, m, out=self._weighted[: len(m)])
+        their_n = self._weighted[: len(m)].copy_(m).add_(own)
         off = checksums - self._checksum(their_n, elements)
         # Differences that do not fit are off by multiples of 2^bits. That of -2^(bits-1) is the same at both ends.
         return m, (off == 0) & (m.amin(dim=1) > -(2 ** (bits - 1))), (off & (2**bits - 1)).any()
@@ -267,9 +267,7 @@ class Codec:
     def _checksum(self, integers: Tensor, elements: int) -> Tensor:
         weighted = torch.mul(integers, self._weights, out=self._weighted[: len(integers)])
         checksums = weighted.sum(dim=1, dtype=torch.int32)
-        checksums[-1:] += (
-            elements % BLOCK
-        )  # or a vector of another length, in as many blocks, would look alike
+        checksums[-1:] += elements % BLOCK  # else vectors of other lengths in as many blocks would look alike
         return checksums
 
     def _integers_of(self, code: Tensor) -> Tensor:

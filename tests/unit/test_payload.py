@@ -106,6 +106,27 @@ def test_equal_replicas_with_equal_gradients_stay_bitwise_equal(bits: int) -> No
         assert torch.equal(fleet.phi, fleet.phi[:1].expand(3, -1))
 
 
+OUTLIERS = st.tuples(
+    st.integers(0, 3), st.integers(0, 2999), st.sampled_from([0.1, -1.0, 7.0, -50.0, 1e4, -1e9, 1e30])
+)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(BITS), st.integers(2, 4), st.lists(OUTLIERS, max_size=6), st.integers(0, 99))
+def test_any_differences_keep_the_mean(
+    bits: int, members: int, outliers: list[tuple[int, int, float]], seed: int
+) -> None:
+    """In one digit, in two or in fp32; and all members know which."""
+    vectors = alike(4, 3000, seed=seed)[:members]
+    for member, at, value in outliers:
+        vectors[member % members, at] += value
+    found, reports = means(vectors, tuple(range(members)), bits)
+    largest = torch.nn.functional.pad(vectors.abs().amax(0), (0, -3000 % BLOCK)).view(-1, BLOCK).amax(1)
+    error = (found.double().mean(0) - vectors.double().mean(0)).abs()
+    assert bool((error <= 2**-21 * largest.repeat_interleave(BLOCK)[:3000]).all())
+    assert len({report.resent_elements for report in reports}) == 1
+
+
 # Errors
 
 
