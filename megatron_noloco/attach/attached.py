@@ -12,21 +12,17 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.checks import tensor_of
-from megatron_noloco.attach.inner import InnerState, check_no_weights
-from megatron_noloco.attach.other_state import digest_of_weights
+from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.replica_groups import this_rank
+from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.watchdog import Watchdog
-from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport, Weights
+from megatron_noloco.outer import ExchangeReport, RoundReport, Weights
 from megatron_noloco.outer.peers import Peers
-from megatron_noloco.outer.vectors import number_tensor
 from megatron_noloco.plans.fragments import fragment_after
 
 if TYPE_CHECKING:
-    from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.node_thread import NodeThread
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
@@ -61,30 +57,21 @@ class Attached:
 
     def __init__(
         self,
-        adapter: EngineAdapter,
-        outer: OuterOptimizer,
-        first: dict[str, str],
-        state: dict[str, Tensor] | None,
-        inner: InnerState | None,
+        engine: Engine,
+        done: int,
+        job_state: JobState,
         peers: Peers,
-        job_state: "JobState | None" = None,
-        tell: Callable[[int, Sequence[RoundReport]], object] = tell_nobody,
+        tell: Callable[[int, Sequence[RoundReport]], object],
     ) -> None:
-        self.outer = outer
+        self.outer, self.done = job_state.outer, done
         self.when_loaded = _refuse_load
-        self.done = 0
+        self._engine, self._job_state, self._peers, self._tell = engine, job_state, peers, tell
         self._rounds = self._rounds_met = 0
-        self._adapter = adapter
-        self._first = first
-        self._unchecked = [] if inner is None else list(inner.optimizers)
-        self._peers, self._job_state, self._tell = peers, job_state, tell
+        self._steps = engine.steps()
         self._until_closed = ExitStack()
-        self._steps = 0 if adapter.steps is None else adapter.steps()
-        if state is not None:
-            self.done = int(state["local_steps_done"])
-            outer.restore(state)
-        self.done = peers.begin(self.done, takes_over=state is None).step
-        self._notice_loads()  # last: where this fails before, the model is not attached
+        for part in chain.from_iterable(module.modules() for module in engine.modules):
+            hook = part.register_load_state_dict_pre_hook(_Notice(self, part))
+            self._until_closed.callback(hook.remove)
         _ATTACHED.add(self)
 
     @property
@@ -93,13 +80,7 @@ class Attached:
 
         A schedule in it is advanced up to there.
         """
-        return -1 if self._job_state is None else self._job_state.inner_from
-
-    def _notice_loads(self) -> None:
-        """Until `close`, have `load_state_dict` of the modules and of their parts call `when_loaded` first."""
-        for part in chain.from_iterable(module.modules() for module in self._adapter.modules):
-            hook = part.register_load_state_dict_pre_hook(_Notice(self, part))
-            self._until_closed.callback(hook.remove)
+        return self._job_state.inner_from
 
     def step(self) -> list[RoundReport]:
         """Count a local step, and run the round that is due, if any. Call it after each step of the optimizer.
@@ -116,17 +97,14 @@ class Attached:
         their end.
         """
         self._check_not_closed()
-        if self._adapter.steps is not None:
-            steps = self._adapter.steps()
-            if steps == self._steps:
-                return []
-            self._steps = steps
+        steps = self._engine.steps()
+        if steps is not None and steps == self._steps:
+            return []
+        self._steps = steps
         self.done += 1
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
-            self._adapter.check_all()
-            while self._unchecked:  # before the first round
-                check_no_weights(self._unchecked.pop(0))
+            self._engine.check_no_others()
         reports = []
         if self.outer.place.replicas != 1:
             with now.doing(f"in the round after local step {self.done}"):
@@ -162,12 +140,7 @@ class Attached:
         Each rank has a state of its own, which belongs to the present weights: it has their SHA-256, which takes
         some 2.5 s for 10^9 weights of a rank. The tensors are live: save or copy them before the next step.
         """
-        return self.outer.state() | {
-            "local_steps_done": number_tensor(self.done),
-            "first_weights": tensor_of(self._first["weights"]),
-            "first_buffers": tensor_of(self._first["buffers"]),
-            "weights": tensor_of(digest_of_weights(self.outer.weights)),
-        }
+        return self._job_state.state_dict(self.done)
 
     def average(self) -> list[ExchangeReport]:
         """Make all replicas one model, the mean of their weights. Call it after the last step.
@@ -185,7 +158,7 @@ class Attached:
         Raises UserError after `close`, and PartnerLostError in one job, as `step` does.
         """
         self._check_not_closed()
-        self._adapter.check_all()
+        self._engine.check_no_others()
         self.outer.finish()
         average = self._peers.average(self.done, trained=True, before_waiting=lambda: None)
         for report in average.reports:
@@ -203,7 +176,7 @@ class Attached:
         Returns the reports of the rounds that ended. Does nothing in one job. Raises as `step` does.
         """
         self._check_not_closed()
-        self._adapter.check_all()
+        self._engine.check_no_others()
         boundary = self._peers.leave(self.done)
         self.done = boundary.step
         return list(boundary.rounds)

@@ -8,13 +8,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_noloco.attach.adapter import EngineAdapter, Stateful, copies_in
 from megatron_noloco.attach.attached import Attached, RoundRows, check_not_attached, tell_nobody
 from megatron_noloco.attach.checks import check_arguments, check_start, digests_of, start_report
-from megatron_noloco.attach.inner import inner_state
-from megatron_noloco.attach.other_state import model_of
+from megatron_noloco.attach.first_state import model_of
+from megatron_noloco.attach.inner import Inner, Stateful, packages_of
+from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.attach.registered import Functions, check_functions
 from megatron_noloco.attach.replica_groups import this_rank, topology_of
-from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.attach.shards import Engine, copies_in
+from megatron_noloco.attach.torch_module import torch_engine
 from megatron_noloco.errors import UserError
 from megatron_noloco.job.agreement import of_all_ranks, vote
 from megatron_noloco.outer import OuterOptimizer
@@ -38,6 +40,7 @@ def attach(
     seed: int = 0,
     state: dict[str, Tensor] | None = None,
     inner: Stateful | Sequence[Stateful] | None = None,
+    registered: Functions | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> Attached:
     """Add rounds between replicas to a loop. Call it last before the loop, after a checkpoint is loaded.
@@ -59,9 +62,12 @@ def attach(
         inner: the inner optimizer, with DeepSpeed `engine.optimizer`; or several objects with `state_dict` and
             `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
             of the federation that begin later, and taken over with the weights; without `inner` the optimizer
-            begins anew. So does an optimizer that keeps anything but numbers and tensors of a weight's shape
-            (Adafactor, 8-bit moments), and a line says so. The ranks of the jobs may differ for an optimizer of
-            torch or DeepSpeed; the state of any other object must be the same on all ranks.
+            begins anew. So does an optimizer that keeps more than Adam and its relatives, Lion, Muon or SGD with
+            momentum (Adafactor, 8-bit moments): a line names what it keeps. The ranks of the jobs may differ for
+            an optimizer of torch or DeepSpeed; the state of any other object must be the same on all ranks.
+        registered: states of the loop's own that go with the weights, by name: a function that returns the state,
+            of numbers, text and tensors, and one that loads it. Rank 0's is given to jobs that begin later, and
+            each rank's is in `Attached.state_dict`. A line names those that another job does not have.
         stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
             `threading.Event` that a handler of SIGTERM sets. Called often, also from other threads. Once it
             returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
@@ -69,8 +75,8 @@ def attach(
 
     Raises UserError for an argument that does not fit; where gradients are not reduced over the ranks of one
     replica; where ranks of this job have different settings, or its replicas different weights; for settings with
-    which the replicas drift apart; for a state of other weights; and for an optimizer in `inner` that keeps
-    weights of its own, which some show only in `step`, before the first round.
+    which the replicas drift apart; for a state of other weights; and for an optimizer that has other weights to
+    train than to evaluate (schedule-free).
 
     Jobs of a federation refuse each other where settings, seed, names and shapes of weights, first weights, frozen
     weights, first buffers or the configs of a transformers model differ. A line on the stderr of both says in
@@ -79,10 +85,11 @@ def attach(
     """
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, seed, stopped)
+    check_functions(registered)
     seed, slot = int(seed), int(slot or 0)  # JSON takes no numbers of numpy
-    adapter = _adapter_of(engine)
-    own_inner = None if inner is None else inner_state(inner)
-    check_not_attached(adapter.weights)
+    weights = _engine_of(engine)
+    own_inner = None if inner is None else Inner(weights, inner)
+    check_not_attached(weights)
     if replicas is not None:
         topology = topology_of(replicas)
     else:
@@ -93,16 +100,18 @@ def attach(
     place = topology.place(rank)
     alike = settings.model_dump() | {"seed": seed, "slot": topology.slot}
     problem = groups_problem(settings, place.replicas)
-    starts = of_all_ranks(start_report(adapter, topology, rank, alike, state, problem))
+    starts = of_all_ranks(start_report(weights, topology, rank, alike, state, problem))
     check_start(starts, rank, topology)
     replica = starts[rank - rank % topology.replica_size :][: topology.replica_size]
     digests = digests_of(replica)
     first = {name: found[rank % len(found)] for name, found in digests.items()}
+    kept = own_inner, registered or {}, first
     if federation is None:
-        outer = OuterOptimizer(adapter.weights, TorchTransport(), place, settings, seed)
-        return Attached(adapter, outer, first, state, own_inner, JobPeers(outer))
+        outer = OuterOptimizer(weights, TorchTransport(), place, settings, seed)
+        job_state = JobState(weights, outer, *kept)
+        done = 0 if state is None else job_state.restore(state)
+        return Attached(weights, done, job_state, JobPeers(outer), tell_nobody)
 
-    from megatron_noloco.attach.job_state import JobState
     from megatron_noloco.federation.compatibility import Alike
     from megatron_noloco.federation.federation_peers import FederationPeers
     from megatron_noloco.federation.membership import join_federation
@@ -112,7 +121,7 @@ def attach(
         "seed": seed,
         "names and shapes": digests["names and shapes"],
         "first weights": digests["weights"],
-        "model": model_of(adapter.modules),
+        "model": model_of(weights.modules),
     }
     own = {
         "frozen weights": digests["frozen weights"],
@@ -123,40 +132,42 @@ def attach(
     membership = join_federation(federation, settings, Place(slot, None), compared, stopped=stops)
     try:
         copies = copies_in([one.held or [] for one in starts], rank)
-        jobs = membership.replica(adapter.weights, seed, None if held is None else (held, copies))
-        outer = OuterOptimizer(adapter.weights, None, membership.place, settings, seed, jobs)
-        job_state = JobState(outer, jobs.movement, own_inner, adapter)
-        peers = FederationPeers(membership, jobs, outer, job_state, Health(outer.weights, vote))
+        jobs = membership.replica(weights, seed, None if held is None else (held, copies))
+        outer = OuterOptimizer(weights, None, membership.place, settings, seed, jobs)
+        job_state = JobState(weights, outer, *kept)
+        job_state.movement = jobs.movement
+        peers = FederationPeers(membership, jobs, outer, job_state, Health(weights, vote))
         membership.say = partial(warnings.warn, stacklevel=5)
-        done = 0 if state is None else int(state["local_steps_done"])
+        done = 0 if state is None else job_state.restore(state)
         if done:  # others that wait for this job must not find it behind
             membership.announce(done)
         if not membership.wait_for_start(done):
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
+        done = peers.begin(done, takes_over=state is None).step
         leading = membership.leading
         tell = tell_nobody if leading is None else RoundRows(leading.thread).after_step
-        return Attached(adapter, outer, first, state, own_inner, peers, job_state, tell)
+        return Attached(weights, done, job_state, peers, tell)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise
 
 
-def _adapter_of(engine: Any) -> EngineAdapter:
-    """Return the adapter of an engine, a module or an optimizer. Raises UserError for anything else.
+def _engine_of(engine: Any) -> Engine:
+    """Return the shards of an engine, a module or an optimizer. Raises UserError for anything else.
 
     Imports the code for one kind only: DeepSpeed and Megatron-core need not be installed.
     """
-    packages = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
+    packages = packages_of(engine)
     if "deepspeed" in packages and hasattr(engine, "global_steps"):
-        from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
+        from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
 
-        return deepspeed_adapter(engine)
+        return deepspeed_engine(engine)
     if "megatron" in packages and hasattr(engine, "step"):
-        from megatron_noloco.attach.megatron_optimizer import megatron_adapter
+        from megatron_noloco.attach.megatron_optimizer import MegatronEngine
 
-        return megatron_adapter(engine)
+        return MegatronEngine(engine)
     if isinstance(engine, nn.Module) and not hasattr(engine, "ddp_config"):  # which Megatron-core's DDP has
-        return torch_adapter(engine)
+        return torch_engine(engine)
     raise UserError(
         f"attach: a {type(engine).__name__} is none of DeepSpeed's engine, a torch module (in "
         "DistributedDataParallel where the job has several ranks), Megatron-core's distributed optimizer"

@@ -5,24 +5,16 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.other_state import (
-    Fingerprint,
-    digest_of_replica,
-    digest_of_weights,
-    fingerprints_of,
-)
+from megatron_noloco.attach.first_state import Fingerprint, digest_of_replica, fingerprints_of
+from megatron_noloco.attach.job_state import check_state, hexadecimal
 from megatron_noloco.attach.replica_groups import check_reduced_over
+from megatron_noloco.attach.shards import Engine, held
 from megatron_noloco.errors import UserError
-from megatron_noloco.outer import Weights
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import MOST_SLOTS, FederationSettings, NolocoSettings, federation_problems
-
-_SAVED = ("slow_weights", "local_steps_done", "first_weights")
 
 
 def check_arguments(
@@ -73,7 +65,7 @@ class StartReport:
         alike: values that must be equal on all ranks, by name.
         lengths: of the parts of its weights.
         first: what its training began with, by name; a digest of the replica that was saved is a text alone.
-        held: see `EngineAdapter.held`.
+        held: see `shards.held`.
     """
 
     problem: str
@@ -85,7 +77,7 @@ class StartReport:
 
 
 def start_report(
-    adapter: EngineAdapter,
+    engine: Engine,
     topology: Topology,
     rank: int,
     alike: dict[str, Any],
@@ -98,22 +90,21 @@ def start_report(
         alike: values that must be equal on all ranks; the local steps done, from `state`, are added.
         problem: with the settings; empty where there is none.
     """
-    held = adapter.held()
-    first = fingerprints_of(adapter, held)
+    first = fingerprints_of(engine)
     try:
         if problem:
             raise UserError(f"attach: {problem}")
-        check_reduced_over(adapter, topology, rank)
+        check_reduced_over(engine, topology, rank)
         if state is not None:
-            _check_state(state, adapter.weights)
+            check_state(state, engine)
             alike = alike | {"local_steps_done": int(state["local_steps_done"])}
-            unknown = tensor_of("00" * 32)  # 0.2.0 did not save that of the buffers
-            for name in ("weights", "buffers"):  # which change
-                first[name] = Fingerprint(_hexadecimal(state.get(f"first_{name}", unknown)), {})
+            for name in ("weights", "buffers"):  # which change; 0.2.0 did not save that of the buffers
+                saved = state.get(f"first_{name}")
+                first[name] = Fingerprint("00" * 32 if saved is None else hexadecimal(saved), {})
     except UserError as error:
         problem = str(error)
-    lengths = [part.numel() for part in adapter.weights.parts()]
-    return StartReport(problem, state is not None, alike, lengths, first, held)
+    lengths = [shard.length for shard in engine.shards]
+    return StartReport(problem, state is not None, alike, lengths, first, held(engine))
 
 
 def digests_of(replica: Sequence[StartReport]) -> dict[str, list[str]]:
@@ -163,31 +154,3 @@ def _check_equal_replicas(ranks: Sequence[StartReport], replica_size: int) -> No
             )
             what = " and ".join(differs)
             raise UserError(f"the {what} of replica {replica} differ from those of replica 0; {remedy}")
-
-
-def _check_state(state: Mapping[str, Tensor], weights: Weights) -> None:
-    """Raise UserError for a state that was not saved together with the present weights."""
-    if missing := [name for name in _SAVED if name not in state]:
-        raise UserError(
-            f"attach: state has no {missing[0]}; it must be what Attached.state_dict returned, or None"
-        )
-    if (length := len(state["slow_weights"])) != weights.length:
-        raise UserError(
-            f"attach: the state is of {length} weights, this rank has {weights.length}; each rank needs the one "
-            "that it saved itself"
-        )
-    saved = state.get("weights")  # 0.1.0 did not save it
-    if saved is not None and _hexadecimal(saved) != digest_of_weights(weights):
-        raise UserError(
-            "attach: the model is not the one this state was saved with: load its checkpoint first, with the "
-            "optimizer's state, and give each rank the state that it saved itself"
-        )
-
-
-def tensor_of(digest: str) -> Tensor:
-    """Return a hexadecimal digest as a state holds it: uint8, shape [bytes]."""
-    return torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
-
-
-def _hexadecimal(digest: Tensor) -> str:
-    return digest.cpu().numpy().tobytes().hex()

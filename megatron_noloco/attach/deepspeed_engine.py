@@ -1,21 +1,18 @@
 """Rounds for a DeepSpeed engine that a loop trains; `engine.zero` knows where its fp32 weights lie."""
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.adapter import EngineAdapter
 from megatron_noloco.attach.inner import check_modes
-from megatron_noloco.attach.torch_module import ReplicatedWeights
-from megatron_noloco.engine.zero import local_part, local_place, owned_weights, whole_weights
+from megatron_noloco.attach.shards import Engine, Shard, cut, parameters_of, shapes_of
+from megatron_noloco.attach.torch_module import Replicated
+from megatron_noloco.engine import zero
 from megatron_noloco.errors import UserError
-from megatron_noloco.plans.canonical import Matrix, Rectangle, blocks
 
 
-def deepspeed_adapter(engine: Any) -> EngineAdapter:
+def deepspeed_engine(engine: Any) -> Engine:
     """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
     Raises UserError for weights on NVMe, for an optimizer without fp32 weights, as `check_modes` does, and for
@@ -23,32 +20,59 @@ def deepspeed_adapter(engine: Any) -> EngineAdapter:
     """
     check_modes(engine.optimizer)
     _check_experts(engine)
-    adapter = partial(
-        EngineAdapter,
-        reduced_over=dist.get_process_group_ranks(engine.data_parallel_group),
-        remedy=(
-            "give deepspeed.initialize mpu=ReplicaGroups({replicas})",
-            "give deepspeed.initialize no mpu",
-        ),
-        steps=lambda: int(engine.global_steps),
-        modules=[engine.module],
-        part_of=local_part,
-        places_of=_places_of,
-    )
     expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
     own_experts = any(dist.get_world_size(group) > 1 for group in expert_groups)  # under the same names
-    owned = owned_weights(engine.optimizer)
-    if owned is not None:
-        pieces = None if own_experts else list(owned.pieces())
-        return adapter(owned, owned.stepped, owned.view, pieces=pieces)
+    flats = zero.flats_of(engine.optimizer)
+    if flats is not None:
+        return Divided(engine, flats, not own_experts)
     if own_experts:
         raise UserError("attach: each rank has experts of its own; use zero_optimization.stage 1")
-    exact, rounded, in_each = whole_weights(engine)
-    group = engine.data_parallel_group if engine.dp_world_size > 1 else None
-    weights = ReplicatedWeights(exact, group, rounded)
-    pieces = weights.pieces(chain.from_iterable(in_each))
-    view = partial(ReplicatedWeights, group=group)
-    return adapter(weights, lambda: list(zip(exact, in_each, strict=True)), view, pieces=pieces)
+    return Undivided(engine)
+
+
+class OfDeepSpeed(Engine):
+    """What all ZeRO stages have in common."""
+
+    remedy = (
+        "give deepspeed.initialize mpu=ReplicaGroups({replicas})",
+        "give deepspeed.initialize no mpu",
+    )
+    engine: Any
+
+    def steps(self) -> int:
+        return int(self.engine.global_steps)
+
+
+class Divided(OfDeepSpeed):
+    """The fp32 weights that ZeRO 1 to 3 leave to this rank."""
+
+    def __init__(self, engine: Any, flats: Sequence[zero.Flat], placed: bool) -> None:
+        self.engine = engine
+        self.reduced_over = dist.get_process_group_ranks(engine.data_parallel_group)
+        super().__init__([engine.module], _shards(engine.module, flats, placed))
+
+    def refresh(self) -> None:
+        zero.refresh(self.engine.optimizer)
+
+
+def _shards(module: Any, flats: Sequence[zero.Flat], placed: bool) -> Iterator[Shard]:
+    parameters = parameters_of([module])
+    names, shapes = {id(one): name for name, one in parameters.items()}, shapes_of(parameters)
+    for flat, pieces in flats:
+        for parameter, begin, end, own in pieces:
+            name = "" if parameter is None else names[id(parameter)]
+            places = cut(shapes[name], begin, end) if name else []
+            yield Shard(name, flat, own, own + end - begin, places if placed else None)
+
+
+class Undivided(OfDeepSpeed, Replicated):
+    """The fp32 weights of an engine without ZeRO."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        group = engine.data_parallel_group if engine.dp_world_size > 1 else None
+        stepped, rounded = zero.whole_weights(engine)
+        Replicated.__init__(self, [engine.module], stepped, group, rounded)
 
 
 def _check_experts(engine: Any) -> None:
@@ -62,7 +86,3 @@ def _check_experts(engine: Any) -> None:
                     f"attach: a group of DeepSpeed's experts spans ranks {ranks}, the data-parallel group is "
                     f"{own}; with experts each replica has to be a job of its own (federation)"
                 )
-
-
-def _places_of(parameter: Any, matrix: Matrix) -> Iterator[Rectangle]:
-    return (block.place for block in blocks(matrix, [matrix.whole], *local_place(parameter), own=0))

@@ -1,21 +1,26 @@
-"""What an attached job gives of its state to other jobs of a federation, and what it does with that of another.
+"""The state of a rank beside model and optimizer: as a checkpoint keeps it, and as jobs of a federation give it.
 
-The numbers are in the form of the trainer. A job of the trainer takes them and the vectors of an attached job, and
-leaves the rest. An attached job gets from the trainer no state of a schedule, no settings of the optimizer, and no
-buffers, and keeps its own.
+What is given are facts in the form of the trainer, vectors, and a rest. A job of the trainer takes facts and
+vectors. An attached job keeps its own buffers, settings of the optimizer and schedule where the trainer gives.
 """
 
 import io
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.inner import PREFIX, InnerState
-from megatron_noloco.attach.other_state import buffers_of, check_buffers, write_buffers
+from megatron_noloco.attach.first_state import (
+    buffers_of,
+    check_buffers,
+    digest_of_weights,
+    write_buffers,
+)
+from megatron_noloco.attach.inner import Inner
+from megatron_noloco.attach.registered import Functions, loaded, saved
+from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State
@@ -24,130 +29,168 @@ from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, ro
 from megatron_noloco.outer.vectors import HOST, number_tensor
 
 _NEEDED = {FAST_WEIGHTS, VECTORS[0]}
-_KIND = "others"  # the trainer's name for groups that Muon does not train
+_SAVED = ("slow_weights", "local_steps_done", "first_weights")
+_ABSENT = "it was not given to attach there"
 
 
 class JobState:
-    """Copies the state of this rank, and uses that of another job; implements `federation.states.Keeper`.
+    """The outer optimizer's state, the inner's, weights, buffers, and what is registered.
 
-    The state is weights, buffers, the outer optimizer's, and that of the inner optimizer.
+    Implements `federation.states.Keeper`.
 
     Args:
-        movement: of the weights.
-        inner: None: it begins anew.
+        inner: None: in a state of another job it begins anew.
+        first: digests of the weights and of the buffers with which training began.
 
     Attributes:
-        inner_from: the local steps of the state of the inner optimizer that was taken last; -1: none was.
+        movement: of the weights; in a federation only.
+        inner_from: the local steps of the state of `inner` that was taken over last; -1: none was.
     """
 
+    movement: Movement
+
     def __init__(
-        self, outer: OuterOptimizer, movement: Movement, inner: InnerState | None, adapter: EngineAdapter
+        self,
+        engine: Engine,
+        outer: OuterOptimizer,
+        inner: Inner | None,
+        registered: Functions,
+        first: Mapping[str, str],
     ) -> None:
+        self._engine, self.outer, self._inner = engine, outer, inner
+        self._registered, self._first = registered, first
         self.inner_from = -1
-        self._outer, self.movement = outer, movement
-        self._inner, self._adapter = inner, adapter
+
+    def state_dict(self, done: int) -> dict[str, Tensor]:
+        """Return what `restore` continues from, live, with the digest of the present weights."""
+        found = self.outer.state() | {
+            "local_steps_done": number_tensor(done),
+            "first_weights": tensor_of(self._first["weights"]),
+            "first_buffers": tensor_of(self._first["buffers"]),
+            "weights": tensor_of(digest_of_weights(self._engine)),
+        }
+        if self._registered:
+            found["registered"] = torch.frombuffer(
+                bytearray(_bytes_of(saved(self._registered))), dtype=torch.uint8
+            )
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> int:
+        """Continue from what `state_dict` returned; return the local steps done."""
+        self.outer.restore(state)
+        if self._registered and "registered" in state:
+            states = _read(state["registered"].cpu().numpy().tobytes())
+            _warn(loaded(self._registered, states))
+        return int(state["local_steps_done"])
 
     def copy(self, done: int) -> State:
-        outer = self._outer.state(wait=False)
-        vectors = {FAST_WEIGHTS: self._outer.weights.read()}
-        vectors |= {name: vector.to(HOST, copy=True) for name, vector in outer.items() if name in VECTORS}
-        inner, rest_of_inner, problem = self._copy_inner()
-        rest = {"inner": rest_of_inner, "problem": problem, "buffers": buffers_of(self._adapter.modules)}
-        file = io.BytesIO()
-        torch.save(rest, file)
-        facts = _facts_for_trainer(done, outer, inner, rest_of_inner)
-        return State(done, facts, dict(sorted((vectors | inner).items())), file.getvalue())
-
-    def _copy_inner(self) -> tuple[dict[str, Tensor], dict[str, Any] | None, str]:
-        """Return vectors and rest of the inner optimizer; or no rest, and why there is none."""
-        if self._inner is None:
-            return {}, None, "it was not given to attach there"
-        try:
-            return self._inner.vectors(self._adapter), self._inner.rest(self._adapter), ""
-        except UserError as error:
-            return {}, None, str(error)
+        outer = self.outer.state(wait=False)
+        vectors = {name: vector.to(HOST, copy=True) for name, vector in outer.items() if name in VECTORS}
+        vectors[FAST_WEIGHTS] = self._engine.read()
+        facts: dict[str, Any] = {
+            "optimizer": "",
+            "inner": {},
+            "engine": {"global_steps": done, "skipped_steps": 0, "schedule_step": None, "loss_scale": {}},
+            "rounds": rounds_to_lists(outer),
+        }
+        states, problem = saved(self._registered), _ABSENT
+        if self._inner is not None:
+            states |= saved(self._inner.functions)
+            try:
+                facts |= {"optimizer": self._inner.kind, "inner": self._inner.facts()}
+                vectors |= self._inner.vectors()
+                problem = ""
+            except UserError as error:
+                problem = str(error)
+        rest = {"problem": problem, "states": states, "buffers": buffers_of(self._engine)}
+        return State(done, facts, dict(sorted(vectors.items())), _bytes_of(rest))
 
     def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         if not {*names} >= _NEEDED:
             raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
-        length = self._outer.weights.length
+        length = self._engine.length
         return {name: torch.zeros(length, dtype=torch.float32, device=HOST) for name in names}
 
     def use(self, state: State) -> None:
         try:
             rounds = rounds_from_lists(state.facts["rounds"])
-            rest = _read(state.rest) if state.rest else _rest_of_trainer(state.facts)
-            if rest["buffers"] is not None:
-                check_buffers(self._adapter.modules, rest["buffers"])
+            rest = _read(state.rest) if state.rest else dict.fromkeys(("problem", "states", "buffers"))
+            problem, states, buffers = rest["problem"], rest["states"], rest["buffers"]
+            if buffers is not None:
+                check_buffers(self._engine, buffers)
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise NotTakenError(f"it is not a state: {type(error).__name__}: {error}") from None
-        vectors = state.vectors
-        inner = {name: vector for name, vector in vectors.items() if name.startswith(PREFIX)}
-        if self._inner is not None and self._use_inner(self._inner, inner, rest):
+        if self._inner is not None:
+            self._use_inner(self._inner, state, problem, states)
+        _warn(loaded(self._registered, states or {}))
+        with self._engine.writing() as write:
+            write(0, state.vectors[FAST_WEIGHTS])
+        if buffers is not None:
+            write_buffers(self._engine, buffers)
+        vectors = {name: vector for name, vector in state.vectors.items() if name in VECTORS}
+        self.outer.restore(vectors | rounds)
+
+    def _use_inner(
+        self, inner: Inner, state: State, problem: object, states: Mapping[str, Any] | None
+    ) -> None:
+        """Continue from the state of another inner optimizer, or have all of it begin anew.
+
+        Args:
+            states: of a schedule and the like; None: they go on as they are.
+        """
+        try:
+            if problem:
+                raise UserError(str(problem))
+            inner.check(state.facts["optimizer"], state.facts["inner"], state.vectors)
+            if states is not None and (lines := loaded(inner.functions, states)):
+                raise UserError(lines[0])
+        except UserError as error:
+            _warn([f"the inner optimizer begins anew: {error}"])
+            return
+        inner.load(state.facts["inner"], state.vectors)
+        if states is not None:
             self.inner_from = state.step
-        with self._outer.weights.writing() as write:
-            write(0, vectors[FAST_WEIGHTS])
-        if rest["buffers"] is not None:
-            write_buffers(self._adapter.modules, rest["buffers"])
-        self._outer.restore({name: vectors[name] for name in VECTORS if name in vectors} | rounds)
-
-    def _use_inner(self, own: InnerState, vectors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> bool:
-        """Continue from the state of another inner optimizer; return whether all of it was there."""
-        problem = str(rest["problem"])
-        if not problem:
-            try:
-                own.load(self._adapter, vectors, rest["inner"])
-            except UserError as error:
-                problem = str(error)
-        if problem:
-            warnings.warn(outside(f"the inner optimizer begins anew: {problem}"), stacklevel=5)
-        return not problem and rest["inner"]["others"] is not None
 
 
-def _read(rest: bytes) -> dict[str, Any]:
-    found = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True)
-    return {name: found[name] for name in ("inner", "problem", "buffers")}
+def check_state(state: Mapping[str, Tensor], engine: Engine) -> None:
+    """Raise UserError for a state that was not saved together with the present weights."""
+    if missing := [name for name in _SAVED if name not in state]:
+        raise UserError(
+            f"attach: state has no {missing[0]}; it must be what Attached.state_dict returned, or None"
+        )
+    if (length := len(state["slow_weights"])) != engine.length:
+        raise UserError(
+            f"attach: the state is of {length} weights, this rank has {engine.length}; each rank needs the one "
+            "that it saved itself"
+        )
+    saved = state.get("weights")  # 0.1.0 did not save it
+    if saved is not None and hexadecimal(saved) != digest_of_weights(engine):
+        raise UserError(
+            "attach: the model is not the one this state was saved with: load its checkpoint first, with the "
+            "optimizer's state, and give each rank the state that it saved itself"
+        )
 
 
-def _facts_for_trainer(
-    done: int, outer: Mapping[str, Tensor], vectors: Collection[str], inner: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the numbers of a state after `done` local steps, for JSON.
-
-    Args:
-        outer: see `OuterOptimizer.state`.
-        vectors: names of those of the inner optimizer.
-        inner: see `InnerState.rest`; None: there is none.
-    """
-    optimizers: list[dict[str, Any]] = [] if inner is None else inner["optimizers"]
-    entry: dict[str, int | float | None] = dict.fromkeys(vectors)
-    for optimizer in optimizers:
-        for name, value in optimizer["common"].items():
-            if value is not None:
-                entry[PREFIX + name] = value.item() if torch.is_tensor(value) else value
-    return {
-        "optimizer": " and ".join(one["kind"] for one in optimizers).lower(),
-        "inner": {_KIND: entry},
-        "engine": {"global_steps": done, "skipped_steps": 0, "schedule_step": None, "loss_scale": {}},
-        "rounds": rounds_to_lists(outer),
-    }
+def tensor_of(digest: str) -> Tensor:
+    """Return a hexadecimal digest as a state holds it: uint8, shape [bytes]."""
+    return torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
 
 
-def _rest_of_trainer(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of the trainer's state as what `JobState` reads of an attached job's."""
-    kinds: Mapping[str, Mapping[str, float | None]] = facts["inner"]
-    optimizers: list[dict[str, Any]] = [
-        {
-            "kind": facts["optimizer"] if len(kinds) == 1 else f"{facts['optimizer']} of {kind}",
-            "groups": [],
-            "common": {name.removeprefix(PREFIX): _number(value) for name, value in numbers.items()},
-            "named": {},
-        }
-        for kind, numbers in kinds.items()
-    ]
-    return {"inner": {"optimizers": optimizers, "others": None}, "problem": "", "buffers": None}
+def hexadecimal(digest: Tensor) -> str:
+    """Return a digest that a state holds."""
+    return digest.cpu().numpy().tobytes().hex()
 
 
-def _number(value: float | None) -> Any:
-    """Return a number as torch's optimizers keep it; DeepSpeed's kernels count in Python's integers."""
-    return number_tensor(value) if isinstance(value, float) else value
+def _bytes_of(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _read(value: bytes) -> Any:
+    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        warnings.warn(outside(line), stacklevel=6)

@@ -5,82 +5,47 @@ These are its `DistributedOptimizer`, which gives each data-parallel rank a part
 0.19.2 that are not public; the tests fail when they change.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.shards import Engine, Shard
 from megatron_noloco.errors import UserError
-from megatron_noloco.outer import TorchWeights, Weights
 
 
-def megatron_adapter(optimizer: Any) -> EngineAdapter:
-    """Return the weights of an optimizer that `get_megatron_optimizer` made, if it divides the weights.
+class MegatronEngine(Engine):
+    """The weights that this rank owns: about 1/dp of those of its stage and tensor-parallel rank.
 
     The ranks of the job are one replica, whatever its parallel sizes.
 
+    Args:
+        optimizer: that `get_megatron_optimizer` made.
+
     Raises UserError for an optimizer that does not divide the weights, or keeps none in fp32.
     """
-    optimizers = list(_dividing(optimizer))
-    for one in optimizers:
-        name = type(one).__name__
-        if not (_by_layers(one) or hasattr(one, "shard_fp32_from_float16_groups")) or any(
-            chunk.ddp_config.use_megatron_fsdp for chunk in one.model_chunks
-        ):
-            raise UserError(
-                f"attach: {name} is not supported; use --use-distributed-optimizer, or with Muon the layer-wise "
-                "distributed optimizer, without FSDP"
-            )
-        if any(weight is None for weight in _owned(one)):
-            raise UserError(
-                f"attach: this {name} keeps no fp32 weights of its own; leave out "
-                "--use-precision-aware-optimizer and --optimizer-cpu-offload"
-            )
-        if (
-            one.config.overlap_param_gather_with_optimizer_step
-            or one.config.reuse_grad_buf_for_mxfp8_param_ag
-        ):
-            raise UserError(
-                "attach: leave out --overlap-param-gather-with-optimizer-step and "
-                "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
-            )
-    weights = DividedWeights(optimizers)
-    stepped = [(weight, ()) for weight in weights.owned]
-    return EngineAdapter(weights, lambda: stepped, TorchWeights, None, ("", ""), modules=weights.chunks)
 
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizers = list(_dividing(optimizer))
+        for one in self._optimizers:
+            _check(one)
+        owned = [weight for one in self._optimizers for weight in _owned(one)]
+        chunks = list(dict.fromkeys(chunk for one in self._optimizers for chunk in one.model_chunks))
+        copied = self._copied(chunks)
+        super().__init__(chunks, (Shard("", one, 0, one.numel(), None, copied(one)) for one in owned))
 
-class DividedWeights(Weights):
-    """Shows the weights that this rank owns: about 1/dp of those of its stage and tensor-parallel rank.
-
-    Args:
-        optimizers: `DistributedOptimizer`s and `LayerWiseDistributedOptimizer`s with disjoint parameters.
-
-    Attributes:
-        owned: these weights.
-        chunks: the parts of the model on this rank.
-    """
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._optimizers = optimizers
-        self.owned = [weight for optimizer in optimizers for weight in _owned(optimizer)]
-        self.chunks = list(dict.fromkeys(chunk for one in optimizers for chunk in one.model_chunks))
-
-    def parts(self) -> list[Tensor]:
-        return [weight.detach().view(-1) for weight in self.owned]
-
-    def copied(self) -> list[tuple[int, int]]:
+    def _copied(self, chunks: Sequence[Any]) -> Callable[[Tensor], bool]:
+        """Return what tells whether other stages or tensor-parallel ranks have a weight as well."""
         first = self._optimizers[0]
         groups = (
             (first.pg_collection.tp, first.pg_collection.pp)
             if _by_layers(first)
-            else (self.chunks[0].tp_group, self.chunks[0].pp_group)
+            else (chunks[0].tp_group, chunks[0].pp_group)
         )
-        tp, pp = (group.size() for group in groups)
-        return self.ranges_of(
-            (tp > 1 and not getattr(weight, "tensor_model_parallel", False))
-            or (pp > 1 and getattr(weight, "shared", False))
-            for weight in self.owned
+        tp, pp = (group.size() > 1 for group in groups)
+        return lambda weight: (
+            (tp and not getattr(weight, "tensor_model_parallel", False))
+            or (pp and getattr(weight, "shared", False))
         )
 
     def refresh(self) -> None:
@@ -91,9 +56,33 @@ class DividedWeights(Weights):
                     one._copy_main_params_to_model_params()
             if _by_layers(optimizer) and not getattr(optimizer, "use_buffer_param_sync", False):
                 optimizer.allgather_params()
-        for chunk in self.chunks:
-            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync()  # else the next forward pass gathers
+        for chunk in self.modules:
+            config: Any = chunk.ddp_config
+            if config.use_distributed_optimizer and not config.overlap_param_gather:
+                chunk.start_param_sync()  # type: ignore[operator]  # else the next forward pass gathers
+
+
+def _check(optimizer: Any) -> None:
+    """Raise UserError for an optimizer whose weights cannot be exchanged."""
+    name = type(optimizer).__name__
+    if not (_by_layers(optimizer) or hasattr(optimizer, "shard_fp32_from_float16_groups")) or any(
+        chunk.ddp_config.use_megatron_fsdp for chunk in optimizer.model_chunks
+    ):
+        raise UserError(
+            f"attach: {name} is not supported; use --use-distributed-optimizer, or with Muon the layer-wise "
+            "distributed optimizer, without FSDP"
+        )
+    if any(weight is None for weight in _owned(optimizer)):
+        raise UserError(
+            f"attach: this {name} keeps no fp32 weights of its own; leave out "
+            "--use-precision-aware-optimizer and --optimizer-cpu-offload"
+        )
+    config = optimizer.config
+    if config.overlap_param_gather_with_optimizer_step or config.reuse_grad_buf_for_mxfp8_param_ag:
+        raise UserError(
+            "attach: leave out --overlap-param-gather-with-optimizer-step and "
+            "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
+        )
 
 
 def _dividing(optimizer: Any) -> Iterator[Any]:

@@ -4,24 +4,24 @@ from numbers import Integral
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.adapter import EngineAdapter
+from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
 from megatron_noloco.plans.topology import Topology
 
 
-def check_reduced_over(adapter: EngineAdapter, topology: Topology, rank: int) -> None:
+def check_reduced_over(engine: Engine, topology: Topology, rank: int) -> None:
     """Raise UserError where gradients are not reduced over exactly the ranks of this rank's replica."""
-    if adapter.reduced_over is None:
+    if engine.reduced_over is None:
         if not topology.separate_jobs:
             raise UserError(
                 "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
             )
         return
     own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
-    if sorted(adapter.reduced_over) != own:
-        remedy = adapter.remedy[topology.separate_jobs].format(replicas=topology.replicas)
+    if sorted(engine.reduced_over) != own:
+        remedy = engine.remedy[topology.separate_jobs].format(replicas=topology.replicas)
         raise UserError(
-            f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(adapter.reduced_over)}, its "
+            f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(engine.reduced_over)}, its "
             f"replica is {own}; {remedy}"
         )
 

@@ -47,11 +47,16 @@ class MasterWeights(Weights):
     def pieces(self) -> Iterator[Piece]:
         """Yield where the parameters of the optimizer lie in the vector, if need be with nothing of them."""
         own = 0
-        owners = self._optimizer.real_dp_process_group  # of each group, the ranks that divide its weights
-        for part, laid, ranks in zip(self.parts(), self._laid(), owners, strict=True):
-            start = dist.get_rank(ranks) * len(part)
-            yield from pieces_between(laid, start, start + len(part), own)
+        for part, pieces in zip(self.parts(), self.pieces_of_groups(), strict=True):
+            yield from (piece._replace(own=own + piece.own) for piece in pieces)
             own += len(part)
+
+    def pieces_of_groups(self) -> Iterator[list[Piece]]:
+        """Yield where the parameters of each group lie in its partition."""
+        owners = self._optimizer.real_dp_process_group  # of each group, the ranks that divide its weights
+        for part, laid, ranks in zip(self.partitions, self._laid(), owners, strict=True):
+            start = dist.get_rank(ranks) * len(part)
+            yield list(pieces_between(laid, start, start + len(part)))
 
     def _laid(self) -> Iterator[Iterable[tuple[Any, int, int]]]:
         """Yield the parameters of each group, their lengths, and their places in the vector that ZeRO divides."""

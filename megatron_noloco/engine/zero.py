@@ -7,7 +7,7 @@ took 129 ms where these partitions are read in 1.4 ms (two CPU ranks, 200 tensor
 first returns copies of weights that are offloaded, and the second leaves the weights in 16 bits as they are.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.engine.state import PARTITIONS, MasterWeights, bit16_groups
+from megatron_noloco.engine.state import PARTITIONS, MasterWeights
 from megatron_noloco.errors import UserError
-from megatron_noloco.outer.weights import TorchWeights, Weights
 from megatron_noloco.plans.canonical import Piece, in_turn
 
+Flat = tuple[Tensor, list[Piece]]
+"""What the optimizer steps, and which elements of parameters lie where in it; those of None are padding."""
 
-def owned_weights(optimizer: Any) -> "Zero12Weights | Zero3Weights | None":
+
+def flats_of(optimizer: Any) -> list[Flat] | None:
     """Return the fp32 weights that ZeRO 1 to 3 leave to this rank; None where each rank has all of them.
 
     Raises UserError for weights on NVMe.
@@ -29,8 +31,47 @@ def owned_weights(optimizer: Any) -> "Zero12Weights | Zero3Weights | None":
     if getattr(optimizer, "swap_optimizer", False):
         raise UserError("zero_optimization.offload_optimizer: weights on NVMe cannot be exchanged; use cpu")
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return Zero3Weights(optimizer)
-    return Zero12Weights(optimizer) if any(hasattr(optimizer, name) for name in PARTITIONS) else None
+        groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+        return [(flat, list(_pieces_of_stage_3(group))) for flat, group in groups]
+    if not any(hasattr(optimizer, name) for name in PARTITIONS):
+        return None
+    weights = MasterWeights(optimizer)
+    groups = zip(weights.partitions, weights.pieces_of_groups(), strict=True)
+    return [(flat, list(_with_padding(pieces, flat.numel()))) for flat, pieces in groups]
+
+
+def _pieces_of_stage_3(group: Iterable[Any]) -> Iterator[Piece]:
+    """Yield where parameters lie one after the other, each with padding on the last ranks."""
+    for parameter, _, own in in_turn((one, one.ds_tensor.numel()) for one in group):
+        yield Piece(parameter, *local_place(parameter), own)
+
+
+def _with_padding(pieces: Iterable[Piece], length: int) -> Iterator[Piece]:
+    """Yield pieces in their order, and between them what has no parameter, which rounds exchange as well."""
+    at = 0
+    for piece in (*sorted(pieces, key=lambda one: one.own), Piece(None, 0, 0, length)):
+        if at < piece.own and (piece.begin < piece.end or piece.parameter is None):
+            yield Piece(None, 0, piece.own - at, at)
+        if piece.parameter is not None:
+            yield piece
+        at = max(at, piece.own + piece.end - piece.begin) if piece.begin < piece.end else at
+
+
+def refresh(optimizer: Any) -> None:
+    """Round what ZeRO 1 to 3 leave to this rank, and gather it. A collective of the replica.
+
+    On a GPU, ZeRO 3 has to wait for the rounding: it gathers on a stream of its own, which does not.
+    """
+    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer.update_lp_params()
+        return
+    for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    if kept := optimizer.persistent_parameters:  # whole on every rank; others are gathered when they are used
+        kept[0].partition(kept, has_been_updated=False)
+        kept[0].all_gather(kept)
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def local_place(parameter: Any) -> tuple[int, int]:
@@ -42,9 +83,9 @@ def local_place(parameter: Any) -> tuple[int, int]:
     return first, first + _own_length(parameter, length)
 
 
-def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[list[Any]]]:
-    """Return the fp32 weights of an engine without ZeRO, pairs of them and their copies in 16 bits, and for each
-    weight the parameters in it.
+def whole_weights(engine: Any) -> tuple[list[tuple[Tensor, list[Any]]], list[tuple[Tensor, Tensor]]]:
+    """Return the fp32 weights of an engine without ZeRO, each with the parameters in it, and pairs of them and
+    their copies in 16 bits.
 
     Raises UserError for an optimizer that keeps no weights in fp32.
     """
@@ -52,21 +93,21 @@ def whole_weights(engine: Any) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]
     if hasattr(optimizer, "fp32_groups_flat"):
         # Around FusedAdam, parameters are views of the flat 16-bit groups.
         rounded = list(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True))
-        exact = [weight for weight, _ in rounded]
-        in_each = list(optimizer.fp16_groups)
+        stepped = [
+            (flat, list(group))
+            for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+        ]
     elif hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16
         groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         rounded = [pair for exact, half in groups for pair in zip(exact, half, strict=True)]
-        exact = [weight for weight, _ in rounded]
-        in_each = [[half] for _, half in rounded]
+        stepped = [(exact, [half]) for exact, half in rounded]
     else:
-        exact = [one for one in engine.module.parameters() if one.requires_grad]
-        in_each = [[one] for one in exact]
-    if any(weight.dtype != torch.float32 for weight in exact):
+        stepped = [(one, [one]) for one in engine.module.parameters() if one.requires_grad]
+    if any(weight.dtype != torch.float32 for weight, _ in stepped):
         raise UserError(
             f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
         )
-    return exact, rounded, in_each
+    return stepped, rounded
 
 
 def steps_another(optimizer: Any) -> bool:
@@ -101,60 +142,3 @@ def _own_length(parameter: Any, length: int) -> int:
     """Return how many of the `length` elements that a rank stores are not padding, which the last ranks have."""
     left: int = parameter.ds_numel - length * dist.get_rank(parameter.ds_process_group)
     return max(0, min(length, left))
-
-
-def _without_padding(flats: Iterable[Tensor], groups: Iterable[list[Any]]) -> Iterator[Tensor]:
-    for flat, parameters in zip(flats, groups, strict=True):
-        start = 0
-        for parameter in parameters:
-            length = parameter.ds_tensor.numel()
-            yield flat[start : start + _own_length(parameter, length)]
-            start += length
-
-
-class Zero12Weights(MasterWeights):
-    """Shows the part of each flat group that this rank owns."""
-
-    def stepped(self) -> list[tuple[Tensor, list[Any]]]:
-        """Return what the optimizer inside ZeRO steps: flat tensors, each with the parameters in it."""
-        return list(zip(self.partitions, bit16_groups(self._optimizer), strict=True))
-
-    def view(self, tensors: Sequence[Tensor]) -> Weights:
-        """Show tensors like those of `stepped` as a vector with the layout of these weights."""
-        return TorchWeights(tensors)
-
-
-class Zero3Weights(TorchWeights):
-    """Shows the part of each parameter that this rank owns, without the padding of the last ranks."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        super().__init__(_without_padding(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups))
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield where the parameters of the optimizer lie in the vector; pieces count in this rank's part."""
-        parameters = (one for group in self._optimizer.fp16_groups for one in group)
-        lengths = ((one, _own_length(one, one.ds_tensor.numel())) for one in parameters)
-        yield from (Piece(parameter, 0, length, own) for parameter, length, own in in_turn(lengths))
-
-    def stepped(self) -> list[tuple[Tensor, list[Any]]]:
-        """Return what the optimizer inside ZeRO steps: flat tensors, each with the parameters in it."""
-        optimizer = self._optimizer
-        return list(zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True))
-
-    def view(self, tensors: Sequence[Tensor]) -> Weights:
-        """Show tensors like those of `stepped` as a vector with the layout of these weights."""
-        return TorchWeights(_without_padding(tensors, self._optimizer.fp16_groups))
-
-    def refresh(self) -> None:
-        """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank.
-
-        On a GPU waits for the rounding: DeepSpeed gathers the others on a stream of its own, which does not.
-        """
-        for group in range(len(self._optimizer.fp32_partitioned_groups_flat)):
-            self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if kept := self._optimizer.persistent_parameters:
-            kept[0].partition(kept, has_been_updated=False)
-            kept[0].all_gather(kept)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
 from megatron_noloco.attach import Attached, attach
-from megatron_noloco.attach.adapter import EngineAdapter, Stateful
-from megatron_noloco.attach.inner import inner_state
+from megatron_noloco.attach.inner import Inner, Stateful
 from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.attach.shards import Engine
 from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.messages import Member
-from megatron_noloco.federation.movement import movement_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.node import Node
 from megatron_noloco.plans.grouping import Grouping
@@ -138,29 +137,25 @@ def node_of(noloco: Attached) -> Node:
     return noloco._peers._membership.leading.thread.node
 
 
-def by_way_of_a_handover(
-    adapter: EngineAdapter, optimizer: Stateful, step: Callable[[int], Tensor]
-) -> list[Tensor]:
+def by_way_of_a_handover(engine: Engine, optimizer: Stateful, step: Callable[[int], Tensor]) -> list[Tensor]:
     """Return the weights after the fourth step, after it is taken again from the state that was given after the
     third, and again with the weights of that state only.
 
     Args:
         step: takes the local step of this number, and returns the weights.
     """
-    weights = adapter.weights
     outer: Any = SimpleNamespace(
-        weights=weights, state=lambda wait: {"slow_weights": weights.read()}, restore=lambda state: None
+        state=lambda wait: {"slow_weights": engine.read()}, restore=lambda state: None
     )
-    movement = movement_of(weights, 1)
     for number in range(3):
         step(number)
-    inner = inner_state([optimizer])
-    states = [JobState(outer, movement, given, adapter).copy(3) for given in (inner, None)]
+    inner = Inner(engine, [optimizer])
+    states = [JobState(engine, outer, given, {}, {}).copy(3) for given in (inner, None)]
     found = [step(3)]
     for state in states:
         step(4)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the inner optimizer begins anew
-            JobState(outer, movement, inner, adapter).use(state)
+            JobState(engine, outer, inner, {}, {}).use(state)
         found.append(step(3))
     return found

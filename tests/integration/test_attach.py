@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
-from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
+from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
 from tests.harness import run_ranks
 from tests.integration.jobs import (
     by_the_equations,
@@ -259,7 +259,7 @@ def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
             microbatch(engine, draw.manual_seed(100 * number + 10 * part + rank))
         return whole(engine)
 
-    return by_way_of_a_handover(deepspeed_adapter(engine), engine.optimizer, step)
+    return by_way_of_a_handover(deepspeed_engine(engine), engine.optimizer, step)
 
 
 @pytest.mark.parametrize(

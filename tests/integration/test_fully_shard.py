@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_noloco.attach import attach
-from megatron_noloco.attach.sharded_module import reshard
-from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.attach.shards import reshard
+from megatron_noloco.attach.torch_module import torch_engine
 from tests.harness import run_ranks
 from tests.integration.jobs import (
     by_the_equations,
@@ -200,7 +200,7 @@ def taken_over(rank: int, world_size: int) -> list[Tensor]:
         loop.train_step(number)
         return loop.whole()
 
-    return by_way_of_a_handover(torch_adapter(loop.model), loop.optimizer, step)
+    return by_way_of_a_handover(torch_engine(loop.model), loop.optimizer, step)
 
 
 def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has() -> None:

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import attach, attaching
-from megatron_noloco.attach.adapter import EngineAdapter, copies_in, shapes_of
 from megatron_noloco.attach.checks import StartReport, digests_of, start_report
-from megatron_noloco.attach.deepspeed_engine import deepspeed_adapter
-from megatron_noloco.attach.inner import inner_state
-from megatron_noloco.attach.sharded_module import reshard
-from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
+from megatron_noloco.attach.inner import Inner
+from megatron_noloco.attach.shards import Engine, copies_in, held, reshard, shapes_of
+from megatron_noloco.attach.torch_module import torch_engine
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.messages import Member
 from megatron_noloco.plans.topology import Topology
@@ -34,29 +32,29 @@ from tests.integration.test_fully_shard import SEED
 Rank = tuple[StartReport, Tensor]  # and its weights
 
 
-def of_rank(adapter: EngineAdapter) -> Rank:
+def of_rank(engine: Engine) -> Rank:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    report = start_report(adapter, Topology(dp=ranks, separate_jobs=True), rank, {}, None, "")
+    report = start_report(engine, Topology(dp=ranks, separate_jobs=True), rank, {}, None, "")
     assert not report.problem
-    return report, adapter.weights.read()
+    return report, engine.read()
 
 
 def assert_is(model: nn.Module, ranks: Sequence[Rank], rounded: bool = False) -> None:
     """The weights of all ranks at their places, copies left out, are those of the model, one after the other."""
     parameters = dict(model.named_parameters())
     expected = torch.cat([parameters[name].detach().flatten() for name in sorted(parameters)])
-    found, held = torch.full_like(expected, torch.nan), [report.held or [] for report, _ in ranks]
+    found, blocks = torch.full_like(expected, torch.nan), [report.held or [] for report, _ in ranks]
     for rank, (_, weights) in enumerate(ranks):
-        copies = copies_in(held, rank)
-        for block in held[rank]:
+        copies = copies_in(blocks, rank)
+        for block in blocks[rank]:
             place = found.as_strided((block.rows, block.width), (block.matrix.columns, 1), block.first)
             assert block in copies or place.isnan().all()
             place.copy_(weights[block.own : block.own + block.size].view(block.rows, block.width))
     # DeepSpeed's optimizer in bf16 has taken a step without gradient, in which weights decay by 1e-4.
     torch.testing.assert_close(found, expected, rtol=2**-7 * rounded, atol=0)
     if not rounded:
-        alone = [of_rank(torch_adapter(model))[0]]
+        alone = [of_rank(torch_engine(model))[0]]
         assert digests_of([report for report, _ in ranks]) == digests_of(alone)
 
 
@@ -85,9 +83,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def of_engines(rank: int, world_size: int) -> dict[str, Rank]:
-    found = {"DDP": of_rank(torch_adapter(DistributedDataParallel(llama())))}
+    found = {"DDP": of_rank(torch_engine(DistributedDataParallel(llama())))}
     for name, settings in ENGINES.items():
-        found[name] = of_rank(deepspeed_adapter(test_attach.engine_of(mpu=None, **settings)))
+        found[name] = of_rank(deepspeed_engine(test_attach.engine_of(mpu=None, **settings)))
     return found
 
 
@@ -104,7 +102,7 @@ def of_meshes(rank: int, world_size: int) -> list[Rank]:
     found = []
     for shape, axes in MESHES:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-        found.append(of_rank(torch_adapter(test_fully_shard.Loop(mesh, 0, axes).model)))
+        found.append(of_rank(torch_engine(test_fully_shard.Loop(mesh, 0, axes).model)))
     return found
 
 
@@ -115,28 +113,28 @@ def test_ranks_of_every_mesh_have_the_same_vector_once() -> None:
         assert_is(model, [one[number] for one in found])
 
 
-STATE = ("exp_avg", "exp_avg_sq")
+STATE = ("inner.exp_avg", "inner.exp_avg_sq")
 
 
-def assert_takes_vectors(adapter: EngineAdapter, optimizer: Any) -> None:
+def assert_takes_vectors(engine: Engine, optimizer: Any) -> None:
     """Numbers that are loaded into an optimizer without a state are given by it again, at their places."""
-    inner, held = inner_state(optimizer), adapter.held() or []
-    common = {"step": torch.tensor(7.0), **dict.fromkeys(STATE)}
-    state = {"kind": "AdamW", "groups": [{"lr": 0.5}], "common": common, "named": {}}
-    vectors = {f"inner.{name}": torch.zeros(adapter.weights.length) for name in STATE}
-    length = sum(math.prod(shape) for shape in shapes_of(adapter.trained).values())
+    inner, blocks = Inner(engine, optimizer), held(engine) or []
+    facts = {"others": {"inner.step": 7.0, **dict.fromkeys(STATE)}, "settings": {"0": {"lr": 0.5}}}
+    vectors = {name: torch.zeros(engine.length) for name in STATE}
+    length = sum(math.prod(shape) for shape in shapes_of(engine.trained).values())
     for number, vector in enumerate(vectors.values()):
-        for block in held:
+        for block in blocks:
             place = numbered(length, number).as_strided(
                 (block.rows, block.width), (block.matrix.columns, 1), block.first
             )
             vector[block.own : block.own + block.size] = place.flatten()
-    inner.load(adapter, vectors, {"optimizers": [state], "others": []})
-    found, (rest,) = inner.vectors(adapter), inner.rest(adapter)["optimizers"]
-    assert (rest["kind"], rest["groups"][0]["lr"]) == ("AdamW", 0.5)
-    assert (rest["common"], rest["named"]) == (common, {})
+    inner.check("adamw", facts, vectors)
+    inner.load(facts, vectors)
+    found, again = inner.vectors(), inner.facts()
+    assert again.pop("settings")["0"]["lr"] == 0.5
+    assert again == {"others": facts["others"], "named": {}}
     assert found.keys() == vectors.keys()
-    for block in held:
+    for block in blocks:
         place = slice(block.own, block.own + block.size)
         assert all(torch.equal(found[name][place], vector[place]) for name, vector in vectors.items())
 
@@ -148,15 +146,15 @@ def numbered(length: int, seed: int) -> Tensor:
 def take_vectors(rank: int, world_size: int) -> None:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
-    assert_takes_vectors(torch_adapter(DistributedDataParallel(model)), optimizer)
+    assert_takes_vectors(torch_engine(DistributedDataParallel(model)), optimizer)
     named = dict(model.named_parameters())
     whole = torch.cat([optimizer.state[named[name]]["exp_avg"].flatten() for name in sorted(named)])
     assert torch.equal(whole, numbered(len(whole), 0)), "each rank has all of it"
     for settings in (one for name, one in ENGINES.items() if "bf16" not in name):
         engine = test_attach.engine_of(mpu=None, **settings)
-        assert_takes_vectors(deepspeed_adapter(engine), engine.optimizer)
+        assert_takes_vectors(deepspeed_engine(engine), engine.optimizer)
     loop = test_fully_shard.Loop(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), 0)
-    assert_takes_vectors(torch_adapter(loop.model), loop.optimizer)
+    assert_takes_vectors(torch_engine(loop.model), loop.optimizer)
 
 
 def test_the_state_of_an_optimizer_goes_from_one_layout_to_another() -> None:
@@ -253,12 +251,18 @@ def test_a_late_job_takes_over_the_state_of_a_job_of_another_layout(tmp_path: Pa
         assert all(map(torch.equal, found, gave[done]))
 
 
+def without_places(model: nn.Module) -> Engine:
+    engine = torch_engine(model)
+    engine.shards = [one._replace(places=None) for one in engine.shards]
+    return engine
+
+
 def test_engines_whose_ranks_must_be_the_same_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As two jobs do whose engine has no place for its weights in the canonical vector."""
 
     def compared(sizes: Sequence[int]) -> Member:
         model = nn.ParameterList(torch.ones(size) for size in sizes)
-        monkeypatch.setattr(attaching, "_adapter_of", lambda one: replace(torch_adapter(one), pieces=None))
+        monkeypatch.setattr(attaching, "_engine_of", without_places)
         return member_of_attach(monkeypatch, model, paper(), **federation(tmp_path, 0, 2))
 
     assert differences(compared([4, 6]).digests, compared([4, 6]).digests) == ""
@@ -275,7 +279,7 @@ def in_part(value: float, frozen: float) -> list[StartReport]:
         model[0].weight[1, 2] = value
         model[1].weight[1, 1] = frozen
     model[1].weight.requires_grad_(False)
-    return [of_rank(torch_adapter(model))[0]]
+    return [of_rank(torch_engine(model))[0]]
 
 
 @pytest.mark.parametrize(("value", "frozen", "differs"), [(1.0, 1.0, set()), (1 + 2**-23, 1.0, {"weights"}),

@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_noloco.attach import attach
-from megatron_noloco.attach.megatron_optimizer import megatron_adapter
+from megatron_noloco.attach.megatron_optimizer import MegatronEngine
 from tests.harness import REPOSITORY, run_launcher, run_ranks
 from tests.integration import megatron_on_cpu
 from tests.integration.jobs import (
@@ -155,13 +155,13 @@ def sorted_values(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def taken_over(rank: int, world_size: int, kind: str) -> list[Tensor]:
     with megatron_on_cpu.prepare():
         model, optimizer = BUILD[kind](1)
-        adapter = megatron_adapter(optimizer)
+        engine = MegatronEngine(optimizer)
 
         def step(number: int) -> Tensor:
             LOOP.train_step(model, optimizer, LOOP.microbatch(number, rank))
-            return adapter.weights.read()
+            return engine.read()
 
-        return by_way_of_a_handover(adapter, optimizer, step)
+        return by_way_of_a_handover(engine, optimizer, step)
 
 
 @pytest.mark.parametrize("kind", ["distributed, bf16", "layer-wise", pytest.param("Muon", marks=needs_muon)])

@@ -84,7 +84,6 @@ DOORS = {
         *(
             f"{PACKAGE}/federation/",
             f"{PACKAGE}/training/replica_state.py",
-            f"{PACKAGE}/attach/inner.py",
         ),  # what others send
         f"{PACKAGE}/checkpoint/catalog.py",
     ),
@@ -122,7 +121,7 @@ PRIVATE = {
         "_reassign_or_swap_out_partitioned_parameters",
     },
     f"{PACKAGE}/attach/megatron_optimizer.py": {"_copy_main_params_to_model_params"},
-    f"{PACKAGE}/attach/other_state.py": {"_non_persistent_buffers_set"},  # torch has no other access to them
+    f"{PACKAGE}/attach/first_state.py": {"_non_persistent_buffers_set"},  # torch has no other access to them
     f"{PACKAGE}/pipeline/cpu.py": {"_get_cuda_rng_state", "_set_cuda_rng_state", "_GLOBAL_MEMORY_BUFFER"},
     f"{PACKAGE}/pipeline/groups.py": {
         "_TENSOR_MODEL_PARALLEL_GROUP",

@@ -2,10 +2,8 @@
 
 import io
 import json
-import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,71 +13,58 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_noloco.attach import attach, attached
-from megatron_noloco.attach.adapter import EngineAdapter
-from megatron_noloco.attach.inner import inner_state
+from megatron_noloco.attach.first_state import fingerprints_of
+from megatron_noloco.attach.inner import Inner
 from megatron_noloco.attach.job_state import JobState
-from megatron_noloco.attach.other_state import fingerprints_of
-from megatron_noloco.attach.torch_module import torch_adapter
+from megatron_noloco.attach.torch_module import Replicated, torch_engine
 from megatron_noloco.federation.federation_peers import FederationPeers
-from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.states import NotTakenError, State
 from megatron_noloco.outer import ExchangeReport, RoundReport
-from megatron_noloco.outer.weights import TorchWeights
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
-ELEMENTS = 100
+
+class Job:
+    """A model with an engine of one rank, and what is used of its outer optimizer."""
+
+    def __init__(self, value: float, *inner: Any, model: nn.Module | None = None, **registered: Any) -> None:
+        self.model = nn.Linear(2, 2) if model is None else model
+        self.engine = torch_engine(self.model)
+        with self.engine.writing() as write:
+            write(0, torch.full((self.engine.length,), value))
+        self.outer: Any = SimpleNamespace(
+            state=lambda wait: {"slow_weights": torch.full((self.engine.length,), value + 1)}, restore=Mock()
+        )
+        parts = Inner(self.engine, inner) if inner else None
+        self.state = JobState(self.engine, self.outer, parts, registered, {})
+
+    def take(self, given: State) -> None:
+        vectors = self.state.room(given.facts, given.vectors)
+        for name, vector in given.vectors.items():
+            vectors[name].copy_(vector)
+        self.state.use(given._replace(facts=json.loads(json.dumps(given.facts)), vectors=vectors))
 
 
-class Inner:
-    """An inner optimizer, which loads weights as well."""
-
-    def __init__(self, value: float, weight: Tensor) -> None:
-        self.moments, self._weight = torch.full((2, ELEMENTS), value), weight
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"moments": self.moments, "masters": torch.full((ELEMENTS,), 7.0)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.moments = state["moments"]
-        self._weight.copy_(state["masters"])
-
-
-def job(value: float) -> tuple[Any, Inner]:
-    """What is used of the outer optimizer of a job, and its inner one."""
-    weight = torch.full((ELEMENTS,), value)
-    outer = SimpleNamespace(
-        weights=TorchWeights([weight]),
-        state=lambda wait: {"slow_weights": torch.full((ELEMENTS,), value + 1)},
-        restore=Mock(),
-    )
-    return outer, Inner(value, weight)
-
-
-def keeper(outer: Any, inner: Inner | None = None, modules: Sequence[nn.Module] = ()) -> JobState:
-    adapter = EngineAdapter(outer.weights, list, TorchWeights, None, ("", ""), modules=modules)
-    return JobState(outer, alone(ELEMENTS), None if inner is None else inner_state(inner), adapter)
-
-
-def take(own: JobState, given: State) -> None:
-    vectors = own.room(given.facts, given.vectors)
-    for name, vector in given.vectors.items():
-        vectors[name].copy_(vector)
-    own.use(given._replace(vectors=vectors))
-
-
-def test_a_state_is_weights_and_those_of_both_optimizers() -> None:
-    (outer, inner), (giver, its_inner) = job(0.0), job(2.0)
-    own = keeper(outer, inner)
-    take(own, keeper(giver, its_inner).copy(20))
-    assert own.inner_from == 20
-    (restored,) = outer.restore.call_args.args
+def test_a_state_is_weights_the_outer_optimizers_and_what_is_registered() -> None:
+    counts = [20]
+    own = Job(0.0, counts=(lambda: 0, counts.append))
+    own.take(Job(2.0, counts=(lambda: 7, print)).state.copy(20))
+    (restored,) = own.outer.restore.call_args.args
     assert restored.keys() == {"slow_weights"}
     assert (restored["slow_weights"] == 3.0).all()
-    assert (inner.moments == 2.0).all()
-    assert (outer.weights.read() == 2.0).all(), "not what the inner optimizer loads"
+    assert (own.engine.read() == 2.0).all()
+    assert counts == [20, 7]
+
+
+def test_the_weights_are_not_those_that_a_registered_function_loads() -> None:
+    """As a state with a copy of the model, such as an average of its weights."""
+    own = Job(0.0)
+    own = Job(0.0, model=own.model, copy=(dict, own.model.load_state_dict))
+    giver = Job(2.0, copy=(Job(7.0).model.state_dict, print))
+    own.take(giver.state.copy(20))
+    assert (own.engine.read() == 2.0).all()
 
 
 def normalised(value: float, wrap: bool = False) -> nn.Module:
@@ -92,24 +77,23 @@ def normalised(value: float, wrap: bool = False) -> nn.Module:
 
 
 def test_a_taker_says_why_its_inner_optimizer_begins_anew() -> None:
-    (outer, inner), (giver, _), weight = job(0.0), job(2.0), torch.zeros(ELEMENTS)
+    model = nn.Linear(2, 2)
+    own = Job(0.0, torch.optim.SGD(model.parameters()), model=model)
     with pytest.warns(UserWarning, match="begins anew: it was not given to attach there"):
-        take(keeper(outer, inner), keeper(giver).copy(20))
-    keeping = torch.optim.SGD([weight])
-    keeping.state[weight]["kept"] = [1.0]
-    adapter = EngineAdapter(giver.weights, lambda: [(weight, ())], TorchWeights, None, ("", ""))
-    giver_state = JobState(giver, alone(ELEMENTS), inner_state(keeping), adapter)
-    own = keeper(outer, inner)
-    with pytest.warns(UserWarning, match='begins anew: SGD keeps "kept", a list, for each weight'):
-        take(own, giver_state.copy(20))
-    assert own.inner_from == -1
-    assert (outer.weights.read() == 2.0).all()
+        own.take(Job(2.0).state.copy(20))
+    giver = nn.Linear(2, 2)
+    keeping = torch.optim.SGD(giver.parameters())
+    keeping.state[giver.weight]["kept"] = [1.0]
+    with pytest.warns(UserWarning, match="begins anew: SGD keeps kept, which other jobs cannot take over"):
+        own.take(Job(2.0, keeping, model=giver).state.copy(20))
+    assert own.state.inner_from == -1
+    assert (own.engine.read() == 2.0).all()
 
 
 @pytest.mark.parametrize("wrap", [False, True])
 def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
-    (giver, _), (outer, _), own = job(2.0), job(0.0), normalised(0.0)
-    take(keeper(outer, modules=[own]), keeper(giver, modules=[normalised(2.0, wrap)]).copy(20))
+    own = normalised(0.0)
+    Job(0.0, model=own).take(Job(2.0, model=normalised(2.0, wrap)).state.copy(20))
     assert {name: buffer.unique().tolist() for name, buffer in own.named_buffers()} == {
         "scratch": [0.0],
         "0.running_mean": [2.0],
@@ -120,30 +104,28 @@ def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
 
 def test_parts_of_a_model_that_have_the_same_names_are_all_compared() -> None:
     """As the chunks of a rank with virtual pipeline stages."""
-    chunks = [nn.Linear(2, 2).requires_grad_(False) for _ in range(2)]
-    adapter = torch_adapter(nn.Linear(2, 2))
-    found = []
-    for _ in range(2):
-        found.append(fingerprints_of(replace(adapter, modules=chunks), None)["frozen weights"])
-        chunks[0] = nn.Linear(2, 2).requires_grad_(False)
+    trained, second, found = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), []
+    for first in (nn.Linear(2, 2), nn.Linear(2, 2)):
+        chunks = [first.requires_grad_(False), second, trained]
+        engine = Replicated(chunks, [(one, [one]) for one in trained.parameters()])
+        found.append(fingerprints_of(engine)["frozen weights"])
     assert found[0] != found[1]
 
 
 def test_a_state_with_other_buffers_is_not_taken() -> None:
-    (giver, _), (outer, _) = job(2.0), job(0.0)
+    own = Job(0.0, model=normalised(0.0))
     with pytest.raises(NotTakenError, match="its buffers are not those of this model"):
-        take(keeper(outer, modules=[normalised(0.0)]), keeper(giver, modules=[nn.BatchNorm1d(3)]).copy(20))
-    assert not outer.weights.read().any()
+        own.take(Job(2.0, model=nn.BatchNorm1d(3)).state.copy(20))
+    assert not own.engine.read().any()
 
 
 def test_what_is_no_state_is_refused() -> None:
-    (outer, _), (giver, _) = job(0.0), job(2.0)
-    own, given = keeper(outer), keeper(giver).copy(20)
+    own, given = Job(0.0), Job(2.0).state.copy(20)
     with pytest.raises(NotTakenError, match="its vectors weights are not those of a state"):
-        own.room({}, ["weights"])
+        own.state.room({}, ["weights"])
     with pytest.raises(NotTakenError, match="it is not a state: "):
-        own.use(given._replace(rest=b"no state"))
-    assert not outer.weights.read().any()
+        own.state.use(given._replace(rest=b"no state"))
+    assert not own.engine.read().any()
 
 
 def test_an_attach_that_fails_leaves_the_federation_and_the_model(
@@ -177,14 +159,14 @@ def test_steps_that_are_left_out_make_a_job_no_faster(monkeypatch: pytest.Monkey
     assert [(row["step"], row["speed/seconds_per_step"]) for row in told] == [(10, 2.0)]
 
 
-def test_numbers_of_numpy_and_functions_of_the_program_void_no_state() -> None:
+def test_a_schedule_that_another_job_gives_goes_on() -> None:
     """A loop's cosine is numpy's, as is what a LambdaLR then keeps; a group may have a function."""
 
     class Odd(torch.optim.lr_scheduler.LambdaLR):
         def state_dict(self) -> dict[str, Any]:
             return super().state_dict() | {"rule": len}
 
-    def made(schedule: Any, rate: Any) -> tuple[Any, Any, JobState]:
+    def made(schedule: Any, rate: Any) -> tuple[Any, Any, Job]:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         optimizer.param_groups[0]["rule"] = lambda name: "bias" in name
@@ -193,20 +175,21 @@ def test_numbers_of_numpy_and_functions_of_the_program_void_no_state() -> None:
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             schedule.step()
-        adapter, outer = torch_adapter(model), job(0.0)[0]
-        outer.weights, outer.state = adapter.weights, lambda wait: {"slow_weights": adapter.weights.read()}
-        return optimizer, schedule, JobState(outer, alone(6), inner_state([optimizer, schedule]), adapter)
+        return optimizer, schedule, Job(0.0, optimizer, schedule, model=model)
 
     _, _, giver = made(torch.optim.lr_scheduler.LambdaLR, np.float32(0.5))
     optimizer, schedule, own = made(torch.optim.lr_scheduler.LambdaLR, 0.1)
-    take(own, giver.copy(7))
-    assert own.inner_from == 7
+    own.take(giver.state.copy(7))
+    assert own.state.inner_from == 7
     assert optimizer.param_groups[0]["lr"] == 0.0625
     assert type(optimizer.param_groups[0]["lr"]) is float
     assert optimizer.param_groups[0]["rule"]("bias")
     assert schedule.get_last_lr() == [0.0625]
-    with pytest.warns(UserWarning, match="begins anew: Odd keeps more than numbers, text and tensors"):
-        take(own, made(Odd, 0.1)[2].copy(9))
+    with pytest.warns(
+        UserWarning, match="part 1 of inner begins anew: .* more than numbers, text and tensors"
+    ):
+        own.take(made(Odd, 0.1)[2].state.copy(9))
+    assert own.state.inner_from == 7
 
 
 class Refuses(torch.optim.lr_scheduler.ConstantLR):
@@ -219,11 +202,16 @@ class Refuses(torch.optim.lr_scheduler.ConstantLR):
 @pytest.mark.parametrize(
     ("change", "schedule", "why"),
     [
-        (lambda rest: rest.update(inner=[]), None, "its state cannot be read"),
-        (lambda rest: rest["inner"].update(optimizers=["AdamW"]), None, "its state cannot be read"),
-        (lambda rest: rest["inner"]["optimizers"][0].update(common={"step": "7"}), None, "its step cannot"),
-        (lambda rest: rest["inner"]["optimizers"][0].update(named={"x": {"m": None}}), None, "its m cannot"),
-        (lambda rest: None, Refuses, "Refuses cannot load its state: 'horizon'"),
+        (lambda inner: inner.pop("others"), None, "inner is adamw here, and adamw for "),
+        (lambda inner: inner.update(others=[]), None, "its state cannot be read"),
+        (lambda inner: inner.update(settings={"0": 7}), None, "its state cannot be read"),
+        (lambda inner: inner["others"].update({"inner.step": "7"}), None, "its step cannot be read"),
+        (
+            lambda inner: inner.update(named={"x": {"inner.exp_inf": None}}),
+            None,
+            "its exp_inf cannot be read",
+        ),
+        (lambda inner: None, Refuses, "part 1 of inner begins anew: .*'horizon'"),
     ],
 )
 def test_what_cannot_be_read_of_an_optimizer_costs_its_state_alone(
@@ -233,45 +221,37 @@ def test_what_cannot_be_read_of_an_optimizer_costs_its_state_alone(
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    adapter, outer = torch_adapter(model), job(0.0)[0]
-    outer.weights, outer.state = adapter.weights, lambda wait: {"slow_weights": adapter.weights.read()}
-    parts = [optimizer, (schedule or torch.optim.lr_scheduler.ConstantLR)(optimizer)]
-    own = JobState(outer, alone(6), inner_state(parts), adapter)
-    given = own.copy(3)
-    rest = torch.load(io.BytesIO(given.rest), weights_only=True)
-    change(rest)
-    file = io.BytesIO()
-    torch.save(rest, file)
-    given = given._replace(rest=file.getvalue(), vectors=given.vectors | {"unknown": torch.ones(6)})
+    own = Job(0.0, optimizer, (schedule or torch.optim.lr_scheduler.ConstantLR)(optimizer), model=model)
+    given = own.state.copy(3)
+    change(given.facts["inner"])
+    given = given._replace(vectors=given.vectors | {"unknown": torch.ones(6)})
     before = [moment.clone() for moment in optimizer.state[model.weight].values()]
     given.vectors["inner.exp_avg"].fill_(9.0)
-    with pytest.warns(UserWarning, match=f"the inner optimizer begins anew: {re.escape(why)}"):
-        take(own, given)
-    assert own.inner_from == -1
-    outer.restore.assert_called_once()
-    assert "unknown" not in outer.restore.call_args.args[0]
+    with pytest.warns(UserWarning, match=f"the inner optimizer begins anew: {why}"):
+        own.take(given)
+    assert own.state.inner_from == -1
+    own.outer.restore.assert_called_once()
+    assert "unknown" not in own.outer.restore.call_args.args[0]
     assert all(map(torch.equal, before, optimizer.state[model.weight].values()))
 
 
-def test_a_state_of_other_parts_begins_anew_in_one_line() -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    adapter, outer = torch_adapter(model), job(0.0)[0]
-    outer.weights, outer.state = adapter.weights, lambda wait: {"slow_weights": adapter.weights.read()}
-    both, fewer = (
-        JobState(outer, alone(6), inner_state(one), adapter) for one in ((optimizer, schedule), optimizer)
+def test_a_resume_continues_with_what_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
+    model, counts = nn.Linear(2, 2), list[dict[str, Any]]()
+    where = FederationSettings(rendezvous=f"file://{tmp_path}", encryption="none")
+    begin = partial(
+        attach,
+        model,
+        NolocoSettings(),
+        federation=where,
+        slot=0,
+        registered={"count": (lambda: {"seen": 7}, counts.append)},
     )
-    take(both, both.copy(3))
-    assert both.inner_from == 3
-    with pytest.warns(
-        UserWarning,
-        match="the inner optimizer begins anew: inner is SGD here, and SGD and 1 other objects where the state",
-    ):
-        take(fewer, both.copy(3))
-    assert fewer.inner_from == -1
-    for nothing in (model, iter([optimizer])):
-        with pytest.raises(
-            ValueError, match=r"attach: inner is a \w+; give the optimizer, or a list of objects"
-        ):
-            inner_state(nothing)  # type: ignore[arg-type]
+    noloco = begin()
+    file = io.BytesIO()
+    torch.save({name: value.clone() for name, value in noloco.state_dict().items()}, file)
+    noloco.close()
+    assert counts == []
+    file.seek(0)
+    begin(state=torch.load(file, weights_only=True)).close()
+    assert counts == [{"seen": 7}]

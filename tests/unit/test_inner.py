@@ -1,36 +1,17 @@
-"""The state of inner optimizers: one that holds weights, which rounds would not move, and what jobs give of it."""
+"""What jobs give each other of their inner optimizers, and of states that the loop registers."""
 
-import io
+import json
 import re
-from collections import Counter
-from collections.abc import Callable
-from enum import Enum
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach import attach
-from megatron_noloco.attach.inner import check_no_weights, inner_state, with_plain_numbers
-from megatron_noloco.attach.torch_module import torch_adapter
-from megatron_noloco.federation import membership
-from megatron_noloco.settings import FederationSettings, NolocoSettings
-
-
-class Keeping(torch.optim.SGD):
-    """Keeps a copy of the weights, or the gradients, in its state."""
-
-    def __init__(self, parameters: Any, kept: Callable[[nn.Parameter], Any]) -> None:
-        super().__init__(parameters, lr=0.01)
-        self._kept = kept
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["kept"] = self._kept(parameter)
-        return super().step(closure)
+from megatron_noloco.attach.inner import Inner
+from megatron_noloco.attach.registered import check_functions, loaded, saved
+from megatron_noloco.attach.torch_module import torch_engine
 
 
 def trained(optimizer: Any, model: nn.Module) -> None:
@@ -40,101 +21,48 @@ def trained(optimizer: Any, model: nn.Module) -> None:
     optimizer.step()
 
 
-def test_only_what_is_near_to_the_weights_counts_as_weights() -> None:
-    model = nn.Linear(3, 2)
-    copying = Keeping(model.parameters(), lambda parameter: parameter.detach().bfloat16().double())
-    collecting = Keeping(model.parameters(), lambda parameter: 0.1 * parameter.grad)
-    adam = torch.optim.AdamW(model.parameters())
-    for optimizer in (copying, collecting, adam):
-        check_no_weights(optimizer)  # no step has been taken
-        trained(optimizer, model)
-    check_no_weights(collecting)
-    check_no_weights(adam)
-    with pytest.raises(ValueError, match=r'^attach: Keeping keeps weights of its own \(state "kept"\)'):
-        check_no_weights(copying)
+class Keeping(torch.optim.SGD):
+    """Keeps a state of the test's choice."""
 
-
-def test_an_optimizer_with_weights_is_refused_before_the_first_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(membership, "FIRST_SECONDS", 0.0)
-    model = nn.Linear(3, 2)
-    optimizer = Keeping(model.parameters(), lambda parameter: parameter.detach().clone())
-    federation = FederationSettings(
-        rendezvous=f"file://{tmp_path}", listen="tcp://127.0.0.1:0", encryption="none"
-    )
-    noloco = attach(model, NolocoSettings(local_steps=2), federation=federation, slot=0, inner=optimizer)
-    trained(optimizer, model)
-    assert noloco.step() == []
-    trained(optimizer, model)
-    with pytest.raises(ValueError, match="keeps weights of its own"):
-        noloco.step()
-    noloco.close()
-    noloco.close()  # does nothing
-
-
-class Factored(torch.optim.SGD):
-    """Keeps what is neither like a weight nor a number."""
-
-    kept: Any = None
+    kept: ClassVar[dict[str, Any]] = {}
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["kept"] = self.kept
+            self.state[parameter] |= self.kept
         return super().step(closure)
 
 
-def given(model: nn.Module, *inner: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    adapter = torch_adapter(model)
-    state = inner_state(inner)
-    return state.vectors(adapter), state.rest(adapter)
+def inner_of(model: nn.Module, *parts: Any) -> Inner:
+    return Inner(torch_engine(model), parts)
 
 
 @pytest.mark.parametrize(
-    ("kept", "what"),
-    [
-        (torch.zeros(3), 'keeps "kept", of shape [3] and torch.float32, for a weight of shape [2, 3]'),
-        (torch.zeros(2, 3, dtype=torch.uint8), 'keeps "kept", of shape [2, 3] and torch.uint8, for a weight'),
-        ([1.0], 'keeps "kept", a list, for each weight'),
-    ],
+    "kept", [{"ema": torch.zeros(2, 3)}, {"exp_avg": torch.zeros(3)}, {"rows": [1.0], "columns": 7}]
 )
-def test_a_state_that_is_neither_like_a_weight_nor_a_number_is_named(kept: Any, what: str) -> None:
+def test_fields_that_are_not_known_are_named(kept: dict[str, Any]) -> None:
+    """Whatever they hold; also a known one of another shape, as a factored moment has."""
     model = nn.Linear(3, 2)
-    optimizer = Factored(model.parameters(), lr=0.1)
-    Factored.kept = kept
+    optimizer = Keeping([model.weight], lr=0.1)
+    Keeping.kept = kept
     trained(optimizer, model)
-    with pytest.raises(ValueError, match="^" + re.escape(f"Factored {what}")):
-        given(model, optimizer)
+    with pytest.raises(
+        ValueError, match=f"^Keeping keeps {', '.join(sorted(kept))}, which other jobs cannot"
+    ):
+        inner_of(model, optimizer).facts()
 
 
-@pytest.mark.parametrize("kept", [3, 0.5, torch.tensor(7)])
+@pytest.mark.parametrize("kept", [3, torch.tensor(0.5), torch.tensor(7.0)])
 def test_numbers_are_taken_as_they_were_kept(kept: Any) -> None:
     model = nn.Linear(3, 2)
-    optimizer = Factored(model.parameters(), lr=0.1)
-    Factored.kept = kept
+    optimizer = Keeping(model.parameters(), lr=0.1)
+    Keeping.kept = {"step": kept}
     trained(optimizer, model)
-    vectors, rest = given(model, optimizer)
-    assert (vectors, rest["optimizers"][0]["common"]) == ({}, {"kept": kept})
-    fresh, adapter = Factored(model.parameters(), lr=0.1), torch_adapter(model)
-    inner_state(fresh).load(adapter, vectors, rest)
-    assert [fresh.state[one]["kept"] for one in model.parameters()] == [kept, kept]
-
-
-class Counted(int, Enum):
-    ONE = 1
-
-
-def test_a_state_has_plain_numbers_alone() -> None:
-    """As torch.load takes them, in what keeps its type."""
-    numbers = {"a": np.float32(0.5), np.int64(2): [np.bool_(True), True, (Counted.ONE, "text", None)]}
-    found = with_plain_numbers({"numbers": numbers, "milestones": Counter(np.array([3, 3]))})
-    assert repr(found) == repr(
-        {
-            "numbers": {"a": 0.5, 2: [True, True, (1, "text", None)]},
-            "milestones": Counter({3: 2}),
-        }
-    )
-    assert [type(one) for one in found["numbers"][2][2]] == [int, str, type(None)]
+    facts = json.loads(json.dumps(inner_of(model, optimizer).facts()))
+    assert facts["others"] == {"inner.step": float(kept)}
+    fresh = Keeping(model.parameters(), lr=0.1)
+    inner_of(model, fresh).load(facts, {})
+    assert [fresh.state[one]["step"] for one in model.parameters()] == [kept, kept]
+    assert {type(fresh.state[one]["step"]) for one in model.parameters()} == {type(kept)}
 
 
 def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() -> None:
@@ -155,19 +83,71 @@ def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() ->
 
     for number in range(4):
         step(0, frozen=number < 2)
-    vectors, rest = given(models[0], *parts[0])
+    given = inner_of(models[0], *parts[0])
+    facts, vectors = json.loads(json.dumps(given.facts())), given.vectors()
     assert vectors.keys() == {"inner.exp_avg", "inner.exp_avg_sq", "inner.momentum_buffer"}
-    assert rest["optimizers"][0]["named"].keys() == {"0.bias"}
-    file = io.BytesIO()
-    torch.save(rest, file)
-    rest = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert facts["named"].keys() == {"0.bias"}
     models[1].load_state_dict(models[0].state_dict())
-    adapter, state = torch_adapter(models[1]), inner_state(parts[1])
-    state.load(adapter, vectors, rest)
+    own = inner_of(models[1], *parts[1])
+    own.check("adamw and sgd", facts, vectors)
+    own.load(facts, vectors)
+    assert loaded(own.functions, saved(given.functions)) == []
     for _ in range(3):
         assert all(map(torch.equal, step(0), step(1)))
-    fewer = inner_state(parts[1][0])
     with pytest.raises(
-        ValueError, match="inner is AdamW here, and AdamW and SGD and 1 other objects where the state comes"
+        ValueError, match="inner is adamw here, and adamw and sgd for others and others 1 where the"
     ):
-        fewer.load(adapter, vectors, rest)
+        inner_of(models[1], parts[1][0]).check("adamw and sgd", facts, vectors)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_settings_that_another_job_gives_are_known_and_fit(rate: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False, capturable=False)
+    before = dict(optimizer.param_groups[0])
+    theirs = {"lr": 0.5, "betas": 0.9, "weight_decay": [1.0], "step": 3, "params": [7], "eps": 1.0}
+    inner_of(model, optimizer).load({"others": {}, "settings": {"0": theirs}}, {})
+    (group,) = optimizer.param_groups
+    assert (group.pop("lr"), type(group["betas"])) == (0.5, tuple)
+    assert {name: value for name, value in before.items() if name != "lr"} == group
+
+
+def test_what_has_no_state_is_no_inner_optimizer() -> None:
+    model: Any = nn.Linear(2, 2)
+    for nothing in (model, iter([torch.optim.SGD(model.parameters())])):
+        with pytest.raises(ValueError, match=r"attach: inner is a \w+; give the optimizer, or a list of"):
+            Inner(torch_engine(model), nothing)
+
+
+def given(*values: Any) -> dict[str, Any]:
+    return {f"state {at}": (lambda value=value: value, None) for at, value in enumerate(values)}
+
+
+def test_registered_states_come_back_as_plain_numbers_text_and_tensors() -> None:
+    milestones = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.zeros(1)]), [3, 3]).milestones
+    value = {"a": np.float32(0.5), np.int64(2): [np.bool_(True), (1, "text", None)], "m": milestones}
+    found: list[Any] = []
+    assert loaded({"state 0": (lambda: None, found.append)}, saved(given(value))) == []
+    assert repr(found) == repr([{"a": 0.5, 2: [True, (1, "text", None)], "m": milestones}])
+
+
+def test_a_registered_state_that_cannot_be_loaded_costs_itself_alone() -> None:
+    def fails(state: Any) -> None:
+        raise KeyError("horizon")
+
+    found: list[Any] = []
+    theirs = saved(given(lambda: 0, slice(1), 1, torch.ones(2)))
+    names = [*theirs, "state 4"]
+    functions: Any = {name: (None, fails if at == 2 else found.append) for at, name in enumerate(names)}
+    more = "more than numbers, text and tensors"
+    expected = [f"state 0 begins anew: .*{more}", f"state 1 begins anew: .*{more}",
+                "state 2 begins anew: .*KeyError: 'horizon'", "state 4 begins anew: it was not given"]  # fmt: skip
+    for line, pattern in zip(loaded(functions, theirs), expected, strict=True):
+        assert re.fullmatch(f"{pattern}.*", line), line
+    assert torch.equal(*found, torch.ones(2))
+
+
+@pytest.mark.parametrize("nothing", [[], {"data": len}, {"data": (len, 3)}, {"data": (len,)}])
+def test_what_are_no_two_functions_is_not_registered(nothing: Any) -> None:
+    with pytest.raises(ValueError, match="attach: registered"):
+        check_functions(nothing)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_noloco.attach.sharded_module import ShardedWeights
+from megatron_noloco.attach.torch_module import Sharded
 
 
 class FSDPModule(nn.Linear):
@@ -26,5 +26,7 @@ def test_the_next_forward_waits_for_the_round_and_not_for_an_event_before_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     part = FSDPModule(2, 2)
-    ShardedWeights(nn.Sequential(part), {}).refresh()
+    engine = Sharded.__new__(Sharded)  # of no DTensors
+    engine.modules = [nn.Sequential(part)]
+    engine.refresh()
     assert (part.event, part.gathered) == ("after the round", False)

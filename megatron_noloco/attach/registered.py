@@ -1,0 +1,70 @@
+"""States of the loop's own, such as that of a schedule: by the two functions that return it and that load it."""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_noloco.errors import UserError
+
+Functions = Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]
+"""By the name of a state. What is returned is made of numbers, text and tensors."""
+
+_MORE = "it is made of more than numbers, text and tensors"
+
+
+def check_functions(registered: object) -> None:
+    """Raise UserError for what `attach` cannot register."""
+    if not isinstance(registered, Mapping | None):
+        raise UserError(f"attach: registered must be a dict of pairs of functions, not {registered!r}")
+    for name, pair in (registered or {}).items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(callable, pair))):
+            raise UserError(f"attach: registered {name!r} must be two functions: it is {pair!r}")
+
+
+def saved(functions: Functions) -> dict[str, bytes | str]:
+    """Return the bytes of each state, or why there are none."""
+    found = dict[str, bytes | str]()
+    for name, (save, _) in functions.items():
+        file, state = io.BytesIO(), _plain(save())
+        try:
+            torch.save(state, file)
+            found[name] = file.getvalue()
+        except Exception:  # pickle does not say which
+            found[name] = _MORE
+    return found
+
+
+def loaded(functions: Functions, given: Mapping[str, bytes | str]) -> list[str]:
+    """Load the states that were given; return lines about those that begin anew."""
+    lines = []
+    for name, (_, load) in functions.items():
+        state = given.get(name, "it was not given to attach where the state comes from")
+        try:
+            if isinstance(state, bytes):
+                load(_read(state))
+                continue
+        except Exception as error:  # of functions that this package does not know
+            state = f"cannot load it: {type(error).__name__}: {error}"
+        lines.append(f"{name} begins anew: {state}")
+    return lines
+
+
+def _read(state: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    except Exception:  # torch.load says neither which errors, nor always the same
+        raise UserError(_MORE) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a state with Python's numbers in the place of numpy's, which torch.load refuses."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, dict):  # also a Counter, as MultiStepLR has
+        return type(value)({_plain(name): _plain(one) for name, one in value.items()})
+    return value
