@@ -7,13 +7,14 @@ INSTALLED := .venv/.installed
 PYTEST := CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NOT_BY_HAND := -m 'not slow and not contract'
 
-.PHONY: help setup quickstart federation test checks lint contracts matrix docs evidence peers commands bench gpu-check pictures clean
+.PHONY: help setup quickstart federation test checks golden lint contracts matrix docs evidence peers commands bench gpu-check pictures clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (5 minutes on 2 cores)'
 	@echo 'make federation   three replicas as separate jobs; one is killed and comes back (1 minute)'
 	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: make lint, the unit tests, make docs'
+	@echo 'make golden       write anew what tests compare messages with, in tests/golden/; review the difference'
 	@echo 'make lint         ruff, its formatter and mypy'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
 	@echo 'make matrix       the supported versions of the engines together, in environments of their own (hours, 6 GB each)'
@@ -44,6 +45,9 @@ test: $(INSTALLED)
 checks: lint
 	$(PYTEST) -q $(NOT_BY_HAND) tests/unit
 	@$(MAKE) --no-print-directory docs
+
+golden: $(INSTALLED)
+	GOLDEN=write .venv/bin/python -m pytest -q tests/unit/test_banner.py tests/unit/test_config_lines.py
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

@@ -106,8 +106,8 @@ class DataConfig(Settings):
         names = ("text", "data_path", "train_data_path", "sft_data_path")
         given = [name for name in names if getattr(self, name) is not None]
         if not given:
-            others = ", ".join(f"or data.{name}" for name in names[1:])
-            yield f"text is missing ({others}): nothing says what is read"
+            others = ", ".join(f"data.{name}" for name in names)
+            yield f"text is missing: set one of {others}"
         elif len(given) > 1:
             yield f"{given[0]} and data.{given[1]} both say what is read; give one of them"
         if self.valid_data_path is not None and self.train_data_path is None:

@@ -103,7 +103,7 @@ class AdamOptimizer(_OneRate):
 
     def rules(self) -> Iterator[str]:
         if self.params.fused is not None and not self.params.torch_adam:
-            yield "params.fused is of torch's kernel; give torch_adam true, too, or leave it out"
+            yield "params.fused applies only with torch_adam true; set that, or leave fused out"
         if self.type == "AdamW" and not self.params.adam_w_mode:
             yield "params.adam_w_mode false has no effect on AdamW; use type Adam, or leave it out"
 

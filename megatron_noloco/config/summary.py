@@ -107,7 +107,7 @@ def _checkpoints(checkpoint: CheckpointConfig) -> str:
 
 
 def _federation(federation: FederationSettings, topology: Topology) -> str:
-    secure = "encrypted and authenticated" if federation.encryption == "tls" else "in the open"
+    secure = "encrypted and authenticated" if federation.encryption == "tls" else "not encrypted"
     site = f", at site {federation.site}" if federation.site else ""
     return f"this job is replica {topology.slot}{site}; exchanges {secure}"
 
