@@ -249,9 +249,10 @@ class AtItsEnd:
             self._links, self._since = links, at
         there = set().union(*links.values())
         coming = there - links.keys() - self._awaited.keys()  # only others reach these, and wait for them
+        came = {slot for slot, one in self._awaited.items() if one.is_at_end}
         late = at - self._since > self._thread.node.pulse_seconds and not coming
         return (
             late
             or at - self._first > self._seconds
-            or all(there <= to | {slot} for slot, to in links.items())
+            or (came <= links.keys() and all(there <= to | {slot} for slot, to in links.items()))
         )

@@ -92,7 +92,7 @@ class Owner(Protocol):
 
     def status(self, link: "Link") -> Status: ...
 
-    def heard(self, link: "Link") -> None: ...
+    def heard(self, link: "Link", status: Status) -> None: ...
 
     def lost(self, link: "Link") -> None: ...
 
@@ -244,11 +244,11 @@ class Link:
             case Status():
                 if message.sees is None:
                     message = replace(message, sees=self.seen.status.sees)
-                self.seen = self.seen._replace(present=True, status=message)
                 for (kind, number), waiting in self._waiting.items():
                     if kind == ROUND and number < message.open_from:
                         _fail(waiting, NO_PART)
-                self.node.heard(self)
+                self.node.heard(self, message)  # before other threads see the status
+                self.seen = self.seen._replace(present=True, status=message)
             case Known():
                 self.node.directory.merge(message.addresses)
             case Open():

@@ -217,20 +217,19 @@ class Node:
                     found[slot] = version, sees
         return found
 
-    def _note_links(self) -> None:
-        """Note to whom this replica has links; at its end, what is new of that goes to all."""
+    def _note_links(self) -> bool:
+        """Note to whom this replica has links; return whether all are to be told news of that at its end."""
         present = self.present()
         if (sees := sorted(self.hidden() & present.keys())) != self._sees:
             self._sees = sees
         if self.phase != "ended":
-            return
+            return False
         version, before = self._links_of_ended.get(self.slot, (self.directory.own.incarnation, []))
         if before != (now := list(present)):
             self._links_of_ended[self.slot] = version + 1, now
             self._has_news = True
-        if self._has_news:
-            self._has_news = False
-            self.tell()
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def tell(self) -> None:
         """Tell all others where this replica is now."""
@@ -279,6 +278,7 @@ class Node:
     def go_on(self, begun: int, phase: Phase = "training") -> None:
         """Tell all that this replica has no part in rounds up to this one, but for rounds under way."""
         self.begun, self.phase = max(self.begun, begun), phase
+        self._note_links()
         self.tell()
 
     def say_to_all(self, message: Message) -> None:
@@ -286,15 +286,15 @@ class Node:
         for link in self.links.values():
             self.spawn(link.say(message))
 
-    def heard(self, link: Link) -> None:
+    def heard(self, link: Link, status: Status) -> None:
         """Act on a status of another replica."""
         self.dialling.heard(link.peer)
-        for slot, known in link.seen.status.links_of_ended.items():
+        for slot, known in status.links_of_ended.items():
             if slot != self.slot and known[0] > self._links_of_ended.get(slot, (0, []))[0]:
                 self._links_of_ended[slot] = known
                 self._has_news = True
         link.heard = self.directory.version
-        if link.seen.status.directory == self.directory.checksum:
+        if status.directory == self.directory.checksum:
             link.told = self.directory.version
         elif not link.told:
             self._tell_addresses(link)
@@ -321,7 +321,8 @@ class Node:
             if self._stopped_ticks == _STOP_TICKS:
                 link.end_conversations("a job was asked to stop")
         self._room = MOST_STATUSES
-        self._note_links()
+        if self._note_links():
+            self.tell()
         self._tell_due()
         differ = [link for link in self.links.values() if self._knows_less(link)]
         for link in random.sample(differ, min(MOST_TOLD, len(differ))):

@@ -100,8 +100,10 @@ def test_replicas_at_their_end_know_who_has_links_to_whom() -> None:
             ends = [await nodes.add(slot, address_of(2), hidden=slot != 2) for slot in (2, 1, 3)]
             edges = {1: {2}, 2: {1, 3}, 3: {2}}
             await until(lambda: all(set(node.present()) == edges[node.slot] for node in ends))
-            for node in ends:
+            for node in ends[::-1]:
                 node.go_on(5, "ended")
+            await until(lambda: ends[0].present()[1].phase == "ended")
+            assert ends[0].links_of_ended()[1] == edges[1], "known with the end itself"
             await until(lambda: all(node.links_of_ended() == edges for node in ends))
 
     run(main())
