@@ -67,7 +67,7 @@ class Attached:
         self.when_loaded = _refuse_load
         self._engine, self._job_state, self._peers, self._tell = engine, job_state, peers, tell
         self._rounds = self._rounds_met = 0
-        self._steps = engine.steps()
+        self._steps = None if engine.steps is None else engine.steps()
         self._until_closed = ExitStack()
         for part in chain.from_iterable(module.modules() for module in engine.modules):
             hook = part.register_load_state_dict_pre_hook(_Notice(self, part))
@@ -97,10 +97,10 @@ class Attached:
         their end.
         """
         self._check_not_closed()
-        steps = self._engine.steps()
-        if steps is not None and steps == self._steps:
-            return []
-        self._steps = steps
+        if self._engine.steps is not None:
+            before, self._steps = self._steps, self._engine.steps()
+            if self._steps == before:
+                return []
         self.done += 1
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:

@@ -1,6 +1,7 @@
 """Rounds for a DeepSpeed engine that a loop trains; `engine.zero` knows where its fp32 weights lie."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from megatron_noloco.attach.shards import Engine, Shard, cut, parameters_of, sha
 from megatron_noloco.attach.torch_module import Replicated
 from megatron_noloco.engine import zero
 from megatron_noloco.errors import UserError
+
+_REMEDY = "give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"
 
 
 def deepspeed_engine(engine: Any) -> Engine:
@@ -23,56 +26,45 @@ def deepspeed_engine(engine: Any) -> Engine:
     expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
     own_experts = any(dist.get_world_size(group) > 1 for group in expert_groups)  # under the same names
     flats = zero.flats_of(engine.optimizer)
+    made: Engine
     if flats is not None:
-        return Divided(engine, flats, not own_experts)
-    if own_experts:
+        made = Divided(engine, flats, placed=not own_experts)
+    elif own_experts:
         raise UserError("attach: each rank has experts of its own; use zero_optimization.stage 1")
-    return Undivided(engine)
-
-
-class OfDeepSpeed(Engine):
-    """What all ZeRO stages have in common."""
-
-    remedy = (
-        "give deepspeed.initialize mpu=ReplicaGroups({replicas})",
-        "give deepspeed.initialize no mpu",
-    )
-    engine: Any
-
-    def steps(self) -> int:
-        return int(self.engine.global_steps)
-
-
-class Divided(OfDeepSpeed):
-    """The fp32 weights that ZeRO 1 to 3 leave to this rank."""
-
-    def __init__(self, engine: Any, flats: Sequence[zero.Flat], placed: bool) -> None:
-        self.engine = engine
-        self.reduced_over = dist.get_process_group_ranks(engine.data_parallel_group)
-        super().__init__([engine.module], _shards(engine.module, flats, placed))
-
-    def refresh(self) -> None:
-        zero.refresh(self.engine.optimizer)
-
-
-def _shards(module: Any, flats: Sequence[zero.Flat], placed: bool) -> Iterator[Shard]:
-    parameters = parameters_of([module])
-    names, shapes = {id(one): name for name, one in parameters.items()}, shapes_of(parameters)
-    for flat, pieces in flats:
-        for parameter, begin, end, own in pieces:
-            name = "" if parameter is None else names[id(parameter)]
-            places = cut(shapes[name], begin, end) if name else []
-            yield Shard(name, flat, own, own + end - begin, places if placed else None)
-
-
-class Undivided(OfDeepSpeed, Replicated):
-    """The fp32 weights of an engine without ZeRO."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    else:
         group = engine.data_parallel_group if engine.dp_world_size > 1 else None
         stepped, rounded = zero.whole_weights(engine)
-        Replicated.__init__(self, [engine.module], stepped, group, rounded)
+        made = Replicated([engine.module], stepped, group, rounded)
+    made.remedy = _REMEDY
+    made.steps = lambda: int(engine.global_steps)
+    return made
+
+
+class Divided(Engine):
+    """The fp32 weights that ZeRO 1 to 3 leave to this rank.
+
+    Args:
+        placed: whether the weights have the same places in all jobs.
+    """
+
+    def __init__(self, engine: Any, flats: Sequence[zero.Flat], placed: bool) -> None:
+        self._optimizer = engine.optimizer
+        self.reduced_over = dist.get_process_group_ranks(engine.data_parallel_group)
+        parameters = parameters_of([engine.module])
+        names, shapes = {id(one): name for name, one in parameters.items()}, shapes_of(parameters)
+        shards = []
+        for flat, pieces in flats:
+            for parameter, begin, end, own in pieces:
+                name = "" if parameter is None else names[id(parameter)]
+                places = cut(shapes[name], begin, end) if name else []
+                shards.append(Shard(name, flat, own, own + end - begin, places if placed else None))
+        super().__init__([engine.module], shards)
+
+    def refresh(self) -> None:
+        zero.refresh(self._optimizer)
+
+    def with_parameters(self) -> AbstractContextManager[None]:
+        return zero.with_weights(self._optimizer)
 
 
 def _check_experts(engine: Any) -> None:

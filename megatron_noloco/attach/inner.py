@@ -6,7 +6,6 @@ with the layout of the weights, and the numbers must be the same on all ranks.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -58,8 +57,9 @@ class Inner:
     """
 
     def __init__(self, engine: Engine, parts: Stateful | Sequence[Stateful]) -> None:
-        self._engine, self._parts = engine, parts if isinstance(parts, Sequence) else [parts]
-        inside: list[Any] = [one for part in self._parts for one in _inside(part)]
+        self._engine = engine
+        given = parts if isinstance(parts, Sequence) else [parts]
+        inside: list[Any] = [one for part in given for one in _inside(part)]
         optimizers = [one for one in inside if isinstance(one, torch.optim.Optimizer)]
         self.kind = " and ".join(type(one).__name__ for one in optimizers).lower()
         # A single one has the trainer's name for groups that Muon does not train.
@@ -152,7 +152,7 @@ class Inner:
         entries = (*(facts[key] for key in self._optimizers), *named.values())
         fields = sorted({name for entry in entries for name, value in entry.items() if value is None})
         moments = {name: self._filled(vectors[name]) for name in fields}
-        with _with_parameters(self._parts):
+        with self._engine.with_parameters():
             for key, optimizer in self._optimizers.items():
                 state, own = dict[int, dict[str, Any]](), optimizer.state_dict()["param_groups"]
                 for group, saved in zip(optimizer.param_groups, own, strict=True):
@@ -197,18 +197,6 @@ def _inside(part: Any) -> Iterator[Any]:
         ):
             one = below
         yield one
-
-
-@contextmanager
-def _with_parameters(parts: Sequence[Any]) -> Iterator[None]:
-    """Give optimizers their parameters, which DeepSpeed's ZeRO 3 takes away between two steps."""
-    with ExitStack() as stack:
-        for part in parts:
-            if "deepspeed" in packages_of(part):
-                from megatron_noloco.engine.zero import with_weights
-
-                stack.enter_context(with_weights(part))
-        yield
 
 
 def packages_of(thing: object) -> set[str]:

@@ -1,7 +1,8 @@
 """An engine is its shards: what this rank has of each parameter that is trained. All else follows from them."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -59,12 +60,14 @@ class Engine(Weights):
         reduced_over: ranks of this job over which gradients are reduced; None where the loop cannot be asked.
         remedy: what to change where these are not the ranks of the replica: where the job holds all replicas, and
             where it is one replica.
+        steps: returns how many steps the optimizer has taken; None where each call of `Attached.step` follows one.
 
     Raises UserError where nothing is trained, for weights on several devices, and as `check_sound` does.
     """
 
     reduced_over: Sequence[int] | None = None
     remedy = "", ""
+    steps: Callable[[], int] | None = None
 
     def __init__(self, modules: Sequence[nn.Module], shards: Iterable[Shard]) -> None:
         self.modules, self.parameters = modules, parameters_of(modules)
@@ -84,9 +87,9 @@ class Engine(Weights):
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Complete tensors like those in `stepped`, of which each rank has written its shards. As `refresh`."""
 
-    def steps(self) -> int | None:
-        """Return how many steps the optimizer has taken; None where each call of `Attached.step` follows one."""
-        return None
+    def with_parameters(self) -> AbstractContextManager[None]:
+        """Give the inner optimizer its parameters, where it has them in a step only."""
+        return nullcontext()
 
     def parts(self) -> list[Tensor]:
         return [shard.of(shard.tensor) for shard in self.shards]
