@@ -1,15 +1,21 @@
 """`attach`: from what trains a model to the object that runs its rounds."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.attach.attached import Attached, RoundRows, check_not_attached, tell_nobody
-from megatron_noloco.attach.checks import check_arguments, check_start, digests_of, start_report
+from megatron_noloco.attach.checks import (
+    StartReport,
+    check_arguments,
+    check_start,
+    digests_of,
+    start_report,
+)
 from megatron_noloco.attach.first_state import model_of
 from megatron_noloco.attach.inner import Inner, Stateful, packages_of
 from megatron_noloco.attach.job_state import JobState
@@ -25,6 +31,9 @@ from megatron_noloco.outer.peers import JobPeers
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_problem
 from megatron_noloco.transport.torch_dist import TorchTransport
+
+if TYPE_CHECKING:
+    from megatron_noloco.federation.compatibility import Alike
 
 # What jobs compare where a rank exchanges with the rank at its place; the name stands in the line of a refusal.
 _SAME_RANKS = "ranks and parallel sizes. This engine needs the same in all jobs"
@@ -112,23 +121,11 @@ def attach(
         done = 0 if state is None else job_state.restore(state)
         return Attached(weights, done, job_state, JobPeers(outer), tell_nobody)
 
-    from megatron_noloco.federation.compatibility import Alike
     from megatron_noloco.federation.federation_peers import FederationPeers
     from megatron_noloco.federation.membership import join_federation
 
-    held = starts[rank].held
-    shared = {
-        "seed": seed,
-        "names and shapes": digests["names and shapes"],
-        "first weights": digests["weights"],
-        "model": model_of(weights.modules),
-    }
-    own = {
-        "frozen weights": digests["frozen weights"],
-        "buffers": digests["buffers"],
-        _SAME_RANKS: None if held is not None else [one.lengths for one in starts],
-    }
-    stops, compared = stopped or (lambda: False), Alike(shared, "attach", own)
+    held, compared = starts[rank].held, _compared(weights, seed, digests, starts)
+    stops = stopped or (lambda: False)
     membership = join_federation(federation, settings, Place(slot, None), compared, stopped=stops)
     try:
         copies = copies_in([one.held or [] for one in starts], rank)
@@ -150,6 +147,26 @@ def attach(
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise
+
+
+def _compared(
+    weights: Engine, seed: int, digests: Mapping[str, list[str]], starts: Sequence[StartReport]
+) -> "Alike":
+    """Return what jobs of a federation compare."""
+    from megatron_noloco.federation.compatibility import Alike
+
+    shared = {
+        "seed": seed,
+        "names and shapes": digests["names and shapes"],
+        "first weights": digests["weights"],
+        "model": model_of(weights.modules),
+    }
+    own = {
+        "frozen weights": digests["frozen weights"],
+        "buffers": digests["buffers"],
+        _SAME_RANKS: None if weights.placed else [one.lengths for one in starts],
+    }
+    return Alike(shared, "attach", own)
 
 
 def _engine_of(engine: Any) -> Engine:

@@ -12,6 +12,7 @@ reduces gradients over all ranks of the job, which are the replica. Needs transf
 import inspect
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -131,7 +132,8 @@ class NolocoCallback(TrainerCallback):
             inner=[_optimizer_of(self._trainer), _schedule_of(self._trainer)],
             stopped=self._ends_early,
         )
-        self._noloco.when_loaded = self._when_loaded
+        # By a `train` that resumes after one that has failed; else the next step refuses it.
+        self._noloco.when_loaded = partial(setattr, self, "_loaded", True)
         self._trains, self._model = True, ref(self._trainer.model)
         if saved is not None and not state.global_step:
             self._catch_up(args, state, control)  # of the failed training; the schedule is new
@@ -140,9 +142,12 @@ class NolocoCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Complete the checkpoint of another callback, and begin that which is due at the end of an epoch."""
         self._complete(args, state)
+        if control.should_save:
+            self._write(args, state)
 
-    on_pre_optimizer_step = on_step_begin
+    on_pre_optimizer_step = on_epoch_end = on_step_begin
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -165,23 +170,13 @@ class NolocoCallback(TrainerCallback):
         if control.should_save:
             self._write(args, state)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._complete(args, state)
-        if control.should_save:
-            self._write(args, state)
-
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._put_in_place(args, state)
-
-    def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if self._trains:  # else the Trainer's own `push_to_hub`, of the model at the end
             self._put_in_place(args, state)
+
+    on_push_begin = on_save
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -204,10 +199,6 @@ class NolocoCallback(TrainerCallback):
         managers = (getattr(one, "jit_manager", None) for one in self._trainer.callback_handler.callbacks)
         due = any(manager.is_checkpoint_requested for manager in managers if manager is not None)
         return self._failed or due or (control.should_training_stop and state.global_step < state.max_steps)
-
-    def _when_loaded(self) -> None:
-        """Note a load: by a `train` that resumes after one that has failed; else the next step refuses it."""
-        self._loaded = True
 
     def _left_over(self) -> dict[str, Tensor] | None:
         """Leave a training that has failed; return its state if the model still has its weights."""
@@ -240,15 +231,12 @@ class NolocoCallback(TrainerCallback):
             os.utime(file)  # see `_is_complete`
         self._written_at = -1
 
-    def _state(self, state: TrainerState) -> dict[str, Tensor]:
-        """Return the state that goes with the weights after `global_step` steps, also before their round."""
-        return self.noloco.state_dict() | {"local_steps_done": number_tensor(state.global_step)}
-
     def _write(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Write the state, unless that of this step is written."""
+        """Write the state after `global_step` steps, also before their round, unless it is written."""
         if self._written_at != state.global_step:
+            saved = self.noloco.state_dict() | {"local_steps_done": number_tensor(state.global_step)}
             _waiting(args).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(_waiting(args), lambda path: torch.save(self._state(state), path))
+            write_whole(_waiting(args), lambda path: torch.save(saved, path))
             self._written_at = state.global_step
 
     def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:

@@ -25,7 +25,7 @@ _VECTORS = {
     "momentum_buffer",
 }  # a number for each weight
 _NUMBERS = {"mu_product", "step"}
-_SETTINGS = {"betas", "initial_lr", "lr", "momentum", "step", "weight_decay"}  # of a group
+_SETTINGS = {"initial_lr", "lr", "step"}  # of a group, that change
 
 Entry = dict[str, Any]
 """The state of a tensor that is stepped: numbers by the name of the field, and None for what is in a vector."""
@@ -134,13 +134,13 @@ class Inner:
             entries = [*(facts[key] for key in self._optimizers), *facts.get("named", {}).values()]
             fields = [field for entry in entries for field in entry.items()]
             for group in facts.get("settings", {}).values():
-                dict(group)
+                fields += [(name, group[name]) for name in _SETTINGS & group.keys()]
         except (AttributeError, KeyError, TypeError, ValueError):  # another version, or a liar
             raise UserError("its state cannot be read") from None
         for full_name, value in fields:
             name = full_name.removeprefix(PREFIX)
             is_vector = value is None and name in _VECTORS and full_name in vectors
-            if not is_vector and not (name in _NUMBERS and type(value) in (int, float)):
+            if not is_vector and not (name in _NUMBERS | _SETTINGS and type(value) in (int, float)):
                 raise UserError(f"its {name} cannot be read")
 
     def load(self, facts: Mapping[str, Any], vectors: Mapping[str, Tensor]) -> None:
@@ -163,7 +163,9 @@ class Inner:
                 optimizer.load_state_dict({"state": state, "param_groups": own})
         groups, settings = self._groups(), facts.get("settings", {}).values()
         for group, theirs in zip(groups, settings, strict=True) if len(groups) == len(settings) else ():
-            group |= {name: _like(group[name], theirs.get(name)) for name in _SETTINGS & group.keys()}
+            for name in _SETTINGS & group.keys() & theirs.keys():
+                own, given = group[name], theirs[name]
+                group[name] = torch.full_like(own, given) if torch.is_tensor(own) else given
 
     def _filled(self, vector: Tensor) -> dict[Tensor, Tensor]:
         """Return tensors like the stepped ones, with the elements of a vector. A collective of the replica."""
@@ -225,21 +227,9 @@ def _state(entry: Entry, moments: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _number(value: Any) -> Any:
-    """Return a number, or numbers, as JSON has them; numpy's and tensors are not."""
-    if isinstance(value, tuple | list):
-        return list(map(_number, value))
+def _number(value: Any) -> int | float:
+    """Return a number as JSON has it; numpy's and tensors are not."""
     return value.item() if hasattr(value, "item") else value
-
-
-def _like(own: Any, given: Any) -> Any:
-    """Return a setting that was given in the form of this job's, which stays where that cannot be."""
-    if isinstance(own, tuple | list):
-        fits = isinstance(given, list) and len(given) == len(own)
-        return type(own)(map(_like, own, given)) if fits else own
-    if type(given) not in (int, float):
-        return own
-    return torch.full_like(own, given) if torch.is_tensor(own) else given
 
 
 def check_modes(optimizer: object) -> None:

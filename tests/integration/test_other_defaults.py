@@ -12,7 +12,7 @@ FEDERATION = (
     *("commit", "connections", "federation", "handover", "keeping_up", "movement", "pairing", "peers"),
     *("session", "stateful"),
 )
-ATTACH = ("attach_takeover", "inner", "sharded_module")
+ATTACH = ("attach_shards", "attach_takeover", "inner", "sharded_module")
 
 
 @pytest.mark.slow  # one to two minutes

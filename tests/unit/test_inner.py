@@ -101,15 +101,18 @@ def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() ->
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-def test_settings_that_another_job_gives_are_known_and_fit(rate: Any) -> None:
+def test_of_a_group_only_what_changes_is_taken_over(rate: Any) -> None:
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False, capturable=False)
-    before = dict(optimizer.param_groups[0])
-    theirs = {"lr": 0.5, "betas": 0.9, "weight_decay": [1.0], "step": 3, "params": [7], "eps": 1.0}
-    inner_of(model, optimizer).load({"others": {}, "settings": {"0": theirs}}, {})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    before, theirs = dict(optimizer.param_groups[0]), {"lr": 0.5, "step": 3, "params": [7], "eps": 1.0}
+    inner = inner_of(model, optimizer)
+    inner.load({"others": {}, "settings": {"0": theirs}}, {})
     (group,) = optimizer.param_groups
-    assert (group.pop("lr"), type(group["betas"])) == (0.5, tuple)
+    rate_of = group.pop("lr")
+    assert (rate_of, type(rate_of)) == (0.5, type(rate))
     assert {name: value for name, value in before.items() if name != "lr"} == group
+    with pytest.raises(ValueError, match="its lr cannot be read"):
+        inner.check("adamw", {"others": {}, "settings": {"0": {"lr": "0.5"}}}, {})
 
 
 def test_what_has_no_state_is_no_inner_optimizer() -> None:
