@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from megatron_noloco.federation.streams import Buffer, Stream, StreamEndedError
+from megatron_noloco.federation.streams import Buffer, Changes, Stream, StreamEndedError
 from megatron_noloco.files import outside
 
 FILE_BYTES = 2**24  # of data
@@ -64,7 +64,7 @@ class FolderStream(Stream):
         self.heard = False
         self._post, self._loop = post, asyncio.get_running_loop()
         self._error = ""
-        self._waiting = set[asyncio.Future[None]]()
+        self._changes = Changes()
         # To the other side: data files written, and read there; control files.
         self._pending, self._begins = bytearray(), dials
         self._written = self._confirmed = self._controls = 0
@@ -163,7 +163,7 @@ class FolderStream(Stream):
         now = self._loop.time()
         self._since, self._pause = now, now - self._since
         self._flush()
-        self._wake()
+        self._changes.note()
 
     def seen(self, numbers: Iterable[int]) -> None:
         """Note which data files are there. Ends the stream if one is missing for long."""
@@ -179,7 +179,7 @@ class FolderStream(Stream):
     def patience(self) -> float:
         """Seconds between two looks for files, by the time that nothing came; infinity if nobody waits."""
         silence = max(self._loop.time() - self._since, self._pause)
-        return silence / _PATIENCE if self._waiting else float("inf")
+        return silence / _PATIENCE if self._changes else float("inf")
 
     # To the other side.
 
@@ -215,7 +215,7 @@ class FolderStream(Stream):
         def written(task: asyncio.Task[None]) -> None:
             self._writes.discard(task)
             self._flush()
-            self._wake()
+            self._changes.note()
 
         task = self._post.spawn(write())
         self._writes.add(task)
@@ -247,21 +247,9 @@ class FolderStream(Stream):
     # Both ways.
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        self._post.changed()
+        await self._changes.until(lambda: bool(self._error) or condition())
         self._check()
-        while not condition():
-            waiting = self._loop.create_future()
-            self._waiting.add(waiting)
-            self._post.changed()
-            try:
-                await waiting
-            finally:
-                self._waiting.discard(waiting)
-            self._check()
-
-    def _wake(self) -> None:
-        for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
 
     def _check(self) -> None:
         if self._error:
@@ -272,4 +260,4 @@ class FolderStream(Stream):
         self._pending.clear()
         self._arrived.clear()
         self._post.over(self)
-        self._wake()
+        self._changes.note()

@@ -34,7 +34,7 @@ from megatron_noloco.federation.messages import (
     hear,
     say,
 )
-from megatron_noloco.federation.streams import IS_IT_THE_MTU, Stream, StreamEndedError, reason_of
+from megatron_noloco.federation.streams import IS_IT_THE_MTU, Changes, Stream, StreamEndedError, reason_of
 
 ROUND = "round"  # the kind of conversation that both replicas begin
 NO_PART = "has no part in this round"
@@ -129,7 +129,7 @@ class Link:
         self._forget()
         self._streams: list[Stream] = []  # usually one
         self._sending = asyncio.Lock()
-        self._changed = asyncio.Event()  # replaced after each message
+        self._changes = Changes()  # a message has come, or a stream was lost
         self._conversations = set[Stream]()
         self._asks = itertools.count()
         self._waiting: dict[tuple[str, int], asyncio.Future[_Conversation]] = {}  # by kind and number
@@ -233,11 +233,7 @@ class Link:
             if not self._streams:
                 self.seen = self.seen._replace(present=False)
                 self.node.lost(self)
-        self._change()
-
-    def _change(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes.note()
 
     async def _take(self, message: Message) -> None:
         match message:
@@ -263,7 +259,7 @@ class Link:
                 self.node.take_later(message)
             case Row():
                 self.rows.append(message.text)
-        self._change()
+        self._changes.note()
 
     # Conversations
 
@@ -297,16 +293,18 @@ class Link:
         Args:
             ledger: of the process with which the round began.
         """
+
+        def is_over() -> bool:
+            is_gone = self.ledger is not ledger or self.seen.status.phase == "left" or self._is_lost
+            return is_gone or ledger.verdict(number) is not None or self.node.is_leaving
+
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.ledger is ledger and self.seen.status.phase != "left" and not self._is_lost:
-                    if ledger.verdict(number) is not None or self.node.is_leaving:
-                        break
-                    changed = self._changed
+                while not is_over():
                     await self.say(Prepared(number))
                     with suppress(TimeoutError):  # the question may be lost
                         async with asyncio.timeout(TICK_SECONDS):
-                            await changed.wait()
+                            await self._changes.until(is_over)
 
     async def begin(self, header: Header, stream: Stream) -> None:
         """Run a conversation that the other replica has opened, to its end.

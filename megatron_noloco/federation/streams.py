@@ -116,6 +116,32 @@ class Stream(ABC):
                 raise
 
 
+class Changes:
+    """Lets tasks wait until something holds, which may hold after a change."""
+
+    def __init__(self) -> None:
+        self._waiting = set[asyncio.Future[None]]()
+
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._waiting)
+
+    def note(self) -> None:
+        """Have all look again."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.add(waiting)
+            try:
+                await waiting
+            finally:
+                self._waiting.discard(waiting)
+
+
 @asynccontextmanager
 async def within(seconds: float, why: str) -> AsyncIterator[None]:
     """Raise TimeoutError, which says why, where the block takes longer."""

@@ -32,6 +32,7 @@ from megatron_noloco.federation.streams import (
     IS_IT_THE_MTU,
     Buffer,
     Carrier,
+    Changes,
     RefusedError,
     Serve,
     Stream,
@@ -76,7 +77,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._begun = self._served = self._closed = 0  # numbers of streams; closed by the other side
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
-        self._waiting = set[asyncio.Future[None]]()
+        self._changes = Changes()
         self._writable = True
         self._header, self._kind, self._left = bytearray(), _DATA, 0
         self._place = memoryview(b"")
@@ -119,7 +120,7 @@ class _Connection(asyncio.BufferedProtocol):
         elif self._place:
             self._place = self._place[count:]
             if not self._place:
-                self._wake()
+                self._changes.note()
         else:
             self._early += self._scratch[:count]
             if len(self._early) >= _EARLY_BYTES:
@@ -130,7 +131,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._writable = True
-        self._wake()
+        self._changes.note()
 
     def eof_received(self) -> None:
         self.connection_lost(None)
@@ -214,7 +215,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._arrived = 0
             if self._closed not in (self._begun, self._begun - 1) or (self._kind == _BEGIN and self._early):
                 self._end(StreamEndedError("unexpected frame"))
-            self._wake()
+            self._changes.note()
 
     def _write_frame(self, kind: int, content: bytes | memoryview = b"") -> None:
         self.check()
@@ -226,26 +227,16 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.write(content)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
+        await self._changes.until(lambda: self.error is not None or condition())
+        if not condition():
             self.check()
-            waiting = self._loop.create_future()
-            self._waiting.add(waiting)
-            try:
-                await waiting
-            finally:
-                self._waiting.discard(waiting)
-
-    def _wake(self) -> None:
-        for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
 
     def _end(self, error: StreamEndedError) -> None:
         if self.error is None:
             self.error = error
             self._transport.close()  # sends what waits to be sent
             self._loop.call_later(_LINGER_SECONDS, self._transport.abort)
-        self._wake()
+        self._changes.note()
 
 
 class _TcpStream(Stream):

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from megatron_noloco.federation.streams import Buffer, Carrier, Serve, Stream, StreamEndedError
+from megatron_noloco.federation.streams import Buffer, Carrier, Changes, Serve, Stream, StreamEndedError
 
 _WINDOW = 2**16  # bytes under way in one direction
 
@@ -23,21 +23,19 @@ class Direction:
         self.content = bytearray()
         self.closed = False
         self.reason = ""
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     @property
     def is_cut(self) -> bool:
         return self.limit is not None and self.passed >= self.limit
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            if self.reason:
-                raise StreamEndedError(self.reason)
-            self._changed.clear()
-            await self._changed.wait()
+        await self._changes.until(lambda: bool(self.reason) or condition())
+        if not condition():
+            raise StreamEndedError(self.reason)
 
     def change(self) -> None:
-        self._changed.set()
+        self._changes.note()
 
     def end(self, reason: str) -> None:
         self.reason = self.reason or reason
