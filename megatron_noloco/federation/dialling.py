@@ -9,10 +9,10 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from megatron_noloco.federation import links
 from megatron_noloco.federation.folder import is_folder_endpoint
+from megatron_noloco.federation.links import Owner
 from megatron_noloco.federation.messages import Hello, Later, hear, say
 from megatron_noloco.federation.streams import Carrier, RefusedError, Serve, Stream, StreamEndedError, within
 
@@ -48,16 +48,6 @@ class Carriers(NamedTuple):
         if is_folder_endpoint(endpoint):
             return self.folder
         return self.network if endpoint else None
-
-
-class Owner(links.Owner, Protocol):
-    """What dialling needs of its node; see `node.Node`."""
-
-    links: dict[int, links.Link]
-
-    def hello(self) -> Hello: ...
-
-    async def run_link(self, stream: Stream, hello: Hello, dialled: bool = False) -> str: ...
 
 
 @dataclass

@@ -73,10 +73,11 @@ class Dials(Protocol):
 
 
 class Owner(Protocol):
-    """What a link needs of the node that has it; see `node.Node`."""
+    """What links and dialling need of the node that has them; see `node.Node`."""
 
     slot: int
     directory: Directory
+    links: "dict[int, Link]"
     serves: "dict[str, Serve]"
 
     @property
@@ -89,6 +90,10 @@ class Owner(Protocol):
     def is_leaving(self) -> bool: ...
 
     def open_from(self, slot: int) -> int: ...
+
+    def hello(self) -> Hello: ...
+
+    async def run_link(self, stream: Stream, hello: Hello, dialled: bool = False) -> str: ...
 
     def status(self, link: "Link") -> Status: ...
 
