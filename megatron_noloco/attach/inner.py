@@ -6,26 +6,22 @@ with the layout of the weights, and the numbers must be the same on all ranks.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from megatron_noloco.attach.registered import Functions
-from megatron_noloco.attach.shards import Engine, Shard
+from megatron_noloco.attach.shards import Engine, Shard, local_part
 from megatron_noloco.errors import UserError
 from megatron_noloco.outer.vectors import HOST, number_tensor
 
 PREFIX = "inner."  # of the names of fields
-_VECTORS = {
-    "exp_avg",
-    "exp_avg_sq",
-    "exp_inf",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-}  # a number for each weight
+# The known fields: with a number for each weight, with one number, and those of a group that change in a run.
+_VECTORS = {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer"}
 _NUMBERS = {"mu_product", "step"}
-_SETTINGS = {"initial_lr", "lr", "step"}  # of a group, that change
+_SETTINGS = {"initial_lr", "lr", "step"}
 
 Entry = dict[str, Any]
 """The state of a tensor that is stepped: numbers by the name of the field, and None for what is in a vector."""
@@ -207,12 +203,25 @@ def packages_of(thing: object) -> set[str]:
 
 
 def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
-    state = {name: value for name, value in optimizer.state[tensor].items() if value is not None}
-    vectors = {name for name in _VECTORS & state.keys() if state[name].shape == tensor.shape}
-    if unknown := state.keys() - vectors - _NUMBERS:
-        names = ", ".join(sorted(unknown))
-        raise UserError(f"{type(optimizer).__name__} keeps {names}, which other jobs cannot take over")
-    return {PREFIX + name: None if name in vectors else _number(state[name]) for name in sorted(state)}
+    entry, unknown = Entry(), list[str]()
+    for name, value in sorted(optimizer.state[tensor].items()):
+        if name in _VECTORS and _is_moment(value, tensor):
+            entry[PREFIX + name] = None
+        elif name in _NUMBERS and prod(getattr(value, "shape", ())) == 1:
+            entry[PREFIX + name] = _number(value)
+        elif value is not None:
+            unknown.append(name)
+    if unknown:
+        raise UserError(
+            f"{type(optimizer).__name__} keeps {', '.join(unknown)}, which other jobs cannot take over"
+        )
+    return entry
+
+
+def _is_moment(value: Any, tensor: Tensor) -> bool:
+    """Return whether this is a plain tensor like another one; one of 8 bits has a class of its own."""
+    is_plain = type(local_part(value)) in (Tensor, nn.Parameter)
+    return is_plain and value.is_floating_point() and value.shape == tensor.shape
 
 
 def _state(entry: Entry, moments: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -70,9 +70,11 @@ class JobState:
             "weights": tensor_of(digest_of_weights(self._engine)),
         }
         if self._registered:
-            found["registered"] = torch.frombuffer(
-                bytearray(_bytes_of(saved(self._registered))), dtype=torch.uint8
-            )
+            states = saved(self._registered)
+            for name, state in states.items():
+                if isinstance(state, str):
+                    raise UserError(f"registered {name!r}: {state}")
+            found["registered"] = torch.frombuffer(bytearray(_bytes_of(states)), dtype=torch.uint8)
         return found
 
     def restore(self, state: dict[str, Tensor]) -> int:
@@ -115,7 +117,8 @@ class JobState:
         try:
             rounds = rounds_from_lists(state.facts["rounds"])
             rest = _read(state.rest) if state.rest else dict.fromkeys(("problem", "states", "buffers"))
-            problem, states, buffers = rest["problem"], rest["states"], rest["buffers"]
+            problem, buffers = rest["problem"], rest["buffers"]
+            states = None if rest["states"] is None else dict(rest["states"])
             if buffers is not None:
                 check_buffers(self._engine, buffers)
         except Exception as error:  # torch.load says neither which errors, nor always the same

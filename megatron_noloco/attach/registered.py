@@ -32,6 +32,7 @@ def saved(functions: Functions) -> dict[str, bytes | str]:
         try:
             torch.save(state, file)
             found[name] = file.getvalue()
+            _read(file.getvalue())
         except Exception:  # pickle does not say which
             found[name] = _MORE
     return found

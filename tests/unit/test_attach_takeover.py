@@ -255,3 +255,13 @@ def test_a_resume_continues_with_what_is_registered(tmp_path: Path, monkeypatch:
     file.seek(0)
     begin(state=torch.load(file, weights_only=True)).close()
     assert counts == [{"seen": 7}]
+
+
+def test_a_registered_state_that_cannot_be_saved_is_named() -> None:
+    outer: Any = SimpleNamespace(state=dict)
+    more = {"data": (lambda: {len: len}, print)}
+    own = JobState(Job(0.0).engine, outer, None, more, {"weights": "00", "buffers": "00"})
+    with pytest.raises(
+        ValueError, match="registered 'data': it is made of more than numbers, text and tensors"
+    ):
+        own.state_dict(3)

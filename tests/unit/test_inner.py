@@ -36,8 +36,21 @@ def inner_of(model: nn.Module, *parts: Any) -> Inner:
     return Inner(torch_engine(model), parts)
 
 
+class OfEightBits(Tensor):
+    """Stands for a moment that only its optimizer can read."""
+
+
 @pytest.mark.parametrize(
-    "kept", [{"ema": torch.zeros(2, 3)}, {"exp_avg": torch.zeros(3)}, {"rows": [1.0], "columns": 7}]
+    "kept",
+    [
+        {"ema": torch.zeros(2, 3)},
+        {"exp_avg": torch.zeros(3), "step": torch.zeros(2)},
+        {
+            "exp_avg": torch.zeros(2, 3, dtype=torch.uint8),
+            "exp_avg_sq": torch.zeros(2, 3).as_subclass(OfEightBits),
+        },
+        {"rows": [1.0], "columns": 7},
+    ],
 )
 def test_fields_that_are_not_known_are_named(kept: dict[str, Any]) -> None:
     """Whatever they hold; also a known one of another shape, as a factored moment has."""
