@@ -16,6 +16,8 @@ from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import MOST_SLOTS, FederationSettings, NolocoSettings, federation_problems
 
+_HAS_STATE = "whether there is a state"
+
 
 def check_arguments(
     settings: NolocoSettings,
@@ -61,7 +63,6 @@ class StartReport:
 
     Attributes:
         problem: why this rank cannot begin; empty where it can.
-        has_state: whether it continues from a state.
         alike: values that must be equal on all ranks, by name.
         lengths: of the parts of its weights.
         first: what its training began with, by name; a digest of the replica that was saved is a text alone.
@@ -69,7 +70,6 @@ class StartReport:
     """
 
     problem: str
-    has_state: bool
     alike: dict[str, Any]
     lengths: list[int]
     first: dict[str, Fingerprint]
@@ -87,24 +87,25 @@ def start_report(
     """Return the report of this rank.
 
     Args:
-        alike: values that must be equal on all ranks; the local steps done, from `state`, are added.
+        alike: values that must be equal on all ranks; what is alike in states is added.
         problem: with the settings; empty where there is none.
     """
     first = fingerprints_of(engine)
+    alike = alike | {_HAS_STATE: state is not None}
     try:
         if problem:
             raise UserError(f"attach: {problem}")
         check_reduced_over(engine, topology, rank)
         if state is not None:
             check_state(state, engine)
-            alike = alike | {"local_steps_done": int(state["local_steps_done"])}
+            alike |= {"local_steps_done": int(state["local_steps_done"])}
             for name in ("weights", "buffers"):  # which change; 0.2.0 did not save that of the buffers
                 saved = state.get(f"first_{name}")
                 first[name] = Fingerprint("00" * 32 if saved is None else hexadecimal(saved), {})
     except UserError as error:
         problem = str(error)
     lengths = [shard.length for shard in engine.shards]
-    return StartReport(problem, state is not None, alike, lengths, first, held(engine))
+    return StartReport(problem, alike, lengths, first, held(engine))
 
 
 def digests_of(replica: Sequence[StartReport]) -> dict[str, list[str]]:
@@ -120,13 +121,9 @@ def check_start(ranks: Sequence[StartReport], rank: int, topology: Topology) -> 
     """Raise UserError on all ranks where one of them cannot begin, or not together with the others."""
     if problems := [one.problem for one in ranks if one.problem]:
         raise UserError(ranks[rank].problem or problems[0])
-    has_state = [one.has_state for one in ranks]
-    if any(has_state) and not all(has_state):
-        lacks, has = has_state.index(False), has_state.index(True)
-        raise UserError(f"attach: rank {lacks} has no state, rank {has} has; give each rank its own, or none")
     for name, value in ranks[0].alike.items():
         for other, one in enumerate(ranks):
-            if one.alike[name] != value:
+            if one.alike[name] != value:  # the first that differs: without a state there are no further ones
                 raise UserError(
                     f"attach: {name} is {value!r} on rank 0 and {one.alike[name]!r} on rank {other}; it must be "
                     "the same on all ranks"
@@ -139,18 +136,12 @@ def _check_equal_replicas(ranks: Sequence[StartReport], replica_size: int) -> No
     """Raise UserError where the replicas of one job did not begin with equal weights."""
     for rank, one in enumerate(ranks):
         first = ranks[rank % replica_size]
-        replica, length, expected = rank // replica_size, sum(one.lengths), sum(first.lengths)
-        if length != expected:
-            raise UserError(
-                f"attach: rank {rank} of replica {replica} has {length} weights, rank {rank % replica_size} of "
-                f"replica 0 has {expected}; all replicas must train the same parameters of the same model"
-            )
         if differs := [name for name, digest in one.first.items() if digest != first.first[name]]:
             remedy = (
                 "their states are of different runs"
-                if one.has_state
+                if one.alike[_HAS_STATE]
                 else "seed all replicas alike, or load the same checkpoint, before the model is wrapped "
                 "(DistributedDataParallel, deepspeed.initialize)"
             )
-            what = " and ".join(differs)
+            what, replica = " and ".join(differs), rank // replica_size
             raise UserError(f"the {what} of replica {replica} differ from those of replica 0; {remedy}")

@@ -544,9 +544,9 @@ def test_what_ranks_of_one_job_refuse_together() -> None:
     expected = {
         "settings": "attach: outer_lr is 0.7 on rank 0 and 0.95 on rank 1; it must be the same on all ranks",
         "seed": "attach: seed is 0 on rank 0 and 1 on rank 1; it must be the same on all ranks",
-        "lengths": "attach: rank 1 of replica 1 has 4 weights, rank 0 of replica 0 has 3; all replicas must",
+        "lengths": "the weights and names and shapes of replica 1 differ from those of replica 0; seed",
         "weights": "the weights of replica 1 differ from those of replica 0; seed all replicas alike",
-        "no state": "attach: rank 1 has no state, rank 0 has; give each rank its own, or none",
+        "no state": "attach: whether there is a state is True on rank 0 and False on rank 1; it must be",
         "other rank": "attach: the model is not the one this state was saved with: load its checkpoint first",
         "one not loaded": "attach: the model is not the one this state was saved with: load its checkpoint",
         "other step": "attach: local_steps_done is 3 on rank 0 and 4 on rank 1; it must be the same",
