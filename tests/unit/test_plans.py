@@ -5,6 +5,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
@@ -446,6 +447,8 @@ class TestBatchPlan:
         start = step * math.prod(shape)
         assert plan.global_batch == plan.replicas * plan.replica_batch == math.prod(shape)
         assert places_of_step(plan, step) == list(range(start, start + plan.global_batch))
+        of_slot = replace(plan, slot=7)  # of a federation
+        assert of_slot.first(step, 7 + plan.replicas - 1, 0, 0) == plan.first(step, plan.replicas - 1, 0, 0)
 
 
 class TestCycles:

@@ -272,7 +272,7 @@ class TestRecordSamples:
 
     def test_longer_records_are_cut_and_without_an_answer_left_out(self) -> None:
         long = [record(12, 0, 6), record(12, 50, 2)]
-        dataset = samples_of([*long, record(3, 90)], packed=False)
+        dataset = samples_of([*long, record(9, 90)], packed=False)  # a sample holds 8 tokens and their labels
         assert dataset.cut == 2
         assert len(dataset) == 2
         assert dataset[0].labels.tolist() == [IGNORED] * 5 + [6, 7, 8]
