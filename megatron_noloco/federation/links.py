@@ -362,6 +362,10 @@ class Link:
                     await self.say(Open(kind, number))
                 await asyncio.wait([waiting], timeout=_ASK_AGAIN_SECONDS)
             return waiting.result()
+        except asyncio.CancelledError:
+            if waiting.done() and waiting.exception() is None:
+                waiting.result().refuse("is not waited for any more")
+            raise
         finally:
             self._waiting.pop((kind, number))
 

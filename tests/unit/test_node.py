@@ -3,12 +3,13 @@
 import asyncio
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation import node as node_module
-from megatron_noloco.federation.links import NO_PART, Link
+from megatron_noloco.federation.links import NO_PART, ROUND, Link
 from megatron_noloco.federation.messages import Address, Hello, Member, Status, say
 from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.streams import Stream, StreamEndedError
@@ -144,6 +145,28 @@ def test_both_sides_of_a_round_meet_whoever_begins_first(late: int, hidden: int 
             pair[1 - at] = await nodes.add(1 - at, address_of(at), hidden=hidden is not None)
             await until(lambda: linked(*pair.values()))
             await asyncio.gather(*(side(pair[slot], 1 - slot, 5.0 * (slot == late)) for slot in (0, 1)))
+
+    run(main())
+
+
+def test_a_stream_that_comes_as_its_wait_ends_is_refused() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
+            await until(lambda: linked(*pair))
+            near, far = pair[0].links[1], pair[1].links[0]
+            waiting = asyncio.ensure_future(near._wait(ROUND, 3))
+            hand_over = near._hand_over
+
+            def late(*arguments: Any) -> bool:
+                waiting.cancel()
+                return hand_over(*arguments)
+
+            near._hand_over = late  # type: ignore[method-assign]
+            async with far.meet(3) as stream:
+                with pytest.raises(StreamEndedError, match="not waited for"):
+                    await stream.receive(1)
+            assert waiting.cancelled()
 
     run(main())
 
