@@ -334,7 +334,7 @@ class Link:
             async with self._converse(conversation) as stream:
                 await self.node.serves[kind](self, stream)
             return
-        if self._hand_over(kind, number, conversation):
+        if kind == ROUND and self._hand_over(kind, number, conversation):
             pass
         elif kind != ROUND or number < self.node.open_from(self.peer) or len(self._early) >= _MOST_EARLY:
             conversation.refuse(NO_PART)
