@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema
 from megatron_noloco.errors import UserError
 
 Path = tuple[str, ...]
-_NEAR = 0.8  # of difflib: that of a misspelling, and of no key of DeepSpeed that does nothing here
+_NEAR = 0.8  # ratio of difflib: misspellings reach it, keys of DeepSpeed that do nothing here do not
 
 
 def _checked_path(path: str) -> str:
@@ -56,7 +56,7 @@ class Scope(Enum):
     COMPARED = "no newcomer copies it; ranks and jobs that differ refuse each other"
 
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Leave the JSON schema as it is: pydantic keeps a scope with its field, as what may change the schema."""
+        """Do nothing: pydantic stores a callable that is given as `json_schema_extra`, and so keeps the scope."""
 
 
 class Also(NamedTuple):

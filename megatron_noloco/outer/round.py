@@ -145,7 +145,7 @@ class Round:
         vectors: of all weights.
         exchange: of this object alone.
         longest: elements of the longest fragment.
-        where: c lies: with the slow weights if they are exchanged in codes, else in host memory, from where all
+        where: the device of c: that of the slow weights with an integer payload, else the host, from which
             messages leave.
 
     Attributes:
