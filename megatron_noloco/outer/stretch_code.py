@@ -96,13 +96,13 @@ class StretchCode:
 
     def _open(self, chosen: Tensor, lower: list[list[Tensor]]) -> None:
         """Open the chosen blocks of the stretch, of whose `part` the other members have sent the lower digits."""
-        self._chosen, self._lower = chosen, lower
-        self._places = self._spans(chosen)
+        self._chosen, self._places = chosen, self._spans(chosen)
         self.blocks, self.part = int(chosen.sum()), self.within(self._part)
         self.held = torch.empty(self.blocks, dtype=torch.bool, device=HOST)
         self.mine = self._codes("my", self.blocks)
         width = self.part.stop - self.part.start
         self.theirs = [self._codes(f"their {member}", width) for member in range(len(lower))]
+        self._digits = [[*digits, codes] for digits, (codes, _) in zip(lower, self.theirs, strict=True)]
 
     def _codes(self, name: str, blocks: int) -> Coded:
         codes = self._buffers.get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
@@ -131,8 +131,8 @@ class StretchCode:
         """Return what the other members have sent of these blocks of `part`, where the vector lies."""
         within = slice(blocks.start - self.part.start, blocks.stop - self.part.start)
         return [
-            ([self.here(digit[within]) for digit in (*lower, codes)], self.here(checksums[within]))
-            for lower, (codes, checksums) in zip(self._lower, self.theirs, strict=True)
+            ([self.here(digit[within]) for digit in digits], self.here(checksums[within]))
+            for digits, (_, checksums) in zip(self._digits, self.theirs, strict=True)
         ]
 
     def here(self, part: Tensor) -> Tensor:
@@ -192,10 +192,7 @@ class StretchCode:
             self._report.resent_elements += self.left_over.length
         stay = ~self.held & (self.steps > 0)
         theirs = stay[self.part]
-        lower = [
-            [digit[theirs] for digit in (*lower, codes)]
-            for lower, (codes, _) in zip(self._lower, self.theirs, strict=True)
-        ]
+        lower = [[digit[theirs] for digit in digits] for digits in self._digits]
         self._open(self._chosen.masked_scatter(self._chosen, stay), lower)
         self.steps = self.steps[stay]
         length, device = self._places.length, self.vector.device
