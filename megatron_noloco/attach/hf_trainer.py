@@ -122,14 +122,17 @@ class NolocoCallback(TrainerCallback):
                     "NolocoCallback"
                 )
             saved = torch.load(file, map_location="cpu", weights_only=True)
+        engine: Any = self._trainer.model_wrapped
+        of_deepspeed = hasattr(engine, "global_steps")  # whose optimizer Accelerate wraps
+        optimizer = engine.optimizer if of_deepspeed else self._trainer.optimizer
         self._noloco = attach(
-            self._trainer.model_wrapped,
+            engine,
             self._settings,
             federation=self._federation,
             slot=self._slot,
             seed=self._seed,
             state=saved,
-            inner=[_optimizer_of(self._trainer), _schedule_of(self._trainer)],
+            inner=[optimizer, _schedule_of(self._trainer)],
             stopped=self._ends_early,
         )
         # By a `train` that resumes after one that has failed; else the next step refuses it.
@@ -252,12 +255,6 @@ class NolocoCallback(TrainerCallback):
             if state.global_step > self.noloco.taken and not by_loss:  # a schedule taken over has these steps
                 schedule.step()
             DefaultFlowCallback().on_step_end(args, state, control)
-
-
-def _optimizer_of(trainer: Trainer) -> Any:
-    """Return the inner optimizer; with DeepSpeed that of the engine, which Accelerate wraps."""
-    engine = trainer.model_wrapped
-    return engine.optimizer if hasattr(engine, "global_steps") else trainer.optimizer
 
 
 def _schedule_of(trainer: Trainer) -> Any:
