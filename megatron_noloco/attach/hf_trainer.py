@@ -124,7 +124,7 @@ class NolocoCallback(TrainerCallback):
             saved = torch.load(file, map_location="cpu", weights_only=True)
         engine: Any = self._trainer.model_wrapped
         of_deepspeed = hasattr(engine, "global_steps")  # whose optimizer Accelerate wraps
-        optimizer = engine.optimizer if of_deepspeed else self._trainer.optimizer
+        optimizer: Any = engine.optimizer if of_deepspeed else self._trainer.optimizer
         self._noloco = attach(
             engine,
             self._settings,
