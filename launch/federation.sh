@@ -62,4 +62,7 @@ for replica in 0 1 2; do
     echo "  rounds skipped because of another replica: $(grep -c '^ round .* skipped |' "$runs/replica_$replica.log")"
     grep 'validation loss, replica' "$runs/replica_$replica.log" || true
 done
+grep -hoE 'replica [0-9]+ .* [0-9.]+ nats' "$runs"/replica_?.log | grep -oE '[0-9.]+ nats' | sort -n |
+    awk 'NR == 1 { least = $1 } END { exit NR != 3 || $1 - least > 0.0002 }' ||
+    { echo "the replicas have not ended as one model: see $runs/replica_*.log" >&2; exit 1; }
 "$PYTHON" -m tools.efficiency "$runs"

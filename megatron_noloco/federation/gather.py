@@ -31,6 +31,7 @@ from megatron_noloco.plans.canonical import Block, Holding
 from megatron_noloco.transport.interface import Message, RankLostError
 
 _NEVER_SECONDS = 365 * 86400.0  # a partner's delay is limited by its conversation
+_STUCK_SECONDS = 1.0
 
 
 class Gather:
@@ -92,20 +93,28 @@ class Transfer(ABC):
         self._holding, self._gives, self._gets = vectors
         self._gathering, self._handing = _Worker(), _Worker()
 
-    @abstractmethod
     def wait(self) -> None:
         """Wait for the end; on the leader, after the last call of its other methods.
 
         Raises RuntimeError where a rank of the replica is lost.
         """
+        ends = self._last_jobs()
+        workers = self._gathering, self._handing
+        for worker in workers:
+            worker.end()
+        try:
+            _wait(ends)
+        finally:
+            for worker in workers:
+                worker.join()
 
-    def _finish(self, gather: Callable[[], None], hand_out: Callable[[], None]) -> "list[Future[None]]":
-        """Let both workers end with these jobs."""
+    @abstractmethod
+    def _last_jobs(self) -> "list[Future[None]]":
+        """Return the jobs with which the workers end."""
+
+    def _submit(self, gather: Callable[[], None], hand_out: Callable[[], None]) -> "list[Future[None]]":
         ways = (self._gives, self._gathering, gather), (self._gets, self._handing, hand_out)
-        ends = [worker.submit(job) for vector, worker, job in ways if vector is not None]
-        self._gathering.end()
-        self._handing.end()
-        return ends
+        return [worker.submit(job) for vector, worker, job in ways if vector is not None]
 
     def _move(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         try:
@@ -120,10 +129,10 @@ class Follower(Transfer):
 
     def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
         super().__init__(movement, interval, tag, vectors)
-        self._ends = self._finish(self._send, self._receive)
+        self._jobs = self._submit(self._send, self._receive)
 
-    def wait(self) -> None:
-        _wait(self._ends)
+    def _last_jobs(self) -> "list[Future[None]]":
+        return self._jobs
 
     def _send(self) -> None:
         assert self._gives is not None
@@ -169,9 +178,8 @@ class Leader(Transfer):
         if not (self._is_alone and self._inside(self._gets, self.slabs[at]) is not None):
             await _done(self._handing.submit(self._hand_out, at, result))
 
-    def wait(self) -> None:
-        if not self._is_alone:
-            _wait(self._finish(self._gather_rest, self._hand_out_rest))
+    def _last_jobs(self) -> "list[Future[None]]":
+        return [] if self._is_alone else self._submit(self._gather_rest, self._hand_out_rest)
 
     @property
     def _is_alone(self) -> bool:
@@ -249,6 +257,14 @@ class _Worker:
     def end(self) -> None:
         """End the thread after the last job."""
         self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait until the thread has ended, but not if it is stuck.
+
+        A thread that frees tensors while Python ends aborts the process.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(_STUCK_SECONDS)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

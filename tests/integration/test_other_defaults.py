@@ -7,11 +7,8 @@ import pytest
 
 from tests.harness import REPOSITORY
 
-OUTER = ("exchange", "fragments", "groups", "mean", "outer", "outer_state", "payload", "vectors")
-FEDERATION = (
-    *("commit", "connections", "federation", "handover", "keeping_up", "movement", "pairing", "peers"),
-    *("session", "stateful"),
-)
+OUTER = ("exchange", "fragments", "groups", "outer", "outer_state", "payload", "vectors")
+FEDERATION = ("final_mean", "gather", "movement", "pairing", "partners", "rounds", "swap", "takeover")
 ATTACH = ("attach_shards", "attach_takeover", "inner", "sharded_module")
 
 

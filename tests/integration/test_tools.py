@@ -72,6 +72,7 @@ def test_chaos_kills_a_replica_that_comes_back(tmp_path: Path) -> None:
     found = run("faults chaos", [*few.split(), "--output", str(tmp_path / "chaos")])
     assert set(found["exit_codes"].values()) == {0}
     assert found["processes_left"] == 0
+    assert found["apart"] < 1e-3, "all end as one model"
     assert found["loss_ratio"] < 1.1  # so short a run is not that of docs/faults.md
 
 

@@ -1,6 +1,7 @@
 """Whatever happens on the leader, all ranks come to the end of a transfer."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -33,3 +34,26 @@ def test_followers_come_to_the_end_of_a_transfer_that_its_leader_leaves(asked: i
         transfer.wait()
     done = min(4 * asked, 10)
     assert torch.equal(gets.view(-1)[:done], torch.arange(1.0, done + 1))
+    assert not workers()
+
+
+def test_a_lone_leader_leaves_no_thread() -> None:
+    """Its weights lie in another order than the canonical one, so that a thread copies them."""
+    whole = Matrix(0, 1, 10)
+    turned = Holding([Block(0, whole, 0, 5, 1, 5), Block(5, whole, 0, 0, 1, 5)])
+    gives, gets = torch.arange(10.0), torch.ones(10)
+    (movement,) = movements([turned], [range(10)], slab=10)
+    leader = Gather(movement).whole(gives, gets)
+    assert isinstance(leader, Leader)
+    content = asyncio.run(leader.content(0))
+    assert content.tolist() == [5.0, 6.0, 7.0, 8.0, 9.0, 0.0, 1.0, 2.0, 3.0, 4.0]
+    asyncio.run(leader.hand_out(0, leader.result(0).copy_(content)))
+    assert workers()
+    leader.wait()
+    assert torch.equal(gets, gives)
+    assert not workers()
+
+
+def workers() -> list[str]:
+    """Return the threads of transfers; a thread that frees tensors at the end of Python aborts the process."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "noloco-gather"]

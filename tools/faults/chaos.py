@@ -9,8 +9,9 @@ lost, and no connection is closed. `--seed` decides the faults, their replicas a
 local step of the run and a random part of a second after it, so that it falls into a step, an exchange, an
 evaluation or a save. Then the same replicas run undisturbed, those that join from the beginning on.
 
-Reports the faults, the exit code of every replica, the losses of both runs, and the longest pause of a replica
-without a fault. Exit code 1 when a replica that should have ended well did not.
+Reports the faults, the exit code of every replica, the losses of both runs, by how much those of the disturbed one
+are apart (0: all have ended as one model), and the longest pause of a replica without a fault. Exit code 1 when a
+replica that should have ended well did not.
 """
 
 import argparse
@@ -67,6 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "faults": [fault.__dict__ for fault in faults],
         "exit_codes": endings,
         "losses": losses,
+        "apart": max(found) - min(found) if (found := [each for each in losses.values() if each]) else None,
         "mean_loss": loss,
         "undisturbed_mean_loss": reference,
         "loss_ratio": loss / reference if loss and reference else None,
