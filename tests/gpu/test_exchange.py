@@ -48,7 +48,7 @@ def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
-def test_with_slow_weights_on_the_host_rounds_are_those_of_a_cpu_bit_for_bit(
+def test_rounds_with_slow_weights_on_host_equal_cpu_bitwise(
     overlap_steps: int, group_size: int, payload: str
 ) -> None:
     method = {"group_size": group_size, "payload": payload}

@@ -260,7 +260,7 @@ def succeed(run: Run, ranks: int, train_iters: int = STEPS, **checkpoint: Any) -
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_drawn_config_runs_and_continues_bit_for_bit_and_with_other_ranks(
+def test_drawn_config_resumes_bitwise_and_with_other_ranks(
     seed: int, data: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     whole, ranks = drawn_run(seed, tmp_path / "whole", data)

@@ -265,7 +265,7 @@ def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("stage", "block"), [(0, {"bf16": {"enabled": True}}), (1, {}), slow((2, {})), (3, {})]
 )
-def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has(stage: int, block: dict[str, Any]) -> None:
+def test_inner_optimizer_continues_from_taken_state(stage: int, block: dict[str, Any]) -> None:
     """To the last bit, and not without that state."""
     for with_state, again, without in run_ranks(2, taken_over, stage, block):
         assert torch.equal(with_state, again)
@@ -277,7 +277,7 @@ def refused(rank: int, world_size: int) -> str:
     return refusal(lambda: attach(engine, SETTINGS, replicas=world_size))
 
 
-def test_an_engine_whose_gradients_are_summed_over_replicas_is_refused() -> None:
+def test_engine_summing_gradients_over_replicas_is_refused() -> None:
     _, found = run_ranks(2, refused)
     assert found.startswith(
         "rank 1: the gradient all-reduce of this model spans ranks [0, 1], its replica is [1]"

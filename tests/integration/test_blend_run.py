@@ -80,7 +80,7 @@ def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> N
         assert row["validation/replica_losses"][replica] == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluate_finds_what_the_run_logged_with_the_runs_copy_of_the_tokenizer(run: Path) -> None:
+def test_evaluate_equals_log_with_copied_tokenizer(run: Path) -> None:
     (manifest, *_) = catalog.read_manifests(catalog.step_folder(run / "checkpoints", STEPS))
     assert manifest.tokenizer["digest"] == FastTokenizer(run / "tokenizer").digest
     (run.parent / "tokenizer.json").unlink(missing_ok=True)  # the original
@@ -100,7 +100,7 @@ def test_evaluate_finds_what_the_run_logged_with_the_runs_copy_of_the_tokenizer(
 
 
 @pytest.mark.slow
-def test_the_exported_model_has_the_same_perplexity_under_transformers(run: Path) -> None:
+def test_exported_perplexity_equals_transformers(run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exported = run.parent / "exported"

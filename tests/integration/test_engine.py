@@ -200,7 +200,7 @@ def test_zero_2_trains_as_zero_1(changes: dict[str, Any], tolerance: float) -> N
     )
 
 
-def test_with_sequence_parallelism_tp_ranks_keep_one_copy_of_the_norms() -> None:
+def test_sequence_parallel_norms_stay_equal_over_tp() -> None:
     """Each sees other tokens, so without a sum over the tp ranks their copies would drift apart.
 
     In fp32 test_families.py looks at the copies.

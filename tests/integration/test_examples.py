@@ -126,9 +126,7 @@ def test_the_source_distribution_has_every_file(release: Release) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_of_the_wheel_trains_from_a_config_that_comes_with_it(
-    release: Release, tmp_path: Path
-) -> None:
+def test_wheel_trains_from_its_own_config(release: Release, tmp_path: Path) -> None:
     there = install(release.wheel, ["trainer"])
     (quickstart,) = there.parent.glob("share/megatron-noloco/configs/quickstart.json")
     raw = json.loads(quickstart.read_text())
@@ -162,7 +160,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def test_the_example_runs_where_only_torch_and_numpy_are_installed(environment: Path) -> None:
+def test_example_needs_only_torch_and_numpy(environment: Path) -> None:
     said = call(str(environment / "python"), "-c", FORKED, str(EXAMPLE))
     losses = re.findall(r"^step \d+: loss (\S+), partner \[\d\], spread \d", said, re.M)
     assert len(losses) == 20
@@ -230,7 +228,7 @@ def in_production(rank: int, world_size: int) -> Tensor:
     return weights.read()
 
 
-def test_the_minimal_example_has_the_weights_of_the_production_code() -> None:
+def test_minimal_example_equals_production_weights() -> None:
     """To rounding: the same sums, in another order. Each replica of three skips some rounds."""
     minimal = example("minimal_noloco")
     found = torch.stack(run_ranks(3, lambda rank, world_size: minimal.Replica(rank, world_size).train()))

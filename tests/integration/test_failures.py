@@ -27,9 +27,7 @@ LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_whose_steps_are_all_skipped_ends_and_keeps_its_checkpoint(
-    replicas: int, tmp_path: Path
-) -> None:
+def test_run_of_skipped_steps_ends_and_keeps_checkpoint(replicas: int, tmp_path: Path) -> None:
     """A step at an absurd rate leaves weights with which no gradient is finite. Each step is to be saved."""
     run = Run(tmp_path, {"parallel": {"replicas": replicas}, "checkpoint": {"save_interval": 1}})
     run.change({"noloco": {"local_steps": 4}, "gradient_clipping": 0.0, "scheduler": None})
@@ -58,9 +56,7 @@ def renamed_at(rank: int, world_size: int, step: int, arguments: list[str]) -> O
 
 
 @pytest.mark.parametrize(("step", "asynchronous"), [(4, False), (5, False), (5, True)])
-def test_a_run_whose_folder_is_renamed_writes_nothing_into_another_one(
-    step: int, asynchronous: bool, tmp_path: Path
-) -> None:
+def test_renamed_run_writes_into_no_other_folder(step: int, asynchronous: bool, tmp_path: Path) -> None:
     """It saves after each third step."""
     changes = {"checkpoint": {"save_interval": 3, "async_save": asynchronous}}
     run = Run(tmp_path, {"training": {"output_dir": str(tmp_path / "run")}, **changes})
@@ -154,9 +150,7 @@ def test_how_long_a_rank_stands_still_before_it_says_so(
 @pytest.mark.parametrize(
     "watchdog_seconds", [1.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["by themselves", "asked"]
 )
-def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
-    watchdog_seconds: float, tmp_path: Path
-) -> None:
+def test_hung_rank_is_named_by_waiting_ranks(watchdog_seconds: float, tmp_path: Path) -> None:
     """It is stopped in its third local step, until the others have said so; then the run goes on to its end.
 
     It is rank 0, which has the key-value store of the job: nobody else may wait for an answer of that.

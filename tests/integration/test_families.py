@@ -128,7 +128,7 @@ def differences(pytestconfig: pytest.Config) -> Iterator[dict[str, list[float]]]
 
 
 @pytest.mark.parametrize(("model", "parallel"), CASES)
-def test_a_model_of_transformers_computes_the_same_here_and_leaves_as_it_came(
+def test_transformers_model_round_trips_with_equal_logits(
     model: str, parallel: str, tmp_path: Path, differences: dict[str, list[float]]
 ) -> None:
     tied, sizes = PARALLEL[parallel]

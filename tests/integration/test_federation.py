@@ -138,7 +138,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
 
 
-def test_a_job_that_loses_a_rank_ends_and_its_partner_goes_on_alone(tmp_path: Path, text: str) -> None:
+def test_job_without_a_rank_ends_and_partner_continues(tmp_path: Path, text: str) -> None:
     """Of four ranks, tp 2 x pp 2, while a round of a fragment overlaps with local steps."""
     more = {
         "parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
@@ -175,7 +175,7 @@ def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize("encryption", [pytest.param("none", marks=pytest.mark.slow), "tls"])
-def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_end(
+def test_two_stage_replica_without_disk_takes_over_and_ends(
     tmp_path: Path, text: str, encryption: str
 ) -> None:
     """What it takes over is the state of the other at a step, to the last bit; its data is its own."""
@@ -303,7 +303,7 @@ def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> Non
         federation.stop()
 
 
-def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
+def test_untrained_replica_does_not_join_trained_ones(tmp_path: Path, text: str) -> None:
     """Where it is told not to take theirs over. Else it does, though none has saved anything."""
     more = ENDLESS | {"federation": {"rounds_behind": 2}, "checkpoint": {"save_interval": 0}}
     with Federation(tmp_path, changes(text, **more)) as federation:
@@ -320,9 +320,7 @@ def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_pat
         federation.stop()
 
 
-def test_a_stopped_replica_costs_one_deadline_and_takes_over_a_state_when_it_goes_on(
-    tmp_path: Path, text: str
-) -> None:
+def test_frozen_replica_costs_one_deadline_then_takes_over(tmp_path: Path, text: str) -> None:
     more = ENDLESS | {
         "federation": {"start_with": 2, "shortest_deadline_seconds": 0.5},
         "noloco": {"deadline_seconds": 2.0},
@@ -367,9 +365,7 @@ def waits_for(path: Path) -> None:
     ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
-def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
-    tmp_path: Path, text: str
-) -> None:
+def test_job_stopped_while_waiting_saves_nothing(tmp_path: Path, text: str) -> None:
     with Federation(tmp_path, changes(text, federation={"start_with": 2})) as federation:
         federation.start(0)
         while not list((tmp_path / "rendezvous").rglob("*")):
@@ -423,7 +419,7 @@ def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, wa
         federation.stop()
 
 
-def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path, text: str) -> None:
+def test_replicas_ending_apart_have_one_model(tmp_path: Path, text: str) -> None:
     """Three of four slots. One waits for another one, is stopped, and comes back.
 
     The evaluation at the end is that of the one model.
@@ -515,7 +511,7 @@ def poisons_itself(step: int) -> None:
     ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
-def test_a_replica_whose_weights_are_not_finite_ends_and_continues(
+def test_replica_with_nonfinite_weights_ends_and_resumes(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the next round. No other replica comes."""
@@ -538,9 +534,7 @@ def test_a_replica_whose_weights_are_not_finite_ends_and_continues(
 
 
 @pytest.mark.slow
-def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
-    tmp_path: Path, text: str
-) -> None:
+def test_slow_replica_skips_steps_without_cost_to_partners(tmp_path: Path, text: str) -> None:
     """Its steps take three times as long. It takes part in the rounds, and the others learn as without it."""
     steps, local_steps = 64, 8
     more = {

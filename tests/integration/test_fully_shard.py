@@ -185,7 +185,7 @@ def mesh_of(ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
 
 
-def test_jobs_continue_from_their_checkpoints_and_end_with_one_model(tmp_path: Path) -> None:
+def test_jobs_resume_and_end_with_one_model(tmp_path: Path) -> None:
     """To the last bit."""
     found = [one for job in run_jobs(tmp_path, REPLICAS, 2, continued, tmp_path) for one in job]
     for without, with_ in found:
@@ -203,7 +203,7 @@ def taken_over(rank: int, world_size: int) -> list[Tensor]:
     return by_way_of_a_handover(torch_engine(loop.model), loop.optimizer, step)
 
 
-def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has() -> None:
+def test_inner_optimizer_continues_from_taken_state() -> None:
     """To the last bit, and not without that state."""
     for with_state, again, without in run_ranks(2, taken_over):
         assert torch.equal(with_state, again)
@@ -225,7 +225,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     return lines
 
 
-def test_a_model_divided_in_part_or_beyond_its_replica_is_refused() -> None:
+def test_model_sharded_in_part_or_beyond_replica_is_refused() -> None:
     for rank, found in enumerate(run_ranks(2, refused)):
         expected = {
             "reach": f"rank {rank}: the gradient all-reduce of this model spans ranks [0, 1], its replica is "

@@ -181,7 +181,7 @@ def uninterrupted(slot: int, rank: int, folder: Path) -> Tensor:
     return loop.weights()
 
 
-def test_a_trainer_that_is_killed_while_it_saves_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
+def test_trainer_killed_in_save_trains_as_plain_loop(tmp_path: Path) -> None:
     """To the last bit. The state is written before the Trainer deletes the checkpoint before."""
     found = [one for (one,) in run_jobs(tmp_path, 2, 1, interrupted, tmp_path)]
     expected = [one for (one,) in run_jobs(tmp_path, 2, 1, uninterrupted, tmp_path / "plain")]
@@ -241,7 +241,7 @@ def saved_in(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_epoch_end"])
-def test_a_checkpoint_that_another_callback_has_saved_gets_the_state(
+def test_checkpoint_of_another_callback_gets_state(
     alone: Callable[[Path, Loop], Any], tmp_path: Path, event: str
 ) -> None:
     """As transformers' just-in-time checkpoints, which are saved without `on_save`; and is continued from."""
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_another_callback_has_saved_gets_the_state(
     again.noloco.close()
 
 
-def test_a_checkpoint_saved_before_a_round_has_the_state_before_it(
+def test_checkpoint_before_round_has_state_before_it(
     alone: Callable[[Path, Loop], Any], tmp_path: Path
 ) -> None:
     """The just-in-time callback comes first at the end of a step. A complete checkpoint is left alone."""
@@ -305,7 +305,7 @@ def test_a_checkpoint_that_is_uploaded_has_the_state(
     callback.noloco.close()
 
 
-def test_a_training_that_ends_early_skips_its_round_and_does_not_average(tmp_path: Path) -> None:
+def test_early_end_skips_round_and_average(tmp_path: Path) -> None:
     """The other job is there and stands still."""
     assert run_jobs(tmp_path, 2, 1, one_ends_early, tmp_path)[0] == [
         ("replica 1: a job was asked to stop", True)
@@ -333,9 +333,7 @@ def one_ends_early(slot: int, rank: int, folder: Path) -> tuple[str, bool]:
     return told[0].exchange.missed, torch.equal(loop.weights(), before)
 
 
-def test_a_training_after_one_that_has_failed_goes_on_where_it_was(
-    alone: Callable[[Path, Loop], Any], tmp_path: Path
-) -> None:
+def test_training_after_failure_continues(alone: Callable[[Path, Loop], Any], tmp_path: Path) -> None:
     loop = Loop(tmp_path, 0)
     callback = alone(tmp_path, loop)
     loop.steps(callback, 3)
@@ -349,9 +347,7 @@ def test_a_training_after_one_that_has_failed_goes_on_where_it_was(
     callback.on_train_end(loop.args, loop.state, loop.control)
 
 
-def test_a_training_that_resumes_after_one_that_has_failed_loads_its_checkpoint(
-    alone: Callable[[Path, Loop], Any], tmp_path: Path
-) -> None:
+def test_resume_after_failure_loads_checkpoint(alone: Callable[[Path, Loop], Any], tmp_path: Path) -> None:
     loop = Loop(tmp_path, 0)
     callback = alone(tmp_path, loop)
     loop.steps(callback, 2)
@@ -381,7 +377,7 @@ def test_a_training_that_resumes_after_one_that_has_failed_loads_its_checkpoint(
         ({}, 5, r".*checkpoint-5/noloco_00000.pt is missing: the checkpoint to resume from must be in"),
     ],
 )
-def test_the_best_model_and_a_checkpoint_without_state_are_refused(
+def test_best_model_and_stateless_checkpoint_are_refused(
     tmp_path: Path, args: dict[str, Any], step: int, line: str
 ) -> None:
     loop = Loop(tmp_path, 0)

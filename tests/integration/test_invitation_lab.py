@@ -84,7 +84,7 @@ def last_evaluation(run: Path, replica: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_three_commands_lead_to_one_model_and_machines_come_and_go(tmp_path: Path) -> None:
+def test_three_commands_lead_to_one_model(tmp_path: Path) -> None:
     """The fourth has two ranks, and comes in the middle; the second leaves with a notice; the third is killed."""
     with ExitStack() as stack:
         there = stack.enter_context(network_lab([Link(rate=100e6, delay=0.005)] * 4))

@@ -157,7 +157,7 @@ def take_vectors(rank: int, world_size: int) -> None:
     assert_takes_vectors(torch_engine(loop.model), loop.optimizer)
 
 
-def test_the_state_of_an_optimizer_goes_from_one_layout_to_another() -> None:
+def test_optimizer_state_moves_between_layouts() -> None:
     run_ranks(2, take_vectors)
 
 
@@ -192,7 +192,7 @@ def trained(slot: int, rank: int, folder: Path) -> dict[str, Any]:
     return {"first": first, "before": torch.stack(before), "after": torch.stack(after), "last": weights()}
 
 
-def test_jobs_of_three_layouts_train_together_and_end_with_one_model(tmp_path: Path) -> None:
+def test_jobs_of_three_layouts_end_with_one_model(tmp_path: Path) -> None:
     jobs = run_jobs(tmp_path, 3, (1, 2, 2), trained, tmp_path)
     before = torch.stack([job[0]["before"] for job in jobs], dim=1)
     assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
@@ -245,7 +245,7 @@ def flat(tensors: Iterable[Any]) -> Tensor:
     return torch.cat([one.detach().flatten() for one in wholes])
 
 
-def test_a_late_job_takes_over_the_state_of_a_job_of_another_layout(tmp_path: Path) -> None:
+def test_late_job_takes_over_state_of_another_layout(tmp_path: Path) -> None:
     ((gave,), took) = run_jobs(tmp_path, 2, (1, 2), gives_or_takes, tmp_path)
     for ((done, found),) in (one.items() for one in took):
         assert all(map(torch.equal, found, gave[done]))

@@ -203,7 +203,7 @@ def test_a_closed_terminal_asks_the_job_to_save(tmp_path: Path) -> None:
     assert process.returncode == 3
 
 
-def test_a_signal_before_all_ranks_take_it_ends_the_job_in_one_line(tmp_path: Path) -> None:
+def test_early_signal_ends_job_in_one_line(tmp_path: Path) -> None:
     with started_and_hung_up(tmp_path, listening=7) as process:
         line = "ended before the training began; the same command starts it again\n"
         assert process.communicate(timeout=60) == (None, line)

@@ -152,7 +152,7 @@ def diverges(rank: int, world_size: int, config: str) -> tuple[bool, list[int], 
     return of_use, run.monitor.evaluated.diverged, written.getvalue()
 
 
-def test_a_run_whose_validation_loss_is_not_finite_says_so_and_is_of_no_use(tmp_path: Path) -> None:
+def test_run_with_nonfinite_validation_loss_fails(tmp_path: Path) -> None:
     changes = {
         "parallel": {"replicas": 1, "pipeline_model_parallel_size": 1},
         "training": {"train_iters": 2, "output_dir": str(tmp_path / "run")},

@@ -165,7 +165,7 @@ def taken_over(rank: int, world_size: int, kind: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["distributed, bf16", "layer-wise", pytest.param("Muon", marks=needs_muon)])
-def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has(kind: str) -> None:
+def test_inner_optimizer_continues_from_taken_state(kind: str) -> None:
     """To the last bit, and not without that state."""
     for with_state, again, without in run_ranks(2, taken_over, kind):
         assert torch.equal(with_state, again)

@@ -71,7 +71,7 @@ def run_for_copies(rank: int, world_size: int, config: str) -> Tensor:
     ],
     ids=["norms of tp ranks", "tied embeddings cut by ZeRO"],
 )
-def test_copies_stay_bitwise_equal_with_a_coded_payload_in_fragments(
+def test_copies_stay_equal_with_coded_fragments(
     tmp_path: Path, text: str, shape: dict[str, int], tied: bool
 ) -> None:
     """test_fragments.py has each of the two alone, without engines."""

@@ -85,7 +85,7 @@ def test_trainings_in_the_lab_are_timed(permitted: None, tmp_path: Path) -> None
     assert (output / "loss.png").stat().st_size > 0
 
 
-def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab() -> None:
+def test_lab_hosts_connect_and_leave_no_process() -> None:
     said = []
     with network_lab([Link(delay=1e-3)] * 3) as there:
         with subprocess.Popen(
@@ -100,7 +100,7 @@ def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab() -> None:
     assert left.wait(timeout=60) < 0, "killed"
 
 
-def test_a_host_whose_link_is_cut_is_not_reached_until_it_is_healed() -> None:
+def test_cut_host_is_unreachable_until_healed() -> None:
     with network_lab([Link(delay=1e-3)] * 2) as there:
 
         def lab1_answers(seconds: float) -> bool:
@@ -133,9 +133,7 @@ with lab([Link()] * 2) as there:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
-def test_nothing_runs_on_after_a_signal_to_all_processes_of_the_lab(
-    number: signal.Signals, permitted: None
-) -> None:
+def test_lab_leaves_no_process_after_signal(number: signal.Signals, permitted: None) -> None:
     """As Ctrl-C sends it, and `timeout`."""
     command = [sys.executable, "-c", LAB]
     with subprocess.Popen(

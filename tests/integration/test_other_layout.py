@@ -167,7 +167,7 @@ def parameters(run: Run) -> str:
     ],
     ids=["AdamW", "more replicas", "expert parallelism", "Muon, bf16, tied"],
 )
-def test_a_state_that_goes_to_another_layout_and_back_is_the_same(
+def test_state_round_trips_through_another_layout(
     both: list[Changes], before: Changes, after: Changes, tmp_path: Path
 ) -> None:
     """On the way to another layout, and to more replicas, no number is lost or rounded."""

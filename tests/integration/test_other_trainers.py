@@ -57,7 +57,7 @@ def partners(text: str) -> list[int]:
         ("torchtitan", "torchtitan_loop", "final.pt"),
     ],
 )
-def test_two_jobs_become_one_model_though_one_is_killed_and_comes_back(
+def test_two_jobs_with_a_kill_end_as_one_model(
     tmp_path: Path, package: str, example: str, model: str
 ) -> None:
     """And the model is as good as that of a job which trains alone, or better."""

@@ -67,9 +67,7 @@ def chooses_local_steps(rank: int, world_size: int, exchange_seconds: list[float
     [([0.1, 0.2, 0.01], 1), ([0.5, 2.4, 0.3], 10), ([0.1, 99.0, 0.1], 30)],
     ids=["short", "ten times 1 s beside 2.4 s", "longer than the run"],
 )
-def test_all_ranks_take_the_fewest_local_steps_with_which_the_slowest_waits_for_a_fifth_of_the_time(
-    exchange_seconds: list[float], expected: int
-) -> None:
+def test_auto_local_steps_follow_the_slowest_rank(exchange_seconds: list[float], expected: int) -> None:
     found = run_ranks(3, chooses_local_steps, exchange_seconds)
     assert found == [[(None, 1)] * 6 + [(expected, expected), (None, expected)]] * 3
 
@@ -89,7 +87,7 @@ def chooses_in_fragments(rank: int, world_size: int, start: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("start", "decided"), [(0, 4 * K), (3, 4 * K), (K + 1, 5 * K)])
-def test_every_fragment_counts_also_after_a_resume_within_a_round(start: int, decided: int) -> None:
+def test_all_fragments_count_after_resume_in_round(start: int, decided: int) -> None:
     assert run_ranks(2, chooses_in_fragments, start) == [[(decided, 3)]] * 2
 
 
@@ -121,9 +119,7 @@ def chooses_in_federation(rank: int, world_size: int, steps: list[int], skipped:
     ],
     ids=["leaves out one round", "leaves out all before", "skips two", "skips after the choice", "alone"],
 )
-def test_in_a_federation_the_rounds_with_a_partner_count_whatever_their_numbers(
-    steps: list[int], skipped: Any, said: list[Any]
-) -> None:
+def test_federation_counts_rounds_with_partner(steps: list[int], skipped: Any, said: list[Any]) -> None:
     assert run_ranks(2, chooses_in_federation, steps, set(skipped)) == [said] * 2
 
 
@@ -190,7 +186,7 @@ def test_a_resume_keeps_the_delay_that_the_run_chose(tmp_path: Path) -> None:
         assert merged == waited | between | before_the_averages
 
 
-def test_a_resume_keeps_the_local_steps_that_the_run_chose_and_its_groups(tmp_path: Path) -> None:
+def test_resume_keeps_chosen_local_steps_and_groups(tmp_path: Path) -> None:
     changes = {
         "parallel": {"replicas": 2},
         "noloco": {"recipe": None, "local_steps": "auto", "most_waiting": 0.05, "routing": "off"},

@@ -166,7 +166,7 @@ def test_evaluation_stays_inside_the_replica(case: Case) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_without_routes_equals_cores_own_communicator_bit_for_bit(case: Case, interval: str) -> None:
+def test_no_routes_equal_core_communicator_bitwise(case: Case, interval: str) -> None:
     run_ranks(case.topology.world_size, compare_with_core, case, interval)
 
 
@@ -260,7 +260,7 @@ def train_clipped_step(rank: int, world_size: int, case: Case, routes: Routes) -
     ],
     ids=lambda case: case.name,
 )
-def test_a_clipped_step_moves_each_replica_along_its_own_gradient(case: Case) -> None:
+def test_clipped_step_follows_own_gradient(case: Case) -> None:
     """Every replica clips by its own norm; tied embeddings add up over its own first and last stage."""
     routes = crossing_routes(case, "microbatch")
     [(expected, norms)] = run_ranks(1, reference_step, case, routes, LEARNING_RATE, CLIP)

@@ -268,7 +268,7 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     return steps, missed
 
 
-def test_a_slow_job_leaves_out_local_steps_and_takes_part_in_every_round(tmp_path: Path) -> None:
+def test_slow_job_skips_steps_but_no_round(tmp_path: Path) -> None:
     (quick, of_quick), (slow, of_slow) = (job[0] for job in run_jobs(tmp_path, 2, 1, is_slow, tmp_path))
     assert quick == 3 * 8
     assert slow <= 3 * 3, "two until it looks, and the last before the round"
@@ -366,9 +366,7 @@ def test_at_the_end_of_one_job_there_is_one_model() -> None:
         torch.testing.assert_close(after, mean, rtol=0, atol=1e-6)
 
 
-def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_differ_at_start_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def federation_of(
         loop: Loop, settings: NolocoSettings = SETTINGS, slot: int = 0, slots: int = 2, **options: Any
     ) -> object:
@@ -408,7 +406,7 @@ class Partly(nn.Module):
         (Partly(name="other"), "names and shapes"),
     ],
 )
-def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
+def test_jobs_with_other_buffers_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: nn.Module, named: str
 ) -> None:
     """As attach compares it; wrappers make no difference."""

@@ -103,9 +103,7 @@ def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:
         Simulation(RunConfig(**raw), texts=[*texts, texts[0]])
 
 
-def test_a_compiled_run_without_a_compiler_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_run_without_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         ValueError, match=r"^--compiled needs a C\+\+ compiler: there is no no-such-compiler; .*$"
@@ -128,7 +126,7 @@ def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not saved.exists()
 
 
-def test_a_slow_replica_with_all_steps_and_samples_is_as_the_others(tmp_path: Path) -> None:
+def test_slow_replica_with_all_steps_equals_others(tmp_path: Path) -> None:
     config = RunConfig(**small(tmp_path, 3, 6, {"iters": 2}, noloco={"local_steps": 3}))
     samples = config.microbatches * config.micro_batch_size
     slow = Slow(2, 3, samples)

@@ -65,7 +65,7 @@ def partner_ahead(rank: int, world_size: int) -> int:
     return step
 
 
-def test_a_rank_that_waits_for_the_one_asked_does_not_block_the_agreement() -> None:
+def test_waiting_rank_does_not_block_agreement() -> None:
     assert run_ranks(2, partner_ahead) == [10, 10]
 
 
@@ -155,7 +155,7 @@ def asked_beside_a_rank_that_stands_still(rank: int, world_size: int, said: Path
         dist.recv(torch.zeros(1), 1)
 
 
-def test_a_job_of_which_one_rank_stands_still_ends_with_a_failure(tmp_path: Path) -> None:
+def test_job_with_hung_rank_fails(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="rank 0 of 2 died with exit code 1"):
         run_ranks(2, asked_beside_a_rank_that_stands_still, tmp_path / "said")
     said = (tmp_path / "said").read_text()
@@ -251,7 +251,7 @@ def interrupted_twice(rank: int, world_size: int) -> bool:
     return False
 
 
-def test_the_second_ctrl_c_ends_at_once_and_the_handlers_are_put_back() -> None:
+def test_second_ctrl_c_ends_and_restores_handlers() -> None:
     assert run_ranks(1, interrupted_twice) == [True]
 
 
@@ -344,7 +344,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     assert run.exact_metrics() == whole.exact_metrics()
 
 
-def test_a_run_whose_time_is_over_stops_as_a_run_that_is_asked_to(tmp_path: Path) -> None:
+def test_run_out_of_time_stops_as_requested(tmp_path: Path) -> None:
     run = Run(tmp_path, {"parallel": {"replicas": 2}})
     changes = {"training": {"exit_duration_minutes": 0.001, "train_iters": 1000}}
     outcomes = run.launch(2, changes=changes)

@@ -128,7 +128,7 @@ def endless(folder: Path) -> dict[str, Any]:
     )
 
 
-def test_an_attached_job_takes_over_the_state_of_the_trainer_and_leaves(tmp_path: Path) -> None:
+def test_attached_job_takes_over_trainer_state(tmp_path: Path) -> None:
     with Federation(tmp_path, endless(tmp_path)) as federation:
         config = RunConfig(**federation.raw)
         of_transformers(config.architecture(VOCABULARY)).save_pretrained(tmp_path / "first")

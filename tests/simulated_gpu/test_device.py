@@ -69,7 +69,7 @@ def test_a_result_that_is_not_waited_for_is_not_there() -> None:
         assert "torch.cuda.synchronize()" in str(wait)
 
 
-def test_pinned_memory_that_is_written_too_early_changes_what_is_copied() -> None:
+def test_early_write_to_pinned_memory_changes_copy() -> None:
     def copied(wait: bool) -> list[float]:
         with Gpu():
             source = pinned(1, 2)
@@ -83,7 +83,7 @@ def test_pinned_memory_that_is_written_too_early_changes_what_is_copied() -> Non
     assert copied(False) == [0, 0]
 
 
-def test_a_copy_from_pageable_memory_has_read_it_and_a_blocking_copy_waits() -> None:
+def test_pageable_copy_reads_at_once_blocking_copy_waits() -> None:
     with Gpu() as gpu:
         source = torch.tensor([1.0, 2.0])
         there = source.to("cuda", non_blocking=True)
@@ -110,7 +110,7 @@ def test_a_stream_that_does_not_wait_for_another_reads_too_early(ordered: bool) 
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_memory_that_is_freed_while_another_stream_uses_it_is_an_error(recorded: bool) -> None:
+def test_freed_memory_in_use_is_an_error(recorded: bool) -> None:
     with Gpu():
         side = torch.cuda.Stream()
         numbers = torch.ones(2, device="cuda")
@@ -142,7 +142,7 @@ def test_the_host_waits_where_cuda_needs_a_number() -> None:
             assert sum(gpu.waits.values()) == count
 
 
-def test_random_numbers_are_those_of_the_generator_when_they_were_asked_for() -> None:
+def test_random_numbers_follow_generator_at_call() -> None:
     def drawn(order: Order) -> list[float]:
         with Gpu(order):
             torch.manual_seed(1)

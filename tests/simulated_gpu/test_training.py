@@ -72,9 +72,7 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]], ro
 
 
 @every_case
-def test_a_training_is_that_of_cpus_and_goes_on_from_a_checkpoint(
-    name: str, gpu_process: GpuProcess, tmp_path: Path
-) -> None:
+def test_training_equals_cpu_and_resumes(name: str, gpu_process: GpuProcess, tmp_path: Path) -> None:
     config = config_in(tmp_path, ALL[name])
     count = ranks(ALL[name][-1])
     whole = gpu_process.run_ranks(count, on_gpu, config, timeout=300)

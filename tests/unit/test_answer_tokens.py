@@ -182,9 +182,7 @@ def test_a_completion_follows_the_tokens_that_generation_reads(
 @kinds
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
-def test_each_turn_of_a_chat_follows_the_tokens_that_generation_reads(
-    kind: str, turns: list[tuple[str, str]]
-) -> None:
+def test_chat_turns_follow_generation_tokens(kind: str, turns: list[tuple[str, str]]) -> None:
     ours, theirs = made(kind, True)
     messages: list[dict[str, str]] = []
     expected = []
@@ -211,7 +209,7 @@ def stretches(answer: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def test_what_a_template_or_an_answer_ends_and_begins_with_is_learnt_apart() -> None:
+def test_edges_of_template_and_answer_are_encoded_apart() -> None:
     """A space and a word, two line feeds, a later turn that reads an earlier answer as other tokens."""
     ours, _ = made("GPT-4", False)
     assert len(ours.encode(" red")) < len(ours.encode(" ")) + len(ours.encode("red"))
@@ -270,7 +268,7 @@ def test_bytes_are_never_joined() -> None:
 
 @kinds
 @pytest.mark.parametrize("bos", [False, True], ids=["", "BOS"])
-def test_an_answer_to_nothing_follows_what_generation_begins_with(kind: str, bos: bool) -> None:
+def test_answer_to_empty_prompt_follows_generation_start(kind: str, bos: bool) -> None:
     ours, _ = made(kind, bos)
     bare = [{"role": "user", "content": ""}, {"role": "assistant", "content": "red"}]
     (record,) = load(ours, {"prompt": "", "completion": "red"})

@@ -314,7 +314,7 @@ def test_no_circle() -> None:
     tuple(TopologicalSorter(graph).static_order())
 
 
-def test_the_map_of_the_federation_puts_each_file_below_those_that_it_uses() -> None:
+def test_federation_map_orders_files_by_imports() -> None:
     folder = ROOT / PACKAGE / "federation"
     lines = re.findall(r"^\| (`.*?) \|", (folder / "__init__.py").read_text(), re.MULTILINE)
     line_of = {name: at for at, line in enumerate(lines) for name in re.findall(r"`(\w+)`", line)}

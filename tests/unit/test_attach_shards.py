@@ -62,9 +62,7 @@ def test_ranks_with_copies_have_each_element_once(
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 7))
-def test_zero_exchanges_each_element_of_a_flat_tensor_once_also_padding(
-    sizes: list[int], ranks: int, padding: int
-) -> None:
+def test_zero_exchanges_each_element_once(sizes: list[int], ranks: int, padding: int) -> None:
     total = sum(sizes) + padding
     length = -(-total // ranks) or 1
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]

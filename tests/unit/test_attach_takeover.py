@@ -47,7 +47,7 @@ class Job:
         self.state.use(given._replace(facts=json.loads(json.dumps(given.facts)), vectors=vectors))
 
 
-def test_a_state_is_weights_the_outer_optimizers_and_what_is_registered() -> None:
+def test_state_has_weights_outer_and_registered_parts() -> None:
     counts = [20]
     own = Job(0.0, counts=(lambda: 0, counts.append))
     own.take(Job(2.0, counts=(lambda: 7, print)).state.copy(20))
@@ -58,7 +58,7 @@ def test_a_state_is_weights_the_outer_optimizers_and_what_is_registered() -> Non
     assert counts == [20, 7]
 
 
-def test_the_weights_are_not_those_that_a_registered_function_loads() -> None:
+def test_registered_function_cannot_replace_weights() -> None:
     """As a state with a copy of the model, such as an average of its weights."""
     own = Job(0.0)
     own = Job(0.0, model=own.model, copy=(dict, own.model.load_state_dict))
@@ -102,7 +102,7 @@ def test_buffers_that_a_checkpoint_has_are_taken_over(wrap: bool) -> None:
     }
 
 
-def test_parts_of_a_model_that_have_the_same_names_are_all_compared() -> None:
+def test_model_parts_of_equal_names_are_all_compared() -> None:
     """As the chunks of a rank with virtual pipeline stages."""
     trained, second, found = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), []
     for first in (nn.Linear(2, 2), nn.Linear(2, 2)):
@@ -128,9 +128,7 @@ def test_what_is_no_state_is_refused() -> None:
     assert not own.engine.read().any()
 
 
-def test_an_attach_that_fails_leaves_the_federation_and_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_attach_leaves_federation_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after Ctrl-C while it waits for the state of another job."""
     monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
     where = FederationSettings(rendezvous=f"file://{tmp_path}", encryption="none")
@@ -214,7 +212,7 @@ class Refuses(torch.optim.lr_scheduler.ConstantLR):
         (lambda inner: None, Refuses, "part 1 of inner begins anew: .*'horizon'"),
     ],
 )
-def test_what_cannot_be_read_of_an_optimizer_costs_its_state_alone(
+def test_unreadable_optimizer_field_costs_its_state_alone(
     change: Callable[[Any], object], schedule: Any, why: str
 ) -> None:
     model = torch.nn.Linear(2, 2)

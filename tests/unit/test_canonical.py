@@ -77,7 +77,7 @@ def test_pieces_are_the_elements_between_two_ends_in_order(lengths: list[int], s
     assert found == list(enumerate(whole[start:stop], start=7))
 
 
-def test_the_order_is_that_of_names_with_numbers_compared_as_numbers() -> None:
+def test_order_compares_numbers_in_names_as_numbers() -> None:
     shapes = {"h.10.w": (2, 3), "h.9.w": (4,), "h.w": (), "h.9.b": (1, 2, 3)}
     expected = {"h.9.b": (0, 1, 6), "h.9.w": (6, 4, 1), "h.10.w": (10, 2, 3), "h.w": (16, 1, 1)}
     assert matrices(shapes) == matrices(dict(reversed(shapes.items()))) == expected
@@ -116,7 +116,7 @@ def window(vector: Tensor, block: Block) -> Tensor:
     return vector.as_strided((block.rows, block.width), (block.matrix.columns, 1), block.first)
 
 
-def test_a_parameter_without_names_of_hugging_face_is_there_under_its_own() -> None:
+def test_parameter_without_hf_name_keeps_its_own() -> None:
     whole = Parameter("bias", (3, 2))
     table = Table((whole, Parameter("norm", (2,), hf=("a.norm",))), 0)
     assert table.exported() == {"a.norm": (0, 2, 1), "bias": (2, 3, 2)}

@@ -79,9 +79,7 @@ def catch_up(
         ([0, 0], 90, 90),
     ],
 )
-def test_a_replica_that_is_rounds_behind_half_of_the_others_takes_over_a_state(
-    begun: list[int], step: int, expected: int | None
-) -> None:
+def test_replica_far_behind_takes_over_state(begun: list[int], step: int, expected: int | None) -> None:
     assert catch_up(begun)[0].next_step(step) == expected
 
 

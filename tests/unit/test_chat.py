@@ -124,7 +124,7 @@ def test_a_template_must_write_each_text(written: str, messages: Any, left_out: 
         load(tmp_path, template, messages)
 
 
-def test_a_template_may_trim_and_write_the_answers_of_tools_as_json(tmp_path: Path) -> None:
+def test_template_may_trim_and_write_tool_answers(tmp_path: Path) -> None:
     trimming = TEMPLATE.replace("message['content']", "message['content'] | trim")
     load(tmp_path, trimming, [{**ASKED, "content": " two\n"}, {**ANSWER, "content": "\n"}])
     (record,) = load(tmp_path, CALLS, called({"city": "Köln"}))

@@ -92,7 +92,7 @@ def facts(lines: list[str]) -> dict[str, str]:
 # Whole files
 
 
-def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_writer_leaves_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
@@ -254,9 +254,7 @@ def test_each_replica_of_a_federation_is_found_without_latest(tmp_path: Path, in
 
 
 @pytest.mark.parametrize("name", [".tmpAb12Cd", ".resume_stage_00_dp_00_tp_00.safetensors.0f.partial"])
-def test_what_a_killed_save_left_is_ignored_and_goes_with_its_step(
-    name: str, tmp_path: Path, inspect: Inspect
-) -> None:
+def test_leftovers_of_killed_save_go_with_its_step(name: str, tmp_path: Path, inspect: Inspect) -> None:
     """safetensors writes to a file of its own, such as .tmpAb12Cd, before it puts it in place."""
     folder = write_checkpoint(tmp_path, 5)
     expected = inspect(folder)
@@ -465,9 +463,7 @@ def changes(edits: dict[str, dict[str, Any]]) -> list[str]:
         ({"bf16": {"enabled": True}}, ["bf16.enabled: null"]),
     ],
 )
-def test_what_would_load_other_weights_or_mix_up_the_data_is_refused(
-    edits: dict[str, Any], lines: list[str]
-) -> None:
+def test_changes_of_weights_or_data_are_refused(edits: dict[str, Any], lines: list[str]) -> None:
     with pytest.raises(ValueError) as refusal:
         changes(edits)
     for line, start in zip(str(refusal.value).splitlines(), lines, strict=True):
@@ -569,7 +565,7 @@ def test_null_and_what_it_stands_for_are_the_same(family: str) -> None:
         assert settings.changes(saved.to_dict()) == []
 
 
-def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
+def test_newer_fields_have_defaults_in_old_checkpoints() -> None:
     run = RunConfig(**CONFIG)
     now, saved = checkpoint_settings(run, Topology()), run.to_dict()
     del saved["model"]["z_loss_coeff"], saved["data"]["eod_mask_loss"]
@@ -579,7 +575,7 @@ def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
         now.changes(saved)
 
 
-def test_a_peak_that_was_deepspeeds_default_continues_only_if_the_file_gives_it() -> None:
+def test_default_peak_of_0_2_must_be_given() -> None:
     """Up to version 0.2.0 WarmupDecayLR without warmup_max_lr had 1e-3, whatever the optimizer's rate."""
 
     def run(lr: float, **peak: float) -> RunConfig:

@@ -157,7 +157,7 @@ def test_wandb_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare.check_start(config(wandb={"enabled": False}))
 
 
-def test_the_topology_is_that_of_the_block_parallel_and_the_ranks() -> None:
+def test_topology_follows_block_parallel_and_ranks() -> None:
     assert config().topology(8) == Topology(replicas=4, pp=2)
     auto = config(parallel__replicas="auto", parallel__data_parallel_size=3)
     assert auto.topology(12) == Topology(replicas=2, pp=2, dp=3)
@@ -187,7 +187,7 @@ def test_routing_needs_several_replicas_and_stages() -> None:
         ({"parallel.replicas": "auto"}, 7, "7 ranks do not divide into replicas of pipeline 2 x data 1 x"),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_with_a_number_that_does(
+def test_unfit_ranks_are_refused_with_a_fitting_number(
     edits: dict[str, Any], world_size: int, line: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -269,7 +269,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
     assert config_of_checkpoint(saved).to_dict() == now.to_dict()
 
 
-def test_local_steps_auto_begins_with_one_and_a_tenth_of_the_time() -> None:
+def test_auto_local_steps_begin_with_one() -> None:
     found = RunConfig(**edited({"noloco.local_steps": "auto", "noloco.routing": "off"}))
     assert (found.noloco.local_steps, found.noloco.most_waiting) == (1, 0.1)
     assert RunConfig(**found.to_dict()).to_dict() == found.to_dict()
@@ -358,7 +358,7 @@ def test_the_user_s_dict_is_left_alone() -> None:
     assert raw == before
 
 
-def test_what_only_a_family_has_comes_from_the_file_or_the_family() -> None:
+def test_family_fields_come_from_file_or_family() -> None:
     found = config(model__family="mixtral", model__moe_router_topk=3, model__sliding_window=16)
     architecture = found.architecture(257)
     assert (architecture.num_moe_experts, architecture.moe_router_topk, architecture.sliding_window) == (

@@ -133,7 +133,7 @@ class TestCpu:
 class TestStartUp:
     """`job` sets the variable."""
 
-    def test_the_engines_leave_torchs_compiler_alone_when_dynamo_is_off(self) -> None:
+    def test_engines_respect_disabled_dynamo(self) -> None:
         code = "import sys, megatron_noloco.training.build; print('torch._inductor.lowering' in sys.modules)"
         loaded = [
             subprocess.check_output(

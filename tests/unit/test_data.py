@@ -269,9 +269,7 @@ class TestCorpus:
         )
 
     @pytest.mark.parametrize("name", ["a.jsonl", "a.JSON", "a.parquet", "a.jsonl.gz"])
-    def test_records_and_compressed_files_are_documents_unless_beside_text(
-        self, name: str, tmp_path: Path
-    ) -> None:
+    def test_records_are_documents_unless_beside_text(self, name: str, tmp_path: Path) -> None:
         """As `data preprocess` reads them; training is then shuffled, as that of a dataset."""
         folder, texts = tmp_path / "folder", [f"document {number}" for number in range(40)]
         folder.mkdir()

@@ -54,7 +54,7 @@ def count_makings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made_now
 
 
-def test_a_binary_file_among_compressed_texts_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_binary_file_among_compressed_texts_is_counted(tmp_path: Path) -> None:
     (folder := tmp_path / "text").mkdir()
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"the text\n" * 9))
     (folder / "b.txt.gz").write_bytes(gzip.compress(bytes(range(256)) * 9))

@@ -85,9 +85,7 @@ class TestIndexed:
         assert isinstance(train.tokens.base, np.ndarray), "a view of the file, not a copy"
         assert "320 tokens of the training split of a (100 %)" in built.summary
 
-    def test_the_checksum_of_training_data_depends_on_contents_not_on_places(
-        self, folder: Path, tmp_path: Path
-    ) -> None:
+    def test_data_checksum_depends_on_contents_alone(self, folder: Path, tmp_path: Path) -> None:
         for suffix in (".bin", ".idx"):
             shutil.copyfile(folder / f"a{suffix}", tmp_path / f"moved{suffix}")
         moved = str(tmp_path / "moved")
@@ -185,7 +183,7 @@ class TestIndexed:
         assert main(["data", "inspect", prefix, "--samples", "40"]) == 0
         assert "document 30: tokens 5 5 5 -1 5" in capsys.readouterr().out
 
-    def test_a_dataset_of_another_tokenizer_is_refused_wherever_it_is_opened(self, tmp_path: Path) -> None:
+    def test_dataset_of_another_tokenizer_is_refused(self, tmp_path: Path) -> None:
         """Its tokens would be in the vocabulary. One that Megatron has made says nothing of its tokenizer."""
         prefix, byte = str(tmp_path / "made"), build_tokenizer(TokenizerChoice())
         other: Any = SimpleNamespace(digest="of another tokenizer")
@@ -321,9 +319,7 @@ class TestText:
             build(text=str(tmp_path / "a.txt"), split="1,0,0")
 
     @pytest.mark.parametrize("files", [19, 20])
-    def test_a_run_is_not_continued_or_evaluated_with_another_split_of_its_files(
-        self, files: int, tmp_path: Path
-    ) -> None:
+    def test_run_keeps_the_split_of_its_files(self, files: int, tmp_path: Path) -> None:
         """Up to version 0.3 a hash divided 20 files and more; what it validated on is not known today."""
         for number in range(files):
             (tmp_path / f"{number:02d}.txt").write_text("some text " * 90)
@@ -457,7 +453,7 @@ plans = st.builds(
     samples=st.integers(1, 60),
     seed=st.integers(0, 99),
 )
-def test_every_sample_once_per_epoch_over_all_replicas_and_resizes(
+def test_each_sample_once_per_epoch_over_resizes(
     runs: list[tuple[BatchPlan, int]], samples: int, seed: int
 ) -> None:
     """A run that is stopped and goes on with other replicas, dp and batches, as often as you like."""
@@ -525,7 +521,7 @@ class TestLoader:
             position = Position(replica=1, stage=stage, dp=0, tp=0)
             assert addresses_of(topology, position, separate_documents, 2, routes) == expected
 
-    def test_it_reads_one_step_ahead_in_another_thread_and_counts_the_wait(
+    def test_loader_reads_ahead_and_counts_wait(
         self,
     ) -> None:
         read, go = self.source(), threading.Event()

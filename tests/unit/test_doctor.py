@@ -86,9 +86,7 @@ def test_mpirun_is_a_path_or_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ({"hidden": 0.2, "hosts": ["a", "a"]}, []),
     ],
 )
-def test_an_exchange_between_hosts_that_compute_does_not_hide_is_noted(
-    differs: dict[str, Any], notes: list[str]
-) -> None:
+def test_exchange_that_compute_cannot_hide_is_noted(differs: dict[str, Any], notes: list[str]) -> None:
     measured = {"hosts": ["a", "b"], "latency_seconds": 5e-5, "gb_per_second": 1.0, "hidden": 0.9}
     found = lines(mpi_check._of_exchange(measured | differs), "note")
     assert [line[: len(note)] for line, note in zip(found, notes, strict=True)] == notes

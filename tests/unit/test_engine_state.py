@@ -77,7 +77,7 @@ def saved(scheduler: bool) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
     return tensors, json.loads(json.dumps(state.numbers_of(engine))), engine
 
 
-def test_everything_that_a_kernel_and_a_loss_scale_count_comes_back() -> None:
+def test_kernel_and_loss_scale_counters_are_restored() -> None:
     tensors, numbers, before = saved(scheduler=True)
     assert set(tensors) == {"fast_weights.0", "inner.step.0", "inner.exp_avg.0"}
     weights = Weights()
@@ -93,7 +93,7 @@ def test_everything_that_a_kernel_and_a_loss_scale_count_comes_back() -> None:
     assert engine.lr_scheduler.get_last_lr() == before.lr_scheduler.get_last_lr()
 
 
-def test_a_schedule_that_the_saved_run_did_not_have_is_at_its_step() -> None:
+def test_new_schedule_starts_at_resumed_step() -> None:
     tensors, numbers, _ = saved(scheduler=False)
     *_, other = saved(scheduler=True)
     weights = Weights()
@@ -112,7 +112,7 @@ def test_a_kernel_that_cannot_be_compiled_is_one_line(
 
 
 @pytest.mark.parametrize("round_robin", [False, True])
-def test_weights_that_other_ranks_have_are_found_in_the_part_of_each(
+def test_partitioned_weights_are_found_on_each_rank(
     round_robin: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of parameters of 3, 4 and 2 elements ZeRO divides 10 among two ranks, padding included."""

@@ -109,9 +109,7 @@ def evaluate(fleet: list[Replica]) -> list[Evaluation]:
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("stretch", [7, 1 << 24])
-def test_the_mean_model_is_the_mean_of_the_slow_weights_and_leaves_no_trace(
-    replicas: int, stretch: int
-) -> None:
+def test_mean_model_is_mean_of_slow_weights(replicas: int, stretch: int) -> None:
     """The loss tells every weight from every other."""
     factors = torch.arange(float(sum(PIECES)))
     fleet = build(replicas, loss=lambda weights: float(torch.cat(weights) @ factors), stretch=stretch)
@@ -150,7 +148,7 @@ def test_without_the_mean_model_no_weights_travel() -> None:
 
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("figure", [math.nan, math.inf])
-def test_a_diverged_replica_is_reported_as_such_and_spoils_no_other(replicas: int, figure: float) -> None:
+def test_diverged_replica_is_reported_alone(replicas: int, figure: float) -> None:
     fleet = build(replicas, loss=lambda weights: figure if first(weights) == 1 else first(weights))
     for evaluation in evaluate(fleet):
         losses = evaluation.replica_losses
@@ -201,7 +199,7 @@ def test_no_further_copy_of_the_model_is_made(replicas: int) -> None:
 
 
 @pytest.mark.parametrize("stops_at", range(4))
-def test_an_evaluation_ends_before_any_part_at_which_the_job_stops(stops_at: int) -> None:
+def test_evaluation_ends_when_job_stops(stops_at: int) -> None:
     """Parts are the passes over the data, the exchange of losses, and those of the mean model."""
     fleet, parts = build(2), list[list[int]]()
     for replica in fleet:

@@ -40,7 +40,7 @@ def rows(definition: str) -> list[str]:
     return written("<!-- table table -->\n", RUNS, definitions(definition)).splitlines()[3:]
 
 
-def test_a_row_is_a_method_at_its_best_rates_beside_runs_of_the_same_seeds() -> None:
+def test_row_is_method_at_best_rates_of_equal_seeds() -> None:
     assert rows(LIST) == [
         "| synchronous | 0.01, 0.02 | 1.1000 +- 0.1414 (2 seeds) |  | 100 % |  |  |",
         "| **pairs** | 0.04, 0.02 | 1.1500 +- 0.0707 (2 seeds) | 5.1 % | 90 % | 5.0 | 0.01, 0.02: 1.2000 |",
@@ -48,7 +48,7 @@ def test_a_row_is_a_method_at_its_best_rates_beside_runs_of_the_same_seeds() -> 
     ]
 
 
-def test_the_rows_of_a_group_are_compared_with_its_first_row_on_the_same_seeds() -> None:
+def test_group_rows_compare_with_first_on_equal_seeds() -> None:
     groups = """\
 table of a: first
 [one]
@@ -66,7 +66,7 @@ alone = alone @ b
     ]
 
 
-def test_columns_are_methods_and_a_column_without_runs_is_refused() -> None:
+def test_column_without_runs_is_refused() -> None:
     with pytest.raises(TableError, match="no runs of the column alone"):
         rows(CROSS)
     assert rows(CROSS.replace(" alone = {} @ c |", "")) == [
@@ -145,7 +145,7 @@ def test_a_number_that_differs_fails_make_docs(side: str, monkeypatch: pytest.Mo
         build("evidence.md", markdown)
 
 
-def test_texts_whose_searches_have_not_ended_are_left_out_and_rates_are_tried_on_the_others() -> None:
+def test_unfinished_searches_are_left_out() -> None:
     losses = {
         "synchronous @ a, 20 steps": [1.2, 1.0, 1.3],
         "synchronous @ b, 20 steps": [1.2, 1.0, 1.3],

@@ -73,9 +73,7 @@ def some_apart(members: int) -> Tensor:
 @in_any_payload
 @pytest.mark.parametrize("group", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("stretch", [600, 10_000])
-def test_every_element_comes_once_whether_the_members_wait_or_not(
-    bits: int | None, group: Group, stretch: int
-) -> None:
+def test_each_element_arrives_once(bits: int | None, group: Group, stretch: int) -> None:
     """First in threads that wait; then by progress alone, in one thread, which could wait for no other."""
     vectors = some_apart(len(group))
     chunk_bytes = CHUNK_BYTES if bits is None else CODED_CHUNK_BYTES
@@ -117,9 +115,7 @@ def test_every_element_comes_once_whether_the_members_wait_or_not(
 
 
 @pytest.mark.parametrize(("members", "sent_vectors"), [(1, 0), (2, 1), (3, 4 / 3), (4, 6 / 4), (6, 10 / 6)])
-def test_a_pair_sends_one_vector_each_and_no_member_of_a_group_sends_two(
-    members: int, sent_vectors: float
-) -> None:
+def test_pair_sends_one_vector_group_less_than_two(members: int, sent_vectors: float) -> None:
     _, exchanges = average(noise(members, 120, seed=16), tuple(range(members)))  # divides by every group
     for exchange in exchanges:
         on_the_wire = sum(buffer.nbytes for _, buffer in exchange.transport.sent)
@@ -178,7 +174,7 @@ def test_a_missing_partner_is_named_when_a_rank_waits_for_it(group_size: int, ov
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_what_arrives_after_the_deadline_changes_no_later_exchange(bits: int | None) -> None:
+def test_late_arrival_changes_no_later_exchange(bits: int | None) -> None:
     here, there = loopback_world(2)
     exchange, late = made(here, 2, bits, SHORT_SECONDS), made(there, 2, bits)
     exchange.begin(torch.zeros(3), (0, 1), 0, "round 0")
@@ -294,7 +290,7 @@ def greeted(fleet: Fleet) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize(("replicas", "group_size"), [(6, 2), (7, 2), (6, 3), (5, 4)])
 @pytest.mark.parametrize("overlap_steps", [0, 2, K])
-def test_connections_to_the_next_group_are_opened_in_the_local_phase_and_once(
+def test_next_connections_open_once_in_local_phase(
     replicas: int, group_size: int, overlap_steps: int
 ) -> None:
     """The lower of two ranks sends; a replica that skips the round opens none, nor does the round itself."""
@@ -314,7 +310,7 @@ def test_connections_to_the_next_group_are_opened_in_the_local_phase_and_once(
     "method",
     [{}, {"payload": "int8"}, {"overlap_steps": 2}, {"consensus_weight": 0.3}, {"fragments": 2}],
 )
-def test_opening_connections_changes_no_bit_of_training_and_no_bytes_of_a_round(
+def test_opening_connections_changes_no_bit(
     method: dict[str, Any],
 ) -> None:
     fleets = [connecting_lazily(5, 2, lazily, **method) for lazily in (False, True)]

@@ -57,7 +57,7 @@ def test_the_slowest_replica_sets_the_time(rounds: bool, losses: list[float], tm
     assert [moment.loss for moment in curve(tmp_path, rounds)] == losses
 
 
-def test_between_two_evaluations_the_loss_falls_in_a_straight_line() -> None:
+def test_loss_is_linear_between_evaluations() -> None:
     moments = [Moment(0, 0.0, 5.0), Moment(10, 10.0, 3.0), Moment(20, 30.0, 2.0)]
     assert seconds_to(moments, 2.5) == 20.0
     assert seconds_to(moments, 2.0) == 30.0

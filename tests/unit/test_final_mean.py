@@ -77,7 +77,7 @@ def test_parents_are_a_tree_along_links(seed: int, links: dict[int, set[int]]) -
 
 
 @given(st.integers(1, 100), st.sets(st.integers(0, 99)))
-def test_where_all_are_linked_the_tree_is_flat_and_wide_as_a_logarithm(count: int, gone: set[int]) -> None:
+def test_linked_tree_has_logarithmic_shape(count: int, gone: set[int]) -> None:
     for members in ({*range(count)}, {*range(count)} - gone):
         tree = parents(members, {slot: members - {slot} for slot in members})
         assert sum(above is None for above in tree.values()) == min(1, len(members))
@@ -173,9 +173,7 @@ def vectors_of(slots: Set[int]) -> dict[int, Tensor]:
 
 @settings(max_examples=20)
 @given(connected(6), st.integers(0, 2**12))
-def test_all_get_the_same_mean_over_any_graph_though_streams_are_lost(
-    links: dict[int, set[int]], seed: int
-) -> None:
+def test_all_get_one_mean_over_any_graph_with_losses(links: dict[int, set[int]], seed: int) -> None:
     draws = random.Random(seed)
 
     def faults(number: int) -> tuple[int | None, int | None]:
@@ -213,7 +211,7 @@ def test_a_child_that_is_lost_is_left_out_and_reported() -> None:
     assert {report.missed for _, report in found.values()} == {missed}
 
 
-def test_a_replica_that_loses_its_parent_is_the_root_of_a_tree_of_its_own() -> None:
+def test_replica_without_parent_roots_its_own_tree() -> None:
     vectors = vectors_of({*range(4)})
     found = means(vectors, AtEnd((0, 1, 2, 3), {}, complete(4)), nothing_lost, absent=[0])
     all_have({1: found[1]}, {1: vectors[1]})
@@ -221,7 +219,7 @@ def test_a_replica_that_loses_its_parent_is_the_root_of_a_tree_of_its_own() -> N
 
 
 @pytest.mark.parametrize("slot", range(4))
-def test_a_replica_that_ended_far_behind_gets_the_mean_and_is_not_in_it(slot: int) -> None:
+def test_replica_far_behind_gets_mean_without_being_in_it(slot: int) -> None:
     vectors = vectors_of({*range(4)})
     found = means(vectors, AtEnd((0, 1, 2, 3), {slot: "ended early"}, complete(4)), nothing_lost)
     del vectors[slot]

@@ -235,7 +235,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_removes_what_an_earlier_one_of_its_slot_has_left(tmp_path: Path) -> None:
+def test_process_removes_leftovers_of_its_slot(tmp_path: Path) -> None:
     left, of_another = (tmp_path / f"0000{slot}-{16 * 'a'}" for slot in (1, 2))
     for inbox in (left, of_another):
         inbox.mkdir()
@@ -250,7 +250,7 @@ def test_a_process_removes_what_an_earlier_one_of_its_slot_has_left(tmp_path: Pa
     run(Store.of(tmp_path.as_uri()), dial)
 
 
-def test_the_later_of_two_processes_of_a_slot_ends_the_streams_of_the_earlier(tmp_path: Path) -> None:
+def test_later_process_ends_streams_of_earlier(tmp_path: Path) -> None:
     async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
         later = FolderCarrier(Store.of(tmp_path.as_uri()), 0, Checksum(), print)
         stream = await here.dial(there.endpoint)

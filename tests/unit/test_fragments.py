@@ -28,7 +28,7 @@ def elements_of(fragment: Fragment) -> list[int]:
 
 
 @given(phases)
-def test_every_fragment_has_one_round_in_a_local_phase_and_none_share_a_step(phase: tuple[int, int]) -> None:
+def test_each_fragment_has_its_own_step_in_a_phase(phase: tuple[int, int]) -> None:
     k, fragments = phase
     due = [fragment_after(done, k, fragments) for done in range(1, 3 * k + 1)]
     assert [one for one in due if one] == [(r, f) for r in range(3) for f in range(fragments)]
@@ -52,7 +52,7 @@ def test_the_most_rounds_that_are_under_way_at_a_time(phase: tuple[int, int], da
 
 
 @given(st.data())
-def test_every_weight_is_in_one_fragment_and_all_copies_are_in_the_first(data: st.DataObject) -> None:
+def test_weights_are_in_one_fragment_copies_in_first(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 60))
     fragments = data.draw(st.integers(1, min(length, 8)))
     edges = sorted(data.draw(st.sets(st.integers(0, length), max_size=6)))

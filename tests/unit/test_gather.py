@@ -14,7 +14,7 @@ HOLDINGS = [Holding([Block(0, Matrix(0, 1, 10), 0, 5 * rank, 1, 5)]) for rank in
 
 
 @pytest.mark.parametrize("asked", [0, 1, 3])
-def test_followers_come_to_the_end_of_a_transfer_that_its_leader_leaves(asked: int) -> None:
+def test_followers_end_transfer_of_failed_leader(asked: int) -> None:
     gives, gets = torch.arange(10.0).view(2, 5), torch.ones(2, 5)
     transfers = [
         Gather(movement).whole(gives[rank], gets[rank])

@@ -150,7 +150,7 @@ def change_config(**changes: Any) -> Spoil:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_config_that_transformers_writes_describes_the_same_model(tmp_path: Path, family: str) -> None:
+def test_config_of_transformers_describes_same_model(tmp_path: Path, family: str) -> None:
     """It reads ours, and writes its own: transformers 5 without the keys that only 4 reads, for one."""
     transformers = pytest.importorskip("transformers")
     model = make_model(multiple=1, model=family)
@@ -350,7 +350,7 @@ def test_keys_that_are_missing_or_make_no_difference(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_generate_computes_the_same_with_any_version_of_transformers(model: str, tmp_path: Path) -> None:
+def test_generate_equals_any_transformers_version(model: str, tmp_path: Path) -> None:
     """Version 4 reads another key for the base, so a folder that 5 wrote would be computed with the default."""
     transformers = pytest.importorskip("transformers")
     architecture = replace(make_model(multiple=1, model=model), rotary_base=1234.0)
@@ -788,9 +788,7 @@ def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"prepend_bos": False}])
-def test_import_begins_documents_as_the_tokenizer_of_the_model_does(
-    tmp_path: Path, given: dict[str, Any]
-) -> None:
+def test_import_begins_documents_as_tokenizer(tmp_path: Path, given: dict[str, Any]) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2, "<s>": 3})
     tokenizer = FastTokenizer(folder)._tokenizer
@@ -861,7 +859,7 @@ def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> 
     assert (raw["optimizer"], raw["data"]) == (SMALLEST["optimizer"], SMALLEST["data"])
 
 
-def test_a_config_that_does_not_fit_the_folder_is_refused_setting_by_setting(tmp_path: Path) -> None:
+def test_unfit_config_is_refused_per_setting(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, make_model())
     check_fits(folder, make_model())
     other = replace(make_model(model="mistral with a window"), num_layers=3)

@@ -78,7 +78,7 @@ def test_numbers_are_taken_as_they_were_kept(kept: Any) -> None:
     assert {type(fresh.state[one]["step"]) for one in model.parameters()} == {type(kept)}
 
 
-def test_two_optimizers_and_a_schedule_go_on_as_those_whose_state_they_have() -> None:
+def test_optimizers_and_schedule_continue_from_taken_state() -> None:
     """To the last bit; the weights of one of the optimizers have taken fewer steps than others."""
     models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)) for _ in range(2)]
     parts = []
@@ -139,7 +139,7 @@ def given(*values: Any) -> dict[str, Any]:
     return {f"state {at}": (lambda value=value: value, None) for at, value in enumerate(values)}
 
 
-def test_registered_states_come_back_as_plain_numbers_text_and_tensors() -> None:
+def test_registered_states_come_back_as_plain_values() -> None:
     milestones = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.zeros(1)]), [3, 3]).milestones
     value = {"a": np.float32(0.5), np.int64(2): [np.bool_(True), (1, "text", None)], "m": milestones}
     found: list[Any] = []
@@ -147,7 +147,7 @@ def test_registered_states_come_back_as_plain_numbers_text_and_tensors() -> None
     assert repr(found) == repr([{"a": 0.5, 2: [True, (1, "text", None)], "m": milestones}])
 
 
-def test_a_registered_state_that_cannot_be_loaded_costs_itself_alone() -> None:
+def test_unloadable_registered_state_costs_itself_alone() -> None:
     def fails(state: Any) -> None:
         raise KeyError("horizon")
 

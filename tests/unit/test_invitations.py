@@ -267,7 +267,7 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(job: Job) -> None:
     run(test())
 
 
-def test_a_newcomer_that_measures_asks_for_a_bounded_number_of_bytes(job: Job) -> None:
+def test_newcomer_measures_with_bounded_bytes(job: Job) -> None:
     async def test() -> None:
         async with job.runs():
             ticket = await job.ticket()

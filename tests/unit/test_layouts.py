@@ -165,9 +165,7 @@ def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
 
 
 @pytest.mark.parametrize("second", [{}, {"pp": 1, "tp": 2, "dp": 1}])
-def test_a_mean_over_the_folders_of_several_jobs_is_that_of_one_job(
-    tmp_path: Path, second: dict[str, int]
-) -> None:
+def test_mean_over_job_folders_equals_one_job(tmp_path: Path, second: dict[str, int]) -> None:
     """Also where the second job has another layout."""
     one = Layout(Topology(2, pp=2, dp=2), 32, 2, tied=False)
     layouts = one.topology, replace(one.topology, **second)

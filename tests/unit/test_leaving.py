@@ -31,16 +31,14 @@ entry.main = lambda arguments: print("a line") or int(arguments[0])
 @pytest.mark.parametrize(
     ("leave", "then"), [('entry.run(["3"])', []), ('sys.exit(entry.main(["3"]))', ["torn down"])]
 )
-def test_exit_code_output_and_exit_functions_as_usual_but_nothing_is_torn_down(
-    leave: str, then: list[str]
-) -> None:
+def test_leave_runs_exit_functions_without_teardown(leave: str, then: list[str]) -> None:
     program = [sys.executable, "-c", PROGRAM.format(leave=leave)]
     finished = subprocess.run(program, capture_output=True, text=True, cwd=REPOSITORY)
     assert finished.returncode == 3
     assert sorted(finished.stdout.splitlines()) == ["a line", "exit function", *then]
 
 
-def test_a_rank_that_is_ended_while_rank_0_speaks_leaves_with_the_same_code() -> None:
+def test_rank_ended_during_message_keeps_exit_code() -> None:
     command = [sys.executable, "-m", "megatron_noloco", "train", "--config", "nowhere.json"]
     waiting = subprocess.Popen(
         command, env={**os.environ, "SLURM_PROCID": "1"}, stderr=subprocess.PIPE, cwd=REPOSITORY
@@ -74,7 +72,7 @@ def test_a_rank_does_not_outlive_its_launcher() -> None:
         assert process.communicate(timeout=60)[0] == "", "its output ends with the last that holds it"
 
 
-def test_torchrun_takes_a_rank_that_lost_another_for_a_later_failure(
+def test_torchrun_blames_the_first_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Than one that was killed in the same second, or in the next one."""

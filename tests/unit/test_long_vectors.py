@@ -81,7 +81,7 @@ def test_fragments_hold_each_element_once(copied: Any) -> None:
     assert (within.stop, place.stop) == (last.length, last.ranges[-1][1])
 
 
-def test_weights_are_read_and_written_beyond_a_tensor_of_this_length(sparse: Tensor) -> None:
+def test_weights_beyond_int32_are_read_and_written(sparse: Tensor) -> None:
     weights, numbers = TorchWeights([sparse, torch.zeros(5)]), torch.arange(1.0, 9.0)
     assert weights.length == LONG + 5
     with weights.writing() as write:

@@ -89,7 +89,7 @@ def test_jitter_has_its_mean_and_deviation() -> None:
     assert statistics.stdev(delays) == pytest.approx(0.02, rel=0.1)
 
 
-def test_the_delay_of_a_path_changes_but_packets_do_not_overtake_each_other() -> None:
+def test_jitter_does_not_reorder_packets() -> None:
     network = Network([Link(1e9, 0.2, jitter=2.5)] * 2, seed=2)
     for index in range(500):
         network.send(index / 100, 0, 1, MTU, b"%d" % index)

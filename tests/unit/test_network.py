@@ -86,7 +86,7 @@ def visit(thread: NodeThread, seeds: Seeds) -> None:
     thread.call(thread._name_nobody()).result(SECONDS)
 
 
-def test_a_replica_whose_own_address_is_a_seed_by_several_names_is_linked_to_others_alone(
+def test_own_seed_addresses_are_not_dialled(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     port = free_port()

@@ -271,7 +271,7 @@ def changed(config: dict[str, Any], name: str, value: Any) -> None:
     config[last] = value
 
 
-def test_each_field_of_a_config_is_taken_from_the_inviter_or_a_machine_s_own() -> None:
+def test_each_field_is_offered_or_own() -> None:
     assert {name for name in schema() if not is_taken((*name.split("."),))} == {*OWN}
     assert not any(is_taken((name,)) for name in (*RunConfig.model_fields, "hooks") if name not in schema())
 

@@ -34,7 +34,7 @@ def test_two_replicas_are_linked_when_one_knows_the_other(first: int) -> None:
     run(main())
 
 
-def test_addresses_reach_all_replicas_from_neighbour_to_neighbour() -> None:
+def test_addresses_spread_between_neighbours() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             chain = [await nodes.add(0)]
@@ -171,7 +171,7 @@ def test_a_stream_that_comes_as_its_wait_ends_is_refused() -> None:
     run(main())
 
 
-def test_who_has_no_part_in_a_round_says_so_to_a_partner_that_waits() -> None:
+def test_absent_replica_tells_waiting_partner() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
@@ -195,7 +195,7 @@ def test_who_has_no_part_in_a_round_says_so_to_a_partner_that_waits() -> None:
     run(main())
 
 
-def test_a_later_process_takes_the_place_of_an_earlier_one_which_ends() -> None:
+def test_later_process_replaces_earlier() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             other = await nodes.add(0)
@@ -212,7 +212,7 @@ def test_a_later_process_takes_the_place_of_an_earlier_one_which_ends() -> None:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_process_whose_clock_is_behind_takes_a_later_number_than_the_process_before_it(
+def test_late_clock_takes_a_later_incarnation(
     hidden: bool,
 ) -> None:
     async def main() -> None:
@@ -323,7 +323,7 @@ def test_statuses_per_second_are_bounded(replicas: int, monkeypatch: pytest.Monk
     run(main())
 
 
-def test_a_replica_that_falls_silent_is_lost_with_its_conversations() -> None:
+def test_silent_replica_is_lost_with_conversations() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
@@ -378,7 +378,7 @@ def test_lost_large_packets_are_named_where_small_ones_arrive(
 
 
 @pytest.mark.parametrize("leaves", [0, 1])
-def test_a_replica_that_leaves_waits_until_the_end_of_a_conversation_is_read(leaves: int) -> None:
+def test_leaving_replica_waits_for_end_to_be_read(leaves: int) -> None:
     """Whoever has opened it; what was not read when a stream is aborted may be lost."""
     ended = list[float]()
 

@@ -109,9 +109,7 @@ def test_rounds_are_the_equations(replicas: int, group_size: int, method: dict[s
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("overlap_steps", [0, 1, 3, K])
-def test_a_round_begins_after_its_local_step_and_is_reported_when_it_is_merged(
-    overlap_steps: int, fragments: int
-) -> None:
+def test_round_begins_after_step_and_reports_at_merge(overlap_steps: int, fragments: int) -> None:
     """Every weight is exchanged once in a local phase."""
     numbered = torch.arange(1.0, ELEMENTS + 1).expand(2, -1)  # without updates they stay as they are
     fleet, steps = Fleet(numbered, overlap_steps=overlap_steps, fragments=fragments), 3 * K + 1
@@ -130,7 +128,7 @@ def test_a_round_begins_after_its_local_step_and_is_reported_when_it_is_merged(
             assert max(map(len, vectors)) - min(map(len, vectors)) <= 1
 
 
-def test_progress_without_time_uses_one_piece_of_a_round_at_a_call() -> None:
+def test_progress_without_time_uses_one_piece() -> None:
     at_once, bit_by_bit = (fleet_of(2, overlap_steps=2) for _ in range(2))
     for fleet in (at_once, bit_by_bit):
         fleet.run(K)
@@ -155,7 +153,7 @@ def test_a_round_at_a_step_is_one_that_is_asked_for() -> None:
     assert_equal(at_steps, asked_for)
 
 
-def test_exchanges_are_completed_in_the_order_in_which_they_began() -> None:
+def test_exchanges_complete_in_order() -> None:
     """All ranks of a replica keep to it where they agree on each round, also when the delay gets shorter."""
     fleet = fleet_of(2, fragments=K, overlap_steps=K)
     fleet.run(1)
@@ -215,7 +213,7 @@ def test_the_mean_follows_diloco_for_any_grouping(
 
 @settings(max_examples=25)
 @given(replicas, group_sizes, methods, st.lists(st.integers(0, K), min_size=4, max_size=4), st.booleans())
-def test_updates_that_do_not_depend_on_the_weights_give_the_phi_and_delta_of_no_delay(
+def test_fixed_updates_with_delay_equal_no_delay(
     replicas: int, group_size: int, method: dict[str, Any], delays: list[int], updated: bool
 ) -> None:
     """The delay may also change between local phases. Without updates the fast weights become the slow ones."""
@@ -258,9 +256,7 @@ def test_two_replicas_have_bitwise_the_same_phi_and_delta(
 
 @anywhere
 @pytest.mark.parametrize("gamma", [None, 0.0, 0.3, 1.0])
-def test_what_travels_is_a_fast_part_and_a_slow_part_known_before_the_phase(
-    gamma: float | None, slow_weights: str
-) -> None:
+def test_combined_vector_splits_into_fast_and_known_slow(gamma: float | None, slow_weights: str) -> None:
     """Facts 5 and 6: one vector, and with gamma = beta only the fast weights."""
     fleet = Fleet(noise(2, 40, seed=8), consensus_weight=gamma, slow_weights=slow_weights)
     slow_part = 0.0 if gamma is None else (gamma - 0.7) * fleet.phi.double()
@@ -340,7 +336,7 @@ def test_in_int4_the_spread_shrinks_about_as_fast_as_rho_says(
 
 
 @pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
-def test_the_third_of_three_skips_the_round_and_takes_its_own_outer_gradient(payload: str) -> None:
+def test_third_of_three_uses_own_outer_gradient(payload: str) -> None:
     fleet = Fleet(noise(3, 700, seed=3), payload=payload)
     before, theta = fleet.phi.clone(), fleet.phi + noise(3, 700, seed=4)
     fleet.train(theta)
@@ -355,7 +351,7 @@ def test_the_third_of_three_skips_the_round_and_takes_its_own_outer_gradient(pay
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 5])
-def test_what_codes_leave_out_is_in_the_next_round_or_in_the_final_average(replicas: int) -> None:
+def test_kept_errors_enter_next_round_or_average(replicas: int) -> None:
     """In int4, plain averages: phi and what is kept add up to what fp32 has, also in pairs and skipped rounds."""
     fleet = Fleet(noise(replicas, 700, seed=3), 3, payload="int4", outer_momentum=0.0, outer_lr=1.0)
     mean = fleet.phi.double().mean(0)
@@ -406,7 +402,7 @@ def test_a_momentum_that_was_not_kept_begins_at_zero() -> None:
 @pytest.mark.parametrize(
     ("replicas", "fragments"), [(1, 1), (2, 1), (3, 1), (4, 3), (6, 1), (7, 1), (8, 2), (9, 1), (12, 1)]
 )
-def test_plain_averages_along_a_cycle_give_every_replica_the_mean(replicas: int, fragments: int) -> None:
+def test_cycle_of_plain_averages_gives_the_mean(replicas: int, fragments: int) -> None:
     fleet = Fleet(noise(replicas, ELEMENTS, seed=1), min(2, replicas), fragments=fragments)
     fleet.run(K)
     theta, delta = fleet.phi + 0.1 * noise(replicas, ELEMENTS, seed=3), fleet.delta.clone()

@@ -71,9 +71,7 @@ def test_a_resume_continues_bit_for_bit_from_any_step(
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("overlap_steps", [0, 1, K])
-def test_a_checkpoint_holds_corrections_while_rounds_are_not_merged(
-    fragments: int, overlap_steps: int
-) -> None:
+def test_checkpoint_holds_unmerged_corrections(fragments: int, overlap_steps: int) -> None:
     """Resumed without rounds, they are merged at once."""
     fleet = fleet_of(2, fragments=fragments, overlap_steps=overlap_steps)
     for _ in range(2 * K + 1):
@@ -105,7 +103,7 @@ def test_a_checkpoint_holds_corrections_while_rounds_are_not_merged(
         ({"overlap_steps": 3}, {"overlap_steps": 3}, True, False),
     ],
 )
-def test_with_another_schedule_or_other_fragments_corrections_are_merged_at_once(
+def test_new_schedule_merges_corrections_at_once(
     before: dict[str, Any], after: dict[str, Any], moved: bool, at_once: bool
 ) -> None:
     """With another delay, they are merged at the step that was planned."""

@@ -70,7 +70,7 @@ def test_the_first_message_is_short() -> None:
     assert lines == [f"a message has more than {LONGEST_FIRST_BYTES} bytes"]
 
 
-def test_a_replica_that_knows_thousands_of_others_tells_them_to_whoever_it_links_to() -> None:
+def test_replica_tells_thousands_of_addresses() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             first = await nodes.add(0)

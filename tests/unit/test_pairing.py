@@ -110,7 +110,7 @@ def test_hidden_replicas_are_never_a_pair(replicas: int, round_index: int, data:
     assert not any(pair <= hidden for pair in pairs)
 
 
-def test_a_replica_that_waits_is_preferred_to_all_but_the_planned_partner() -> None:
+def test_waiting_replica_is_second_choice() -> None:
     grouping = Grouping(8, 2, seed=1)
     (replica, planned), *pairs = grouping.groups(4)
     others = {pair[0] for pair in pairs}
@@ -120,7 +120,7 @@ def test_a_replica_that_waits_is_preferred_to_all_but_the_planned_partner() -> N
     assert choose(grouping, replica, (4, 0), known(others, others)) in others
 
 
-def test_a_replica_that_waits_for_its_planned_partner_is_no_candidate() -> None:
+def test_replica_waiting_for_its_plan_is_no_candidate() -> None:
     """Neither is that partner: it is not left over."""
     grouping = Grouping(8, 2, seed=1)
     (replica, _), (busy, its_partner), (free, _), _ = grouping.groups(4)
@@ -137,7 +137,7 @@ def test_candidate_pairs_change_from_round_to_round() -> None:
     assert min(count.values()) > 0.6 * 700 / 7
 
 
-def test_few_rounds_are_lost_while_replicas_know_different_others() -> None:
+def test_differing_directories_lose_few_rounds() -> None:
     """Half of the replicas do not know yet that one has gone."""
     grouping = Grouping(32, 2, seed=5)
     present = set(range(24))
@@ -159,7 +159,7 @@ names = st.lists(st.sampled_from("aab"), min_size=2, max_size=9)
 
 @settings(max_examples=200)
 @given(names, st.integers(0, 11), st.integers(0, 2), st.data())
-def test_pairs_are_inside_sites_and_in_every_so_many_rounds_across(
+def test_pairs_cross_sites_at_the_interval(
     of_slots: list[str], round_index: int, fragment: int, data: st.DataObject
 ) -> None:
     """Whoever has somebody at its site goes across to nobody but one that has not."""
@@ -195,7 +195,7 @@ def test_replicas_that_know_no_sites_are_all_at_one() -> None:
         assert plain == unnamed == named
 
 
-def test_a_replica_alone_at_its_site_exchanges_with_all_others_as_often_hidden_or_not() -> None:
+def test_lone_replica_of_site_meets_all_equally() -> None:
     grouping, sites = Grouping(4, 2, seed=1), {0: "a", 1: "b", 2: "b"}
     partners = Counter(
         choose(grouping, 0, (number, 0), known({1, 2}, hidden={1}, sites=sites), interval=8)
@@ -205,7 +205,7 @@ def test_a_replica_alone_at_its_site_exchanges_with_all_others_as_often_hidden_o
     assert min(partners.values()) > 70
 
 
-def test_two_replicas_of_many_slots_miss_no_round_where_hidden_ones_have_left() -> None:
+def test_two_left_of_many_miss_no_round() -> None:
     grouping, hidden = Grouping(4, 2, seed=1), {1, 2, 3}  # slots 2 and 3 were there, and are not any more
     for number in range(30):
         assert choose(grouping, 0, (number, 0), known({1}, hidden=hidden)) == 1

@@ -62,7 +62,7 @@ def test_norms_and_biases_do_not_decay(family: str) -> None:
     ]
 
 
-def test_a_stage_without_embedding_and_output_layer_lacks_their_group() -> None:
+def test_middle_stage_lacks_embedding_group() -> None:
     norms = NOT_DECAYING - {"final_layernorm.weight"}
     assert names_in_groups(rows_of("llama", layers_only=True), muon=True) == [
         (True, None, LINEAR),

@@ -39,9 +39,7 @@ def there(begun: int, open_from: int | None = None, incarnation: int = 1, **stat
 
 
 @given(st.lists(waits, max_size=20), st.lists(waits, min_size=8, max_size=8))
-def test_only_the_last_eight_waits_count_and_a_faster_partner_never_lengthens_one(
-    before: list[float], last: list[float]
-) -> None:
+def test_last_eight_waits_make_the_deadline(before: list[float], last: list[float]) -> None:
     long, short = partners(), partners()
     assert short.deadline_seconds == LONGEST, "before the first round"
     for seconds in before + last:
@@ -114,7 +112,7 @@ def test_a_replica_that_begins_with_this_one_is_not_behind(begun: int) -> None:
 
 
 @given(st.integers(0, 50), st.integers(1, 10), st.integers(0, 12), st.integers(1, 2))
-def test_a_replica_is_avoided_for_rounds_that_it_begins_or_until_it_is_started_anew(
+def test_replica_is_avoided_for_rounds_or_until_restart(
     begun: int, rounds: int, later: int, incarnation: int
 ) -> None:
     seen = {1: there(begun)}

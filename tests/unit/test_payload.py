@@ -83,7 +83,7 @@ def test_replicas_in_one_group_stay_together_to_a_part_of_a_step(bits: int, repl
 
 @pytest.mark.parametrize("members", [3, 9])
 @pytest.mark.parametrize("stretch", [STRETCH, 3 * BLOCK])
-def test_where_rounding_errors_are_kept_all_members_have_the_same_bits(members: int, stretch: int) -> None:
+def test_kept_errors_leave_equal_bits(members: int, stretch: int) -> None:
     """Blocks that are sent in fp32 have no error; the others, also in next bits, have that which is reported."""
     vectors = alike(members, 9000)
     vectors[0, 600], exact = 7.0, (2000, 2100)  # a difference that does not fit
@@ -132,7 +132,7 @@ def test_any_differences_keep_the_mean(
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("members", [2, 4])
-def test_the_error_is_that_reported_and_does_not_grow_with_the_weights(bits: int, members: int) -> None:
+def test_error_is_as_reported_whatever_the_weights(bits: int, members: int) -> None:
     group, errors = tuple(range(members)), []
     for size in (3, 300):
         # In double precision, so that it is the code's error and not that of fp32.
@@ -189,7 +189,7 @@ DIFFERENCES = st.one_of(
     st.sampled_from([2.0**-30, 1.0, 3.0]),
     st.integers(1, DIGITS),
 )
-def test_both_ends_come_to_the_same_verdict_and_to_opposite_differences(
+def test_ends_agree_on_verdict_and_opposite_difference(
     bits: int, numbers: Sequence[tuple[int, int]], step: float, digits: int
 ) -> None:
     mine = torch.tensor([n for n, _ in numbers], dtype=torch.float32) * step
@@ -290,7 +290,7 @@ def test_exact_ranges_have_the_mean_of_fp32_bitwise(group: Group) -> None:
 # Steps
 
 
-def test_a_step_holds_the_range_whatever_the_difference_is_made_of() -> None:
+def test_step_holds_the_range() -> None:
     """Differences spread over a block, in a part of it, and in none."""
     codec, elements = Codec(8), 4000 * BLOCK
     mine = noise(elements, seed=0)

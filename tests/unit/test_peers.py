@@ -1,7 +1,6 @@
 """Trajectories that other programs recorded, against our outer step: torchft's DiLoCo, and the authors' NoLoCo."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,7 @@ from torch import Tensor
 from megatron_noloco.outer.step import combine, outer_step
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.grouping import Group, Grouping
-from megatron_noloco.settings import NolocoSettings
 from tests.unit.fleet import Fleet
-from tools.simulator.sparse import SparseLoco, Sparsity
 
 RECORDED = Path(__file__).parent / "recorded"
 TORCHFT = json.loads((RECORDED / "torchft_diloco.json").read_text())["cases"]
@@ -77,7 +74,7 @@ def test_the_outer_optimizer_is_torchfts_diloco() -> None:
     assert trajectory(diloco(start), len(expected)) == expected
 
 
-def test_a_replica_that_takes_over_the_state_continues_as_torchfts_does() -> None:
+def test_takeover_continues_as_torchft() -> None:
     """torchft's second replica fails, comes back, and has the state of the first one from its next round on."""
     case = named("one of two fails and recovers")
     start, *expected = case["weights"]
@@ -108,45 +105,6 @@ def test_the_outer_optimizer_is_that_of_the_authors() -> None:
             outer.grouping = cast(Grouping, Recorded(groups))
         fleet.exchange(index)
         torch.testing.assert_close(fleet.theta, torch.tensor(one["after"]), rtol=1e-6, atol=1e-6)
-
-
-def test_the_simulators_sparseloco_is_the_authors_baseline() -> None:
-    """Sparse outer gradients with error feedback (compare arXiv 2508.15706), exact, nothing forgotten."""
-    recorded = json.loads((RECORDED / "noloco_authors.json").read_text())
-    numbers, sparse = recorded["numbers"], recorded["sparseloco"]
-    sizes = [math.prod(shape) for shape in recorded["shapes"]]
-
-    def largest(vectors: Tensor) -> Tensor:
-        """Return the `top_k` largest elements of each tensor, exactly."""
-        kept = [
-            part.abs() >= part.abs().topk(sparse["top_k"]).values[:, -1:] for part in vectors.split(sizes, 1)
-        ]
-        return vectors * torch.cat(kept, dim=1)
-
-    theta = torch.tensor(sparse["start"]).repeat(len(sparse["rounds"][0]["before"]), 1)
-    settings = NolocoSettings(
-        method="diloco",
-        local_steps=1,
-        outer_lr=numbers["outer_lr"],
-        outer_momentum=numbers["outer_momentum"],
-    )
-    method = SparseLoco(theta, settings, 1.0, largest)
-    for done, one in enumerate(sparse["rounds"], start=1):
-        theta.copy_(torch.tensor(one["before"]))
-        assert method.after_local_step(done)
-        torch.testing.assert_close(theta, torch.tensor(one["after"]), rtol=1e-6, atol=1e-6)
-
-
-def test_a_sparse_code_has_the_largest_elements_as_one_of_two_magnitudes() -> None:
-    vectors = torch.tensor([[0.0, -4.0, 1.0, 3.0, 0.5, -8.0], [1.0, 2.0, 3.0, 4.0, 5.0, 0.0]])
-    decoded = Sparsity(density=0.75).coded([4, 2], vectors)
-    assert decoded.tolist() == [[0.0, -3.5, 1.0, 3.5, 0.5, -8.0], [0.0, 2.5, 2.5, 4.0, 5.0, 0.0]]
-
-
-def test_the_bytes_of_a_sparse_code() -> None:
-    """Indices of 12 bits and values of 2, or a bit for each weight; two magnitudes of 16 bits in a chunk."""
-    assert Sparsity(density=1 / 32).payload_bytes([4096 + 384]) == (140 * (12 + 2) + 2 * 32) / 8
-    assert Sparsity(density=1 / 2).payload_bytes([4096]) == (4096 + 2048 * 2 + 32) / 8
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def test_exchanges_are_those_of_the_rank_with_most_weights() -> None:
     assert first < second
 
 
-def test_in_a_federation_one_rank_sends_all_weights_of_its_replica() -> None:
+def test_federation_leader_sends_all_weights() -> None:
     """Its link is shared with the leaders of other replicas on the node, not with the ranks of its own."""
     plans = []
     for stages in (1, 2):

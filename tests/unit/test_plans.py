@@ -138,7 +138,7 @@ class TestSites:
         round_index=st.integers(0, 10**6),
         fragment=st.integers(0, 3),
     )
-    def test_groups_are_inside_a_site_and_in_every_so_many_rounds_across(
+    def test_groups_cross_sites_at_the_interval(
         self, number: int, of_each: int, interval: int, round_index: int, fragment: int
     ) -> None:
         grouping = at_sites(number, of_each, interval)
@@ -153,9 +153,7 @@ class TestSites:
         assert of_group == (size if crosses else {1})
 
     @pytest.mark.parametrize(("number", "of_each"), [(2, 8), (3, 4), (4, 4), (6, 6)])
-    def test_plain_averages_make_all_equal_once_each_site_has_met_the_others(
-        self, number: int, of_each: int
-    ) -> None:
+    def test_plain_averages_over_sites_make_all_equal(self, number: int, of_each: int) -> None:
         """Where whole cycles inside come before each round across. Their mean is kept at any time."""
         grouping = at_sites(number, of_each, interval=2 * len(prime_factors(of_each)) + 1)
         values = np.random.default_rng(0).standard_normal((number * of_each, 5))
@@ -187,7 +185,7 @@ class TestSites:
             (3, 4, 5, 0.5, 0.7, False),
         ],
     )
-    def test_the_spread_shrinks_inside_sites_and_between_them_as_rho_says(
+    def test_spread_shrinks_over_sites_as_rho(
         self, number: int, of_each: int, interval: int, alpha: float, gamma: float, nesterov: bool
     ) -> None:
         cycle = at_sites(number, of_each, interval).cycle
@@ -203,7 +201,7 @@ class TestSites:
         ])  # fmt: skip
         assert np.exp(np.log(measured).mean(axis=0)) == pytest.approx([inside, between], abs=0.03)
 
-    def test_what_is_between_two_sites_shrinks_by_one_round_in_each_interval(self) -> None:
+    def test_between_sites_shrinks_once_per_interval(self) -> None:
         for gamma, interval in product((0.5, 1.0), (2, 5, 50)):
             _, between = spread_factors_of_sites(0, gamma, (2, 2), (2,), interval)
             assert between == pytest.approx((1 - gamma) ** (2 / interval))
@@ -511,7 +509,7 @@ class TestCycles:
         assert found == pytest.approx(cycle_spread_factor(alpha, gamma, order, error, nesterov), abs=0.03)
 
     @pytest.mark.parametrize("replicas", [8, 16])
-    def test_fragments_of_one_round_have_the_partners_of_a_whole_cycle(self, replicas: int) -> None:
+    def test_fragments_of_a_round_meet_a_whole_cycle(self, replicas: int) -> None:
         digits = len(prime_factors(replicas))
         grouping = Grouping(replicas, 2, seed=0, pairing="cycle")
         for first in (0, digits):  # round of a cycle

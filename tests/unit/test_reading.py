@@ -112,7 +112,7 @@ def test_watch_keeps_the_newest_rows_only(tmp_path: Path) -> None:
     )
 
 
-def test_the_time_of_training_is_that_of_the_steps_that_were_computed(tmp_path: Path) -> None:
+def test_training_time_counts_computed_steps(tmp_path: Path) -> None:
     """2 s each: 10 after a start from another replica's state, 10 of 20, 5 and 5 around a start from its own."""
     log = ReplicaLog(tmp_path)
     left_out = {"total/skipped_ahead": 10}
@@ -231,7 +231,7 @@ def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), str(tmp_path), "--output", str(tmp_path / "both.html")]) == 0
 
 
-def test_a_page_does_without_numbers_that_a_job_of_another_version_does_not_write(tmp_path: Path) -> None:
+def test_page_tolerates_missing_numbers(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"config": {"federation": {"rendezvous": "file://there"}}}))
     rows = step(2, **meeting(0, 1), unix_seconds=1.0), step(4, unix_seconds=None)
     del rows[0]["round/index"]

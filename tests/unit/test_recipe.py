@@ -34,9 +34,7 @@ def saved_by(run: RunConfig) -> dict[str, Any]:
     ("replicas", "chosen"),
     [(1, PAIRS), (8, PAIRS), (9, GROUPS), (31, GROUPS), (32, LARGE), (64, LARGE)],
 )
-def test_the_number_of_replicas_chooses_groups_also_where_ranks_decide_it(
-    replicas: int, chosen: tuple[int, str]
-) -> None:
+def test_replicas_choose_groups_by_recipe(replicas: int, chosen: tuple[int, str]) -> None:
     assert groups_of(left_out(replicas)) == chosen
     found = resolve(left_out("auto"), left_out("auto").topology(2 * replicas).ensemble)
     assert (found.config.noloco.group_size, found.config.noloco.payload) == chosen
@@ -54,9 +52,7 @@ def test_the_number_of_replicas_chooses_groups_also_where_ranks_decide_it(
     ],
     ids=str,
 )
-def test_whoever_gives_a_setting_of_groups_has_the_defaults_of_the_others(
-    given: dict[str, Any], found: tuple[int, str]
-) -> None:
+def test_given_group_setting_keeps_other_defaults(given: dict[str, Any], found: tuple[int, str]) -> None:
     assert groups_of(left_out(16, **given)) == found
 
 
@@ -105,7 +101,7 @@ def test_a_checkpoint_of_groups_is_read_as_it_was_saved() -> None:
         assert config_of_checkpoint(saved_by(run)).noloco == resolve(run, 16).config.noloco
 
 
-def test_short_runs_of_tune_leave_to_the_recipe_what_the_file_does() -> None:
+def test_tune_leaves_fields_to_the_recipe() -> None:
     run = RunConfig(**shortened(left_out("auto"), 5, 1.0).given())
     assert resolve(run, 16).by_recipe == recommended(16)
 

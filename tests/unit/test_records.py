@@ -77,9 +77,7 @@ def answers(record: Learnt, tokenizer: Tokenizer) -> str:
 
 
 class TestRecords:
-    def test_a_conversation_has_the_tokens_of_transformers_and_its_answers_a_loss(
-        self, model: Path, tmp_path: Path
-    ) -> None:
+    def test_conversation_has_tokens_of_transformers(self, model: Path, tmp_path: Path) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = FastTokenizer(model)
@@ -101,9 +99,7 @@ class TestRecords:
         assert record.tokens[-1] == tokenizer.end_of_document
         assert record.answer[-1]
 
-    def test_spaces_count_where_a_tokenizer_leaves_them_out_of_its_offsets(
-        self, model: Path, tmp_path: Path
-    ) -> None:
+    def test_spaces_outside_offsets_count(self, model: Path, tmp_path: Path) -> None:
         trimming = chat_tokenizer(tmp_path / "trimming", TEMPLATE)
         whole = Tokenizers.from_file(str(trimming / "tokenizer.json"))
         special = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
@@ -205,12 +201,12 @@ class TestRecords:
             load_records(path, tokenizer)
         assert "\n" not in str(caught.value)
 
-    def test_a_template_that_changes_earlier_turns_is_refused_where_it_does(self, tmp_path: Path) -> None:
+    def test_template_changing_earlier_turns_is_refused(self, tmp_path: Path) -> None:
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "forgetful", FORGETFUL))
         with pytest.raises(ValueError, match=r"line 1: the chat template renders messages 1 to 3"):
             load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
 
-    def test_a_template_that_asks_with_other_words_than_answers_begin_with(self, tmp_path: Path) -> None:
+    def test_template_with_other_generation_prompt(self, tmp_path: Path) -> None:
         asking = TEMPLATE.replace("%}<assistant>{% endif", "%}<assistant><think>{% endif")
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "asking", asking))
         with pytest.raises(ValueError, match=r"line 1: .* asks for an answer with other words than message"):
@@ -255,7 +251,7 @@ def samples_of(records: list[tuple[np.ndarray, np.ndarray]], packed: bool = True
 
 
 class TestRecordSamples:
-    def test_records_in_one_sample_are_documents_and_the_rest_is_padding(self) -> None:
+    def test_records_of_a_sample_are_documents(self) -> None:
         dataset = samples_of([record(4, 10, 2), record(3, 20)])
         assert len(dataset) == 1
         tokens, labels, documents = dataset[0]
@@ -281,9 +277,7 @@ class TestRecordSamples:
 
     @settings(max_examples=100)
     @given(lengths=st.lists(st.integers(1, 20), max_size=60))
-    def test_packing_holds_every_record_once_and_no_two_samples_fit_into_one(
-        self, lengths: list[int]
-    ) -> None:
+    def test_packing_is_tight_and_complete(self, lengths: list[int]) -> None:
         samples = pack(lengths, 20)
         assert sorted(place for sample in samples for place in sample) == list(range(len(lengths)))
         fills = sorted(sum(lengths[place] for place in sample) for sample in samples)

@@ -135,7 +135,7 @@ def test_a_seed_may_have_either_kind_of_address(address: str) -> None:
     assert _address_towards(address) == address
 
 
-def test_a_job_announces_its_address_on_the_way_to_its_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_announces_its_route_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
     federation = FederationSettings(rendezvous="tcp://first:29600", encryption="none")
     assert network_of(federation, NolocoSettings(), Alike({})).host() == "10.77.0.2"
@@ -222,7 +222,7 @@ def test_a_port_that_is_taken_is_refused_in_one_line(
             open_node(network, 0)
 
 
-def test_a_port_that_this_process_holds_is_refused_at_once_with_the_remedy(tmp_path: Path) -> None:
+def test_port_held_by_this_process_is_refused(tmp_path: Path) -> None:
     """As in a notebook, where `attach` is called again."""
     network = Network(folder_at(tmp_path, RUN), MEMBER, f"tcp://127.0.0.1:{free_port()}")
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_a_port_that_this_process_holds_is_refused_at_once_with_the_remedy(tmp_p
                 open_node(network, 0)
 
 
-def test_a_port_that_a_killed_job_holds_for_some_seconds_is_waited_for(tmp_path: Path) -> None:
+def test_port_of_killed_job_is_waited_for(tmp_path: Path) -> None:
     with redirect_stderr(io.StringIO()) as output, socket.create_server(("127.0.0.1", 0)) as taken:
         network = Network(folder_at(tmp_path, RUN), MEMBER, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         threading.Timer(0.5, taken.close).start()
@@ -243,7 +243,7 @@ def test_a_port_that_a_killed_job_holds_for_some_seconds_is_waited_for(tmp_path:
     assert re.fullmatch(r"replica 0: .*: Address already in use.*; trying for 20 s\n", output.getvalue())
 
 
-def test_a_rank_whose_address_cannot_be_written_leaves_nothing_behind() -> None:
+def test_unwritable_address_leaves_nothing() -> None:
     network = Network(folder_at(Path("/proc/x"), RUN), MEMBER, f"tcp://127.0.0.1:{free_port()}")
     for _ in range(2):  # the port is free again
         with pytest.raises(OSError, match="cannot write in /proc/x"):

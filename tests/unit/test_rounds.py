@@ -165,7 +165,7 @@ def test_replicas_of_unlike_sizes_skip_the_round() -> None:
     run(main())
 
 
-def test_a_partner_that_does_not_come_is_waited_for_until_the_deadline() -> None:
+def test_absent_partner_is_awaited_until_deadline() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             made = await pair(nodes)
@@ -208,7 +208,7 @@ def test_a_lost_connection_is_named_as_such() -> None:
     run(main())
 
 
-def test_a_stream_that_is_cut_before_the_last_byte_leaves_no_doubt() -> None:
+def test_cut_before_last_byte_leaves_no_doubt() -> None:
     """One side is prepared and has heard of the other; the other asks over the link."""
 
     async def main(cut: int, side: int) -> tuple[bool, bool]:
@@ -294,7 +294,7 @@ class Drawn:
         return await self.nodes.add(node.slot, known, self.incarnations[node.slot])
 
 
-def test_no_fault_has_one_side_use_a_mean_that_the_other_skips_unawares() -> None:
+def test_no_fault_splits_a_verdict_unreported() -> None:
     counted = in_doubt = skipped = 0
     for seed in range(400):
         drawn = Drawn(seed)
@@ -354,7 +354,7 @@ def test_a_partner_whose_process_has_died_is_not_asked_for_long() -> None:
 @pytest.mark.parametrize(
     ("ends", "counts", "recorded"), [(5.0, True, [5.0]), (5.0, False, []), (-3.0, True, [0.0])]
 )
-def test_time_to_ask_whether_a_round_counts_lengthens_no_deadline(
+def test_settling_lengthens_no_deadline(
     ends: float, counts: bool, recorded: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exchange ends 5 s after the leader has begun to wait, or 3 s before. The verdict comes 25 s after."""

@@ -32,7 +32,7 @@ def table(routes: Routes, microbatches: int, boundaries: int = 3) -> list[list[l
 
 @few
 @given(replicas=replicas_, interval=intervals, seed=seeds, step=steps, boundary=st.integers(0, 7))
-def test_every_replica_receives_exactly_one_microbatch_and_returns_it_over_the_same_hop(
+def test_each_replica_receives_one_microbatch_per_hop(
     replicas: int, interval: RoutingInterval, seed: int, step: int, boundary: int
 ) -> None:
     routes = Routing(replicas, 3, seed, interval).routes(step, step // 50)

@@ -47,7 +47,7 @@ def test_a_second_job_of_this_host_learns_who_was_first(
     assert is_under_way(tmp_path)
 
 
-def test_a_job_of_a_federation_is_under_way_in_the_folder_of_its_replica(tmp_path: Path) -> None:
+def test_federation_job_locks_its_replica_folder(tmp_path: Path) -> None:
     (tmp_path / "replica_01").mkdir()
     assert not is_under_way(tmp_path)
     (tmp_path / "replica_01" / "running").write_text("process 1 on another-host\n")

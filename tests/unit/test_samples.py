@@ -51,7 +51,7 @@ def test_less_than_a_sample() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 10_000])
-def test_a_token_outside_the_vocabulary_is_found_when_its_sample_is_read(token: int) -> None:
+def test_token_outside_vocabulary_is_found_at_read(token: int) -> None:
     tokens = np.arange(100)
     tokens[50] = token
     datasets = [
@@ -125,7 +125,7 @@ def test_seeds_differ_and_neighbours_part() -> None:
 # Documents in one sample
 
 
-def test_the_token_after_an_end_begins_a_document_and_has_no_loss() -> None:
+def test_token_after_end_has_no_loss() -> None:
     tokens, labels, documents = Samples(Dataset(TOKENS), replace(NEEDS, documents=BOTH))[0]
     assert tokens.tolist() == TOKENS[:8].tolist()
     assert labels.tolist() == [2, END, IGNORED, END, IGNORED, IGNORED, 5, 6]
@@ -154,9 +154,7 @@ def test_in_shuffled_sequences_and_in_microbatches() -> None:
 
 @settings(max_examples=30)
 @given(lengths=any_lengths, seed=st.integers(0, 5))
-def test_pieces_of_a_long_document_are_told_apart_once_they_are_shuffled(
-    lengths: list[int], seed: int
-) -> None:
+def test_shuffled_pieces_are_separate_documents(lengths: list[int], seed: int) -> None:
     """None of them ends with the token."""
     order = Shuffle(len(lengths), seed, Stream.DOCUMENTS).at(np.arange(len(lengths)))
     lasts = np.cumsum(np.array(lengths)[order])[np.array(lengths)[order] > 0] - 1

@@ -44,7 +44,7 @@ def test_a_warm_up_and_a_decay_longer_than_the_run_are_refused() -> None:
         WSD(10, warmup_num_steps=6, decay_num_steps=5)
 
 
-def test_the_rates_of_all_groups_keep_their_ratio_and_the_state_is_the_step() -> None:
+def test_group_rates_keep_their_ratio() -> None:
     def rates(schedule: RatioLR) -> list[float]:
         schedule.step()
         return schedule.get_last_lr()

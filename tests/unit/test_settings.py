@@ -51,7 +51,7 @@ def test_no_setting_takes_a_value_of_another_type(settings: Any, name: str) -> N
             settings(**{name: wrong})
 
 
-def test_the_line_of_a_wrong_setting_names_it_in_the_library_as_in_the_file() -> None:
+def test_wrong_setting_reads_alike_in_library_and_file() -> None:
     bounds = [
         {"fragments": 0},
         {"outer_momentum": 1.0},

@@ -19,7 +19,7 @@ class FSDPModule(nn.Linear):
         self.event = event
 
 
-def test_the_next_forward_waits_for_the_round_and_not_for_an_event_before_it(
+def test_next_forward_waits_for_the_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream = SimpleNamespace(record_event=lambda: "after the round")

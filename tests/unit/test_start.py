@@ -83,9 +83,7 @@ def save(output_dir: Path, step: int, load: str = "auto") -> Path:
 
 @pytest.mark.parametrize("named", [False, True], ids=["auto", "a step of another run"])
 @pytest.mark.parametrize("what", REFUSED)
-def test_checkpoints_that_cannot_be_used_do_not_lead_back_to_where_the_run_began(
-    what: str, named: bool, tmp_path: Path
-) -> None:
+def test_unusable_checkpoints_do_not_restart_the_run(what: str, named: bool, tmp_path: Path) -> None:
     damage, reason = REFUSED[what]
     checkpoints, load = tmp_path / "checkpoints", "auto"
     again = 'start anew with checkpoint.load "none"'
@@ -134,7 +132,7 @@ def test_a_run_starts_once_from_the_step_it_names(whose: str, tmp_path: Path) ->
     assert folder_of(start(own, load)) == saved[0]
 
 
-def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_step_it_names(tmp_path: Path) -> None:
+def test_run_killed_in_first_save_starts_from_named_step(tmp_path: Path) -> None:
     load = save(tmp_path / "another", 5)
     shutil.rmtree(save(tmp_path, 7, str(load)) / "replica_01")
     catalog.write_latest(tmp_path / "checkpoints")
@@ -148,9 +146,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_step_it_n
 
 
 @pytest.mark.parametrize("whose", ["own", "another"])
-def test_what_differs_from_a_step_of_another_run_is_no_matter_of_the_output_dir(
-    whose: str, tmp_path: Path
-) -> None:
+def test_difference_from_named_step_names_its_remedy(whose: str, tmp_path: Path) -> None:
     step = save(tmp_path / whose, 5)
     for path in step.rglob("*.json"):
         manifest = json.loads(path.read_text())
@@ -167,7 +163,7 @@ def test_what_differs_from_a_step_of_another_run_is_no_matter_of_the_output_dir(
     assert str(refusal.value) == f"training.seed: 7 in the checkpoint, 1234 now; {remedy}"
 
 
-def test_a_run_goes_back_again_after_it_has_gone_on_in_another_way(tmp_path: Path) -> None:
+def test_run_can_go_back_twice(tmp_path: Path) -> None:
     first = save(tmp_path, 5)
     save(tmp_path, 7, str(first))
     save(tmp_path, 9)
@@ -183,7 +179,7 @@ def test_the_step_it_has_started_from_may_be_removed(tmp_path: Path) -> None:
     _check_load(load, tmp_path)
 
 
-def test_the_line_for_a_folder_that_is_no_step_says_which_would_be_right(tmp_path: Path) -> None:
+def test_folder_that_is_no_step_is_named(tmp_path: Path) -> None:
     step = save(tmp_path, 10)
     (tmp_path / "empty").mkdir()
     auto = 'or give "auto" for the newest in training.output_dir'
@@ -199,7 +195,7 @@ def test_the_line_for_a_folder_that_is_no_step_says_which_would_be_right(tmp_pat
         assert str(refusal.value) == f"checkpoint.load: {folder}: {line}"
 
 
-def test_a_folder_that_was_set_aside_is_named_as_such_also_where_its_step_is_there_anew(
+def test_set_aside_folder_is_named(
     tmp_path: Path,
 ) -> None:
     aside = catalog.set_aside(save(tmp_path, 5))

@@ -70,7 +70,7 @@ def test_the_functions_are_the_equations(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_with_all_replicas_in_one_group_it_is_torchs_sgd_on_the_mean_outer_gradient(nesterov: bool) -> None:
+def test_one_group_is_torch_sgd_on_mean_outer_gradient(nesterov: bool) -> None:
     """DiLoCo: momentum 0.9 is alpha, learning rate 0.7 beta, and the gradient phi minus the mean of theta."""
     alpha, beta, members = 0.9, 0.7, 4
     draw = torch.Generator().manual_seed(0)

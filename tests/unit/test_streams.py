@@ -315,7 +315,7 @@ def greeting(encrypted: bool) -> bytes:
     return tcp._MAGIC + bytes([tcp.VERSION, encrypted])
 
 
-def test_the_first_bytes_say_why_two_processes_cannot_have_streams(keys: Keys) -> None:
+def test_first_bytes_say_why_streams_are_refused(keys: Keys) -> None:
     """The process that listens tells it as well."""
     told = list[str]()
     refused = {

@@ -73,16 +73,12 @@ def run_study(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, *changes:
     study.main()
 
 
-def test_what_the_user_can_put_right_is_shown_without_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_mistake_has_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"^study: a: must be 1\nb: must be 2$"):
         run_study(refuse, tmp_path, monkeypatch)
 
 
-def test_a_run_that_cannot_be_made_is_refused_before_the_first_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_run_is_refused_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SystemExit, match=r"^study: noloco\.local_steps 9999 is more than training\.train_iters"
     ):

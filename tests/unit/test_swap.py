@@ -152,7 +152,7 @@ def test_a_swap_has_the_bits_of_an_exchange_inside_a_job(
 
 @settings(max_examples=15)
 @given(two_layouts(), st.integers(1, 3), st.sampled_from((4, 10**4)), payloads)
-def test_ranks_of_any_layout_get_their_parts_of_the_mean_of_single_ranks(
+def test_any_layout_gets_parts_of_the_single_rank_mean(
     layouts: tuple[Layout, Layout], fragments: int, blocks: int, bits: int | None
 ) -> None:
     assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))

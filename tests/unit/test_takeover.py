@@ -137,7 +137,7 @@ cuts = st.one_of(
 
 @settings(max_examples=40)
 @given(st.lists(cuts, min_size=6, max_size=6))
-def test_whatever_is_cut_a_state_comes_as_a_whole_or_another_is_taken(
+def test_cut_state_arrives_whole_or_from_another(
     drawn: list[tuple[int | None, int | None]],
 ) -> None:
     """Each of three givers is asked twice at most, the furthest first."""
@@ -169,9 +169,7 @@ def test_whatever_is_cut_a_state_comes_as_a_whole_or_another_is_taken(
 
 @settings(max_examples=10)
 @given(two_layouts(), st.sampled_from((700, 10**6)))
-def test_takers_of_any_layouts_get_the_vector_of_a_giver_at_the_same_time(
-    layouts: tuple[Layout, Layout], slab: int
-) -> None:
+def test_takers_of_any_layout_get_the_vector_at_once(layouts: tuple[Layout, Layout], slab: int) -> None:
     assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))
     replicas = [holdings_of(layouts[0]), holdings_of(layouts[1]), holdings_of(layouts[0])]
     length = max(holding.stop for holding in replicas[0])
@@ -229,7 +227,7 @@ def test_replicas_that_ask_together_are_given_one_copy() -> None:
     run(main())
 
 
-def test_a_taker_that_reads_nothing_holds_others_up_for_one_slab_at_most() -> None:
+def test_stalled_taker_delays_others_by_one_slab() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             givers, taker = await among(nodes, 1)
@@ -330,9 +328,7 @@ async def has_no_state(link: Link, stream: Stream) -> None:
         (has_no_state, "has no state to give", 0),
     ],
 )
-def test_a_giver_that_gives_no_state_is_named_and_the_next_is_asked(
-    answer: Answer, why: str, seconds: float
-) -> None:
+def test_giver_without_state_is_named_next_is_asked(answer: Answer, why: str, seconds: float) -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             (other, giver), taker = await among(nodes, 2)
@@ -389,7 +385,7 @@ async def asked(nodes: Nodes, step: int) -> tuple[Node, TakeOver, Link]:
     return taker, states, taker.links[0]
 
 
-def test_a_giver_that_leaves_ends_a_state_that_is_under_way_and_refuses_the_next() -> None:
+def test_leaving_giver_ends_and_refuses_states() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             taker, states, link = await asked(nodes, 20)
@@ -439,7 +435,7 @@ def test_a_state_that_cannot_be_copied_or_sent_stops_no_training(
     assert f"this rank's state cannot be given: {line}" in capfd.readouterr().err
 
 
-def test_a_job_that_is_to_stop_takes_nothing_and_waits_for_nothing() -> None:
+def test_stopping_job_takes_no_state() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             (giver,), taker = await among(nodes, 1)

@@ -88,7 +88,7 @@ class TestDigest:
         digests = [FastTokenizer(folder).digest for folder in folders] + [ByteTokenizer().digest]
         assert len({*digests}) == len(digests)
 
-    def test_one_vocabulary_with_other_merges_or_rules_is_another_tokenizer(self, tmp_path: Path) -> None:
+    def test_other_merges_or_rules_are_another_tokenizer(self, tmp_path: Path) -> None:
         ours, merged, normalized = (write_tokenizer(tmp_path / name) for name in "abc")
         model = json.loads((merged / "tokenizer.json").read_text())["model"]
         change(merged / "tokenizer.json", model=model | {"merges": model["merges"][::-1]})
@@ -155,7 +155,7 @@ class TestSpecialTokens:
         assert "special tokens spelled out: 3, read as these tokens" in capsys.readouterr().out
         assert [as_text.count(END), as_tokens.count(END)] == [1, 3]
 
-    def test_a_template_writes_tokens_and_those_in_messages_are_counted(self, tmp_path: Path) -> None:
+    def test_template_tokens_in_messages_are_counted(self, tmp_path: Path) -> None:
         template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
         write_tokenizer(tmp_path / "tok", chat_template=template)
         chat = [{"role": "user", "content": "Say <|im_end|>"}, {"role": "assistant", "content": "No"}]
@@ -184,7 +184,7 @@ class TestBeginningOfDocument:
         begins = (tokens == BOS).nonzero()[0].tolist()
         assert begins == [0, *((tokens == END).nonzero()[0] + 1).tolist()[:-1]]
 
-    def test_a_long_text_is_preprocessed_in_pieces_of_which_the_first_begins(self, tmp_path: Path) -> None:
+    def test_long_text_begins_only_in_first_piece(self, tmp_path: Path) -> None:
         write_tokenizer(tmp_path / "tok")
         file = tmp_path / "long.txt"
         file.write_text("the fox\n" * (1 << 17))
@@ -206,7 +206,7 @@ class TestBeginningOfDocument:
         assert begun[1].tokens.tolist() == [BOS, *plain[1].tokens]
         assert begun[1].answer.tolist() == [False, *plain[1].answer]
 
-    def test_a_dataset_that_was_made_otherwise_is_refused_or_reported(self, tmp_path: Path) -> None:
+    def test_dataset_made_otherwise_is_refused_or_reported(self, tmp_path: Path) -> None:
         write_tokenizer(tmp_path / "tok")
         file = tmp_path / "text.txt"
         file.write_text(TEXT[0])
@@ -244,9 +244,7 @@ def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
 class TestAutoTokenizer:
     """The tokens of training, and of transformers."""
 
-    def test_a_class_that_ignores_the_rules_of_the_file_is_found_and_both_remedies_help(
-        self, tmp_path: Path
-    ) -> None:
+    def test_class_ignoring_tokenizer_rules_is_found(self, tmp_path: Path) -> None:
         from transformers import AutoTokenizer
 
         folder = write_spaced_tokenizer(tmp_path / "tok", tokenizer_class="LlamaTokenizer", legacy=False)
@@ -263,9 +261,7 @@ class TestAutoTokenizer:
         assert "reads '[PAD]the' as" in folder_problem(more)
 
     @pytest.mark.parametrize("of_today", [False, True])
-    def test_where_two_files_name_a_token_the_same_counts_as_in_transformers(
-        self, tmp_path: Path, of_today: bool
-    ) -> None:
+    def test_token_of_two_files_counts_as_in_transformers(self, tmp_path: Path, of_today: bool) -> None:
         """In the export, too. Folders of today have `added_tokens_decoder`, and the older file is not read."""
         folder = write_tokenizer(tmp_path / "tok", **({"added_tokens_decoder": {}} if of_today else {}))
         named = {
@@ -283,9 +279,7 @@ class TestAutoTokenizer:
 
     @pytest.mark.parametrize("begins", [False, True])
     @pytest.mark.parametrize("spaced", [False, True])
-    def test_an_export_reads_as_training_and_adds_bos_if_training_does(
-        self, tmp_path: Path, begins: bool, spaced: bool
-    ) -> None:
+    def test_export_reads_and_adds_bos_as_training(self, tmp_path: Path, begins: bool, spaced: bool) -> None:
         """Whatever class and whatever additions the files of the tokenizer say."""
         write = write_spaced_tokenizer if spaced else write_tokenizer
         folder = write(tmp_path / "tok", add_bos_token=not begins, tokenizer_class="LlamaTokenizer")
@@ -317,7 +311,7 @@ class TestAutoTokenizer:
         assert "reads '<tool>the' as" in folder_problem(FastTokenizer(folder))
 
     @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
-    def test_a_family_for_which_autotokenizer_takes_a_class_of_its_own_is_named(self, tmp_path: Path) -> None:
+    def test_family_with_own_tokenizer_class_is_named(self, tmp_path: Path) -> None:
         """The export itself is right: it is read by its files."""
         ByteTokenizer().save(tmp_path, max_length=64)
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))

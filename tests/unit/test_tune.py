@@ -101,7 +101,7 @@ def test_a_program_that_is_not_there_is_named(file: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama_125m_recipe"])
-def test_a_shortened_run_is_valid_and_its_schedule_has_the_same_shape(name: str) -> None:
+def test_shortened_run_keeps_schedule_shape(name: str) -> None:
     whole = load_config(CONFIGS / f"{name}.json")
     short = shortened(whole, whole.training.train_iters // 4, 2.0)
     of_peak, last = [], []

@@ -8,7 +8,7 @@ from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.weights import Joined
 
 
-def test_torch_weights_are_one_vector_in_the_order_of_the_parameters() -> None:
+def test_torch_weights_are_one_vector_in_order() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to(torch.bfloat16))
     weights = TorchWeights(model.parameters())
     flat = torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
@@ -62,7 +62,7 @@ class Refreshed(TorchWeights):
         self.times += 1
 
 
-def test_leaving_refreshes_what_depends_on_the_weights_but_not_after_an_exception() -> None:
+def test_leaving_refreshes_unless_an_exception() -> None:
     weights, kept = Refreshed([torch.ones(3)]), torch.empty(3)
     with weights.kept_in(kept):
         with weights.writing() as write:

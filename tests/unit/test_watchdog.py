@@ -78,7 +78,7 @@ def test_a_rank_blocked_in_a_library_reports_what_it_waits_for(
 
 
 @pytest.mark.parametrize(("goes_on", "reported_after"), [(False, ["100", "200", "400"]), (True, [])])
-def test_a_rank_that_stands_still_reports_it_each_time_that_the_wait_has_doubled(
+def test_hung_rank_reports_at_doubled_waits(
     goes_on: bool,
     reported_after: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -107,7 +107,7 @@ def one_fails(rank: int, world_size: int, folder: Path) -> None:
         dist.recv(torch.zeros(1), 2 - rank)
 
 
-def test_ranks_that_wait_for_ever_leave_with_the_exit_code_of_the_first_failure(tmp_path: Path) -> None:
+def test_waiting_ranks_leave_with_first_exit_code(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="died with exit code 7"):
         run_ranks(3, one_fails, tmp_path, timeout=SECONDS)
     assert [(tmp_path / f"log{rank}").read_text() for rank in range(3)] == ["", "", ""]

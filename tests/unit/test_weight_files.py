@@ -215,7 +215,7 @@ def test_tensors_that_contradict_the_config(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_not_finite_are_refused_when_they_are_read(value: float, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_refused_at_read(value: float, tmp_path: Path) -> None:
     model = make_model(model="mixtral")
     weights = weights_of(model)
     weights[NORM][1] = value

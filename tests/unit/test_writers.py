@@ -43,7 +43,7 @@ def test_a_diverged_replica_leaves_json(tmp_path: Path) -> None:
     assert row["validation/replica_losses of a"] == [None, 3.0]
 
 
-def test_a_resumed_run_keeps_the_rows_up_to_its_start_and_continues(tmp_path: Path) -> None:
+def test_resumed_run_keeps_rows_up_to_its_start(tmp_path: Path) -> None:
     _write_evaluations(tmp_path, 0, [10, 20, 30])
     path = _write_evaluations(tmp_path, 20, [30, 40], loss=1.0)
     assert [(row["kind"], row["step"], row.get("validation/loss")) for row in _rows(path)] == [
@@ -67,7 +67,7 @@ def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path, capsys: pytest.Capt
     assert second.endswith("metrics.set_aside_2.jsonl")
 
 
-def test_a_run_that_continues_another_keeps_no_rows_of_its_folder(tmp_path: Path) -> None:
+def test_run_of_another_step_keeps_no_rows(tmp_path: Path) -> None:
     _write_evaluations(tmp_path, 0, [10, 20, 30])
     files = ReplicaFiles(tmp_path, tensorboard=False, start_step=20, own=False)
     files.close()
@@ -148,9 +148,7 @@ class Wandb(ModuleType):
         self.finished += 1
 
 
-def test_wandb_has_the_single_numbers_of_every_row_and_continues_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_has_single_numbers_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for start_step, own in ((0, True), (20, True), (20, False), (0, True)):

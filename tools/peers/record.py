@@ -24,8 +24,7 @@ from tools.options import command_line
 
 RANKS, LOCAL_STEPS, ROUNDS, SHAPES = 4, 3, 5, ((2, 3), (4,))
 OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "noloco": ("sparse_optimizer_c", "SparseOptimizerC", {"local_group_size": 2}),
-    "sparseloco": ("sparce_loco_optimizer", "PipelineDiLoCoOptimizer", {"device": "cpu", "top_k": 3}),
+    "noloco": ("sparse_optimizer_c", "SparseOptimizerC", {"local_group_size": 2})
 }
 NUMBERS = {"outer_lr": 0.7, "outer_momentum": 0.5, "number_of_local_steps": LOCAL_STEPS, "lr": 0.1}
 
