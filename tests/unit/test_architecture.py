@@ -425,3 +425,8 @@ def test_a_file_name_is_used_once_in_the_package() -> None:
     # A traceback, a search or a sentence that names `join.py` then means one file.
     names = Counter(path.name for path in (ROOT / PACKAGE).rglob("*.py") if not path.name.startswith("__"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_names_of_tests_are_short() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in re.findall(r"def (test_\w+)", sources) if len(name) > 60] == []
