@@ -157,6 +157,7 @@ class _Connection(asyncio.BufferedProtocol):
             content = memoryview(buffer).cast("B")
             for start in range(0, len(content), _FRAME_BYTES):
                 self._write_frame(_DATA, content[start : start + _FRAME_BYTES])
+                await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
                 await self._until(lambda: self._writable)
                 self.check()
 

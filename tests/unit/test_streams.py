@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +144,38 @@ def test_the_reason_of_an_abort_reaches_the_other_side(kind: str, sends: bool, k
 
     run(kind, keys, serve, dial)
     assert reasons == ["the mean is not finite"]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "TLS"])
+def test_sending_to_a_lost_connection_ends(kind: str, keys: Keys) -> None:
+    """The socket fails in a write. asyncio then drops what is written, and says so once the sender yields."""
+    lost, tried = asyncio.Event(), list[int]()
+
+    def socket_of(stream: Stream) -> Any:
+        transport: Any = stream._connection._transport  # type: ignore[attr-defined]
+        return transport._ssl_protocol._transport if kind == "TLS" else transport
+
+    async def serve(stream: Stream) -> None:
+        await stream.receive(3)
+        socket_of(stream).pause_reading()  # so only a write can notice the end
+        await lost.wait()
+        for number in range(1000):
+            tried.append(number)
+            await stream.send(bytes(10_000))
+
+    async def dial(carrier: Carrier, endpoint: str) -> None:
+        stream = await carrier.dial(endpoint)
+        await stream.send(b"123")
+        await asyncio.sleep(0.1)
+        socket_of(stream).abort()
+        await asyncio.sleep(0.1)
+        lost.set()
+        while not tried:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+
+    run(kind, keys, serve, dial)
+    assert len(tried) < 1000
 
 
 @kinds
