@@ -95,15 +95,18 @@ class _Connection(asyncio.BufferedProtocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._left and self._kind == _DATA and self._place:
+        size = self._left or _HEADER_BYTES - len(self._header)
+        if self.error is not None:
+            size = _SCRATCH_BYTES  # thrown away
+        elif self._left and self._kind == _DATA and self._place:
             return self._place[: self._left]
         # Not kept: a process has hundreds of connections, most of them idle.
-        self._scratch = memoryview(
-            bytearray(min(self._left or _HEADER_BYTES - len(self._header), _SCRATCH_BYTES))
-        )
+        self._scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
         return self._scratch
 
     def buffer_updated(self, count: int) -> None:
+        if self.error is not None:
+            return
         if not self._left:
             self._header += self._scratch[:count]
             if len(self._header) == _HEADER_BYTES:
@@ -195,12 +198,18 @@ class _Connection(asyncio.BufferedProtocol):
         if self._early and self._begun == stream:
             raise StreamEndedError("the other side sends more than is received")
 
-    def abort(self, reason: str) -> None:
-        """End the connection; the other side gets the reason, if it reads within two seconds."""
+    def abort(self, reason: str, lingers: bool = False) -> None:
+        """End the connection.
+
+        Args:
+            lingers: whether to read on, for two seconds at most, until the other side has read the reason. The
+                kernel discards a reason whose sender closes with bytes that were not read.
+        """
         if self.error is None:
             with suppress(StreamEndedError):
                 self._write_frame(_ABORT, reason.encode()[:_REASON_BYTES] or b"?")
-            self._end(StreamEndedError(reason))
+            self._transport.resume_reading()
+            self._end(StreamEndedError(reason), lingers)
 
     def check(self) -> None:
         if self.error is not None:
@@ -232,10 +241,11 @@ class _Connection(asyncio.BufferedProtocol):
         if not condition():
             self.check()
 
-    def _end(self, error: StreamEndedError) -> None:
+    def _end(self, error: StreamEndedError, lingers: bool = False) -> None:
         if self.error is None:
             self.error = error
-            self._transport.close()  # sends what waits to be sent
+            if not lingers:
+                self._transport.close()  # sends what waits to be sent
             self._loop.call_later(_LINGER_SECONDS, self._transport.abort)
         self._changes.note()
 
@@ -284,7 +294,7 @@ class _TcpStream(Stream):
 
     def abort(self, reason: str) -> None:
         if not self._ended:
-            self._connection.abort(reason)
+            self._connection.abort(reason, lingers=self.is_member)
             self._end(reason, False)
 
     def _check(self) -> None:
