@@ -76,10 +76,10 @@ MUTANTS = {
         ("simulated_gpu/test_outer.py", "are_those_of_a_cpu and int4"),
     ),
     "FSDP2 gathers weights before they are merged": Mutant(
-        "attach/sharded_module.py",
+        "attach/torch_module.py",
         "written = torch.cuda.current_stream().record_event()\n"
-        "            for part in divided_modules(self._module):\n"
-        "                part.set_post_optim_event(written)",
+        "                for part in fully_sharded(module):\n"
+        "                    part.set_post_optim_event(written)",
         "pass",
         ("simulated_gpu/test_attach.py", "events"),
     ),
