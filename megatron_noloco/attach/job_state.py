@@ -4,7 +4,6 @@ What is given are facts in the form of the trainer, vectors, and a rest. A job o
 vectors. An attached job keeps its own buffers, settings of the optimizer and schedule where the trainer gives.
 """
 
-import io
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_noloco.attach.first_state import (
     write_buffers,
 )
 from megatron_noloco.attach.inner import Inner
-from megatron_noloco.attach.registered import Functions, loaded, saved
+from megatron_noloco.attach.registered import Functions, bytes_of, loaded, read, saved
 from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.movement import Movement
@@ -74,14 +73,14 @@ class JobState:
             for name, state in states.items():
                 if isinstance(state, str):
                     raise UserError(f"registered {name!r}: {state}")
-            found["registered"] = torch.frombuffer(bytearray(_bytes_of(states)), dtype=torch.uint8)
+            found["registered"] = torch.frombuffer(bytearray(bytes_of(states)), dtype=torch.uint8)
         return found
 
     def restore(self, state: dict[str, Tensor]) -> int:
         """Continue from what `state_dict` returned; return the local steps done."""
         self.outer.restore(state)
         if self._registered and "registered" in state:
-            states = _read(state["registered"].cpu().numpy().tobytes())
+            states = read(state["registered"].cpu().numpy().tobytes())
             _warn(loaded(self._registered, states))
         return int(state["local_steps_done"])
 
@@ -105,7 +104,7 @@ class JobState:
             except UserError as error:
                 problem = str(error)
         rest = {"problem": problem, "states": states, "buffers": buffers_of(self._engine)}
-        return State(done, facts, dict(sorted(vectors.items())), _bytes_of(rest))
+        return State(done, facts, dict(sorted(vectors.items())), bytes_of(rest))
 
     def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         if not {*names} >= _NEEDED:
@@ -116,7 +115,7 @@ class JobState:
     def use(self, state: State) -> None:
         try:
             rounds = rounds_from_lists(state.facts["rounds"])
-            rest = _read(state.rest) if state.rest else dict.fromkeys(("problem", "states", "buffers"))
+            rest = read(state.rest) if state.rest else dict.fromkeys(("problem", "states", "buffers"))
             problem, buffers = rest["problem"], rest["buffers"]
             states = None if rest["states"] is None else dict(rest["states"])
             if buffers is not None:
@@ -182,16 +181,6 @@ def tensor_of(digest: str) -> Tensor:
 def hexadecimal(digest: Tensor) -> str:
     """Return a digest that a state holds."""
     return digest.cpu().numpy().tobytes().hex()
-
-
-def _bytes_of(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def _read(value: bytes) -> Any:
-    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
 def _warn(lines: Sequence[str]) -> None:

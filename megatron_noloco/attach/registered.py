@@ -28,11 +28,10 @@ def saved(functions: Functions) -> dict[str, bytes | str]:
     """Return the bytes of each state, or why there are none."""
     found = dict[str, bytes | str]()
     for name, (save, _) in functions.items():
-        file, state = io.BytesIO(), _plain(save())
+        state = _plain(save())
         try:
-            torch.save(state, file)
-            found[name] = file.getvalue()
-            _read(file.getvalue())
+            found[name] = content = bytes_of(state)
+            read(content)
         except Exception:  # pickle does not say which
             found[name] = _MORE
     return found
@@ -45,7 +44,7 @@ def loaded(functions: Functions, given: Mapping[str, bytes | str]) -> list[str]:
         state = given.get(name, "it was not given to attach where the state comes from")
         try:
             if isinstance(state, bytes):
-                load(_read(state))
+                load(_read_plain(state))
                 continue
         except Exception as error:  # of functions that this package does not know
             state = f"cannot load it: {type(error).__name__}: {error}"
@@ -53,9 +52,21 @@ def loaded(functions: Functions, given: Mapping[str, bytes | str]) -> list[str]:
     return lines
 
 
-def _read(state: bytes) -> Any:
+def bytes_of(state: object) -> bytes:
+    """Return the bytes of a state, which may hold anything that pickle takes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def read(content: bytes) -> Any:
+    """Return a state of numbers, text and tensors, on the host; nothing in it is executed."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _read_plain(content: bytes) -> Any:
     try:
-        return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+        return read(content)
     except Exception:  # torch.load says neither which errors, nor always the same
         raise UserError(_MORE) from None
 
