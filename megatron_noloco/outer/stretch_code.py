@@ -190,6 +190,8 @@ class StretchCode:
         self.coded[self._chosen] = self.held
         if self.digits == 1:
             self._report.resent_elements += self.left_over.length
+        if self.digits == DIGITS:
+            return False
         stay = ~self.held & (self.steps > 0)
         theirs = stay[self.part]
         lower = [[digit[theirs] for digit in digits] for digits in self._digits]
@@ -199,7 +201,7 @@ class StretchCode:
         self.vector = self._buffers.get("open", torch.float32, length, device=device)
         self._places.gather(self._stretch, self.vector)
         self.digits += 1
-        return self.digits <= DIGITS and self.blocks > 0
+        return self.blocks > 0
 
     @property
     def left_over(self) -> Spans:
