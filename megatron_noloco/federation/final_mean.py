@@ -41,7 +41,7 @@ from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Slot, receive_json, send_json
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
-from megatron_noloco.federation.streams import Stream
+from megatron_noloco.federation.streams import Changes, Stream
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
@@ -164,9 +164,8 @@ class FinalMean:
             elif step.what == "take" and self._is_sound(memory):
                 total, included, is_mean = memory, {*step.slots}, True
             elif step.what == "stop" or (step.what == "end" and not included):
-                self.stopped = (
-                    step.what == "stop"
-                )  # a part of the sums may be missing; or this replica is alone
+                # A part of the sums may be missing; or this replica is alone.
+                self.stopped = step.what == "stop"
                 total, included = self._vector.clone(), {own}
             elif step.what == "end" and not is_mean:
                 total = total / len(included)
@@ -245,7 +244,7 @@ class _Tree:
         self._came: dict[int, _Child] = {}  # their sum is still to be received
         self._waiting: dict[int, _Child] = {}  # their sum has come
         self._summed, self._served = set[int](), set[int]()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._script = self._run()
         self._node.serves[MEAN] = self._serve
 
@@ -331,16 +330,13 @@ class _Tree:
             self._waiting[link.peer] = child
         else:
             self._came[link.peer] = child
-        self._changed.set()
+        self._changes.note()
         await child.over.wait()
 
     async def _wait(self, until: float, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, the deadline has come, or this job is to stop."""
         while not condition() and asyncio.get_running_loop().time() < until and not self._node.is_leaving:
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_AGAIN_SECONDS):
-                    await self._changed.wait()
+            await self._changes.until(condition, _AGAIN_SECONDS)
 
     def _deadline(self, levels: int) -> float:
         return asyncio.get_running_loop().time() + levels * self._seconds

@@ -307,9 +307,7 @@ class Link:
             async with asyncio.timeout(seconds):
                 while not is_over():
                     await self.say(Prepared(number))
-                    with suppress(TimeoutError):  # the question may be lost
-                        async with asyncio.timeout(TICK_SECONDS):
-                            await self._changes.until(is_over)
+                    await self._changes.until(is_over, TICK_SECONDS)  # the question may be lost
 
     async def begin(self, header: Header, stream: Stream) -> None:
         """Run a conversation that the other replica has opened, to its end.

@@ -15,7 +15,7 @@ A `Carrier` opens streams: `tcp` between hosts, and the tests' carrier inside on
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -132,14 +132,17 @@ class Changes:
             if not waiting.done():
                 waiting.set_result(None)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            waiting = asyncio.get_running_loop().create_future()
-            self._waiting.add(waiting)
-            try:
-                await waiting
-            finally:
-                self._waiting.discard(waiting)
+    async def until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Wait until a condition holds, or so many seconds have passed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    waiting = asyncio.get_running_loop().create_future()
+                    self._waiting.add(waiting)
+                    try:
+                        await waiting
+                    finally:
+                        self._waiting.discard(waiting)
 
 
 @asynccontextmanager
