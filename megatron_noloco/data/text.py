@@ -78,7 +78,7 @@ class Text(Kind):
                     check_utf_8(file.read(4))
             except UserError as error:
                 return UserError(f"data.text: {text}: {error}; {_ADVICE}")
-        return UserError(f"data.text: no UTF-8 text in {text}; {_ADVICE}")
+        return _no_text_in(text)
 
 
 def find_text(source: TextSource) -> Inputs:
@@ -90,8 +90,12 @@ def find_text(source: TextSource) -> Inputs:
     except UserError as error:
         raise UserError(f"{error}; {_ADVICE}") from None
     if not inputs.files:
-        raise UserError(f"data.text: no UTF-8 text in {source.path}; {_ADVICE}")
+        raise _no_text_in(source.path)
     return inputs
+
+
+def _no_text_in(path: str) -> UserError:
+    return UserError(f"data.text: no UTF-8 text in {path}; {_ADVICE}")
 
 
 def find_texts(inputs: Sequence[Input], counts: Counter[str]) -> list[TextRange]:
