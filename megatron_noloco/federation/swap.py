@@ -41,7 +41,7 @@ class Swap:
     """Says how vectors are exchanged; the same for both sides.
 
     Attributes:
-        bits: of a code: 8 or 4; None: fp32.
+        bits: of a code; None: fp32.
         number: of the exchange.
     """
 

@@ -1,4 +1,4 @@
-"""The code of an exchange in 8 or 4 bits per element: integers on a common grid, modulo 2^bits.
+"""The code of an exchange in 8, 4 or 3 bits per element: integers on a common grid, modulo 2^bits.
 
 Members of a group agree on a step s for every block of BLOCK elements. Each rounds its vector to
 whole steps, n = round(c / s), and sends n modulo 2^bits. A receiver knows its own n, and so finds the
@@ -26,7 +26,7 @@ with other signs, so they need not be kept or saved. A large RANGE makes the ste
 more differences fall outside: in 4 bits 22 to 25 % of the blocks with RANGE 4, 8 to 11 % with 5, 4 to 5 % with 6
 (a Llama of 84,816 weights, rounds every 1 and every 10 steps; docs/log.md).
 
-**Errors that are kept.** In 4 bits steps are so coarse that the rounding errors r = c - s n would keep the
+**Errors that are kept.** In 4 and 3 bits steps are so coarse that the rounding errors r = c - s n would keep the
 members of a larger group apart: their variance is a quarter of that of c over the group, while a round of 8
 leaves an eighth. So the members of a group of more than 2 keep r from round to round (error feedback, Seide et
 al., "1-bit stochastic gradient descent", Interspeech 2014): all use s * mean(n), the same bits, and each adds its
@@ -53,14 +53,18 @@ from megatron_noloco.plans.stability import keeps_rounding
 
 BLOCK = 512  # elements with one step and one checksum
 CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
-BITS = (8, 4)
+BITS = (8, 4, 3)
 
+_PLANES = {
+    4: (4,),
+    3: (2, 1),
+}  # widths of the parts of a digit, the lowest first; bytes hold parts of one width
 _CELL = BLOCK // CELLS
 _PIECE = 512  # blocks that a CPU works on at a time: few calls, and 1 MiB of fp32 that stays in cache
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
 
-RANGE = {8: 8.0, 4: 6.0}  # root mean squares of the difference that a code of so many bits holds
-_RANGE_KEPT = 8.0  # likewise, in 4 bits, where rounding errors are kept
+RANGE = {8: 8.0, 4: 6.0, 3: 4.0}  # root mean squares of the difference that a code of so many bits holds
+_RANGE_KEPT = {4: 8.0, 3: 4.0}  # the same, in groups whose members keep rounding errors
 
 _NEAR = 2  # blocks on each side, see `_smooth`
 _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of 100
@@ -93,7 +97,7 @@ def blocks_in(elements: int) -> int:
 def message_bytes(elements: int, bits: int) -> int:
     """Return what one rank of a pair sends: codes, a checksum and CELLS sketches for each block.
 
-    512 elements make 532 or 276 bytes in 8 or 4 bits; fp32 takes 2048.
+    512 elements make 532, 276 or 212 bytes in 8, 4 or 3 bits; fp32 takes 2048.
     """
     return blocks_in(elements) * (BLOCK * bits // 8 + 4 + 4 * CELLS)
 
@@ -161,10 +165,7 @@ class Codec:
             integers = self.whole_steps(piece, steps[at])
             checksums[at].copy_(self._checksum(integers, len(piece)), non_blocking=True)
             small = integers.bitwise_right_shift_(self.bits * digit).to(torch.int8)
-            if self.bits == 4:
-                low, high = small.split(BLOCK // 2, dim=1)
-                small = low.bitwise_and_(15).bitwise_or_(high.bitwise_left_shift_(4))
-            codes[at].view(torch.int8).copy_(small, non_blocking=True)
+            codes[at].view(torch.int8).copy_(_packed(small, self.bits), non_blocking=True)
 
     def differences(self, own: Tensor, elements: int, theirs: Received) -> tuple[Tensor, Tensor, Tensor]:
         """Return m = n_theirs - n_mine of at most one piece, for which blocks it is right, and whether the vectors
@@ -179,7 +180,7 @@ class Codec:
         digits, checksums = theirs
         bits = self.bits * len(digits)
         small = torch.int8 if bits <= 8 else torch.int16
-        *lower, m = (self._integers_of(code) for code in digits)
+        *lower, m = (_unpacked(code, self.bits) for code in digits)
         for digit in reversed(lower):
             m = m.to(small).bitwise_left_shift_(self.bits).bitwise_or_(digit.bitwise_and_(2**self.bits - 1))
         m = m.to(small).sub_(own.to(small))
@@ -270,9 +271,34 @@ class Codec:
         checksums[-1:] += elements % BLOCK  # else vectors of other lengths in as many blocks would look alike
         return checksums
 
-    def _integers_of(self, code: Tensor) -> Tensor:
-        """Return the digit of each element, uint8 of shape [blocks, BLOCK], perhaps with other bits above it."""
-        return torch.cat([code, code >> 4], dim=1) if self.bits == 4 else code
+
+def _packed(digits: Tensor, bits: int) -> Tensor:
+    """Return the lowest bits of int8 of shape [blocks, BLOCK] in the bytes of a block, plane after plane."""
+    if bits == 8:
+        return digits
+    planes = []
+    for width in _PLANES[bits]:
+        plane, *others = (digits & (2**width - 1)).split(BLOCK * width // 8, dim=1)
+        for place, part in enumerate(others, 1):
+            plane = plane.bitwise_or_(part.bitwise_left_shift_(width * place))
+        planes.append(plane)
+        digits = digits >> width
+    return torch.cat(planes, dim=1)
+
+
+def _unpacked(code: Tensor, bits: int) -> Tensor:
+    """Return the digit of each element, uint8 of shape [blocks, BLOCK], perhaps with other bits above it."""
+    if bits == 8:
+        return code
+    widths = _PLANES[bits]
+    planes = code.split([BLOCK * width // 8 for width in widths], dim=1)
+    *lower, digits = (
+        torch.cat([plane >> width * place for place in range(8 // width)], dim=1)
+        for plane, width in zip(planes, widths, strict=True)
+    )
+    for plane, width in zip(reversed(lower), reversed(widths[:-1]), strict=True):
+        digits = digits.bitwise_left_shift_(width).bitwise_or_(plane.bitwise_and_(2**width - 1))
+    return digits
 
 
 def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tuple[Tensor, slice]]:
@@ -309,7 +335,7 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
     bits: the product of a step and a difference is exact in fp32.
     """
     first, *others = sketches
-    holds = _RANGE_KEPT if keeps_rounding(bits, len(sketches)) else RANGE[bits]
+    holds = (_RANGE_KEPT if keeps_rounding(bits, len(sketches)) else RANGE)[bits]
     for at in slices(len(first), _AT_ONCE):
         size = _energy(first[at])
         difference = torch.zeros_like(size)

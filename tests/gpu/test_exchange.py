@@ -47,7 +47,7 @@ def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]
 
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("payload", ["fp32", "int8", "int4", "int3"])
 def test_rounds_with_slow_weights_on_host_equal_cpu_bitwise(
     overlap_steps: int, group_size: int, payload: str
 ) -> None:
@@ -59,7 +59,7 @@ def test_rounds_with_slow_weights_on_host_equal_cpu_bitwise(
 
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("payload", ["fp32", "int8", "int4", "int3"])
 def test_with_slow_weights_on_the_device_they_differ_by_rounding(
     overlap_steps: int, group_size: int, payload: str
 ) -> None:

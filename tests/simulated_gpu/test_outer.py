@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 ALL = [
     {"group_size": group, "payload": payload, "fragments": fragments}
-    for group, payload, fragments in itertools.product((2, 4), ("fp32", "int8", "int4"), (1, 3))
+    for group, payload, fragments in itertools.product((2, 4), ("fp32", "int8", "int4", "int3"), (1, 3))
 ]
 where = pytest.mark.parametrize("slow_weights", ["host", "device"])
 delay = pytest.mark.parametrize("overlap_steps", [0, 2])
@@ -104,7 +104,7 @@ SEGMENTS, PIECES = BLOCKS // SEGMENT, BLOCKS // SEGMENT * -(-SEGMENT // CODED_AT
 OTHER_WAITS = 5  # for c, sketches, the blocks that are sent again, slow weights, fast weights
 
 
-@pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("payload", ["fp32", "int8", "int4", "int3"])
 def test_codes_cross_the_bus_if_slow_weights_are_on_the_device(payload: str) -> None:
     """Else fast weights have to reach the host, and slow weights the device, whatever is sent."""
     length = BLOCKS * BLOCK

@@ -171,7 +171,7 @@ def test_without_rounds_the_weights_are_all_there_is() -> None:
         (2, {"overlap_steps": 2}),
         (2, {"overlap_steps": 3, "fragments": 3}),
         (2, {"overlap_steps": 3, "fragments": 3, "payload": "int8"}),
-        *((n, {"payload": f"int{bits}"}) for n in (2, 3) for bits in (8, 4)),
+        *((n, {"payload": f"int{bits}"}) for n in (2, 3) for bits in (8, 4, 3)),
     ],
 )
 def test_nothing_is_allocated_from_round_to_round(group_size: int, method: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.outer.payload import (
+    BITS,
     BLOCK,
     CELLS,
     RANGE,
@@ -29,9 +30,8 @@ from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import pull_error
 from tests.unit.fleet import CODED_CHUNK_BYTES, average, fleet_of, noise
 
-BITS = (8, 4)
-ERRORS = {8: 0.05, 4: 0.6}  # of the pull towards the group's mean; generous
-KEPT_ERROR = 0.8  # likewise, of groups in int4, which keep it
+ERRORS = {8: 0.05, 4: 0.6, 3: 0.9}  # of the pull towards the group's mean; generous
+KEPT_ERROR = 0.8  # likewise, of groups that keep it
 
 
 def means(vectors: Tensor, group: Group, bits: int) -> tuple[Tensor, list[ExchangeReport]]:
@@ -59,7 +59,7 @@ def test_the_mean_of_the_group_is_kept_and_each_is_near_it(bits: int, group: Gro
     one_rounding = 2**-23 * float(true.abs().max())
     torch.testing.assert_close(found.double().mean(0), true.mean(0), rtol=0, atol=one_rounding)
     pull = (true - true.mean(0)).norm()
-    error = KEPT_ERROR if bits == 4 and len(group) > 2 else ERRORS[bits]
+    error = KEPT_ERROR if bits < 8 and len(group) > 2 else ERRORS[bits]
     assert (found.double() - true.mean(0)).norm() <= error * pull + len(true) * one_rounding
     assert sum(report.compared_elements for report in reports) == elements * (2 if len(group) == 2 else 1)
 
@@ -147,7 +147,7 @@ def test_error_is_as_reported_whatever_the_weights(bits: int, members: int) -> N
         variance = float(true.var(dim=0).sum()) * (2 if members == 2 else 1)  # a pair sees all, at both ends
         assert deviation == pytest.approx(variance, rel=0.01), "less the variance of rounding"
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
-    assert errors[0] == pytest.approx(pull_error(f"int{bits}", bits == 4 and members > 2), rel=0.15)
+    assert errors[0] == pytest.approx(pull_error(f"int{bits}", bits < 8 and members > 2), rel=0.15)
 
 
 # What does not fit
@@ -255,7 +255,8 @@ def test_blocks_that_do_not_fit_as_next_bits_are_sent_in_fp32(bits: int, group: 
     found, exchanges = average(vectors, group, bits, number=number)
     left_over = torch.arange(512, 1024)
     assert torch.equal(found[:, left_over], plain_means(vectors[:, left_over], group))
-    assert {exchange.report.resent_elements for exchange in exchanges} == {512}
+    (resent,) = {exchange.report.resent_elements for exchange in exchanges}
+    assert resent >= 512
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -266,7 +267,8 @@ def test_a_poisoned_block_is_treated_as_in_fp32(bits: int, group: Group, poison:
     vectors[0, 600:700] = poison  # a hundred of 3e38 have an infinite sketch
     found, reports = means(vectors, group, bits)
     block, others = torch.arange(512, 1024), torch.cat([torch.arange(512), torch.arange(1024, 3000)])
-    assert {report.resent_elements for report in reports} == {BLOCK}
+    (resent,) = {report.resent_elements for report in reports}
+    assert resent >= BLOCK
     assert torch.equal(found[:, block], plain_means(vectors[:, block], group))
     assert sum(report.poisoned_elements for report in reports) > 0
     assert bool(torch.isfinite(found).all()) or poison == 3e38
@@ -392,5 +394,5 @@ def test_bytes_of_a_group(bits: int, wide_bytes: int) -> None:
 
 
 def test_other_codes_are_refused() -> None:
-    with pytest.raises(ValueError, match="a code has 8, 4 bits, not 2"):
+    with pytest.raises(ValueError, match="a code has 8, 4, 3 bits, not 2"):
         Codec(2)

@@ -52,7 +52,8 @@ _FIRST = 2  # rounds of each kind that do not count
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
-    parser.add_argument("--payloads", nargs="+", choices=("fp32", "int8", "int4"), default=["fp32", "int8"])
+    payloads = ("fp32", "int8", "int4", "int3")
+    parser.add_argument("--payloads", nargs="+", choices=payloads, default=payloads[:2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds before each round")
     parser.add_argument(

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             seconds(options.weights, members, payload, options.repeats), 2
         )
         for members in (2, 4)
-        for payload in ("fp32", "int8", "int4")
+        for payload in ("fp32", "int8", "int4", "int3")
     }
     return {"core_seconds": found}
 

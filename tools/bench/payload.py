@@ -5,7 +5,7 @@
 Two replicas have equal slow weights phi and outer gradients Delta of their own, both normally distributed, and
 c = 0.7 * (phi + Delta). The error is that of the pull towards the partner, mean - c, over its true size, in the
 Euclidean norm. fp16, bf16 and "plain int16 /256" (a scale for every 256 elements) round c itself, and both
-replicas use the mean of two rounded vectors. "int8" and "int4" are payloads of `NolocoSettings`.
+replicas use the mean of two rounded vectors. "int8", "int4" and "int3" are payloads of `NolocoSettings`.
 GB are those of the fp32 vector.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.finite_mean import ExchangeReport
-from megatron_noloco.outer.payload import BLOCK, Codec, blocks_in, message_bytes, signs_of
+from megatron_noloco.outer.payload import BITS, BLOCK, Codec, blocks_in, message_bytes, signs_of
 from megatron_noloco.outer.stretch_code import Code, StretchCode
 from megatron_noloco.outer.vectors import HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "bf16": (2, lambda c, d: plain(c, d, repeats, torch.Tensor.bfloat16)),
         "plain int16 /256": (2 + 4 / SCALED, lambda c, d: plain(c, d, repeats, scaled)),
     }
-    for bits in (8, 4):
+    for bits in BITS:
         per_element = message_bytes(elements, bits) / elements
         ways[f"int{bits}"] = (per_element, partial(coded, repeats=repeats, bits=bits))
     report = {name: measure(elements, options.tails, *way) for name, way in ways.items()}
