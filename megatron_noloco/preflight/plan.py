@@ -24,7 +24,7 @@ _FP32 = 4
 _GATHERED_PER_SECOND = 2.5e9  # bytes between two ranks of a host, over gloo, as measured on two cores
 
 # For 10^9 weights, in pairs and in groups of 4, with copies of messages in memory (python -m tools.bench host).
-_CORE_SECONDS = {"fp32": (5.0, 8.0), "int8": (12.0, 13.0), "int4": (13.0, 25.0)}
+_CORE_SECONDS = {"fp32": (5.0, 8.0), "int8": (12.0, 13.0), "int4": (13.0, 25.0), "int3": (20.0, 40.0)}
 _CORE_SECONDS_OF_STEPS = 0.1  # where a GPU computes the codes: to find their steps
 
 
