@@ -126,10 +126,12 @@ def commands_of(text: str) -> Iterator[str]:
 
 
 def _prepare(clone: Path, venv: Path | None) -> None:
-    """Clone HEAD, and write the configs that the table names."""
+    """Clone HEAD, and write the configs and the loop that the table names."""
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     (config,) = re.findall(r"```json\n(.*?)```", (clone / "docs/running.md").read_text(), re.DOTALL)
     (clone / "my-run.json").write_text(config)
+    loop, *_ = re.findall(r"```python\n(.*?)```", (clone / "docs/library.md").read_text(), re.DOTALL)
+    (clone / "my_loop.py").write_text(loop)
     short = json.loads((clone / "configs/quickstart.json").read_text())
     short["training"]["train_iters"] = short["noloco"]["local_steps"] = 4
     short["scheduler"]["params"]["warmup_num_steps"] = 2
