@@ -51,7 +51,7 @@ WAYS = ("", "_diloco", "_synchronous", "_recipe")
 def test_every_expected_config_is_shipped() -> None:
     names = {f"llama_{size}{way}" for size in PAPERS for way in WAYS}
     names |= {"quickstart", "routing", "diloco", "synchronous", "llama_3.2_1b", "qwen3_0.6b"}
-    names |= {"federation", "federation_two_stages"}
+    names |= {"federation", "federation_two_stages", "internet"}
     assert names == {path.stem for path in SHIPPED}
 
 
