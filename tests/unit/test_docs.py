@@ -45,19 +45,20 @@ def test_the_library_page_imports_what_is_there() -> None:
 
 
 def test_the_configurations_of_several_machines_are_valid() -> None:
-    """The blocks of docs/several-machines.md in the place of those of configs: federation, folder, one job."""
+    """The blocks of docs/several-machines.md in the place of those of configs: folder, one job."""
     page = (ROOT / "docs/several-machines.md").read_text()
-    blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    federation, folder, parallel = (json.loads("{" + block + "}") for block in blocks)
-    small: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
-    assert RunConfig(**small | federation).topology(1, slot=3).slot == 3
-
+    folder, parallel = (
+        json.loads("{" + block + "}") for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    )
+    small: dict[str, Any] = json.loads((ROOT / "configs/internet.json").read_text())
+    assert RunConfig(**small).topology(1, slot=3).slot == 3
     assert RunConfig(**small | folder).federation.listen == "off"
 
     large: dict[str, Any] = json.loads((ROOT / "configs/llama_125m_recipe.json").read_text())
     both = RunConfig(**large | parallel).topology(32, slot=0)
     del parallel["parallel"]["replicas"]
-    one = RunConfig(**large | federation | parallel).topology(8, slot=3)
+    blocks = {name: small[name] for name in ("noloco", "federation")}
+    one = RunConfig(**large | blocks | parallel).topology(8, slot=3)
     assert (both.replicas, one.replicas, one.separate_jobs) == (4, 1, True)
     assert both.replica_size == one.replica_size == 8
 
