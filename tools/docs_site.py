@@ -1,7 +1,8 @@
 """Adds pages made from other files, and links to files that are not in docs/, to the site.
 
-A hook of mkdocs.yml. The first page is README.md; the configuration reference is made from the models, so that it
-cannot differ from them. A page whose tables differ from docs/evidence.csv is refused.
+A hook of mkdocs.yml. The first page is README.md. The configuration reference is made from the models, and the
+table of numbers in watching.md from `monitor/numbers.py`, so that they cannot differ. A page whose tables differ
+from docs/evidence.csv is refused.
 """
 
 import re
@@ -13,10 +14,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from megatron_noloco.config.explain import as_markdown
+from megatron_noloco.monitor.numbers import TABLE, Number
 from tools.evidence import EVIDENCE, read
 from tools.tables import TABLES, TableError, check, definitions, with_caption, without_comments
 
 ROOT = Path(__file__).parents[1]
+_NUMBERS = "<!-- every number -->"
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 _PAGES = {  # outside of docs/, and what they are here
     "README.md": "index.md",
@@ -52,6 +55,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         check(markdown, read(EVIDENCE), definitions(TABLES.read_text()))
     except TableError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from None
+    if page.file.src_uri == "watching.md":
+        before, after = markdown.split(_NUMBERS)
+        markdown = f"{before}{_table_of_numbers()}{after}"
     sources = {made: ROOT / name for name, made in _PAGES.items()}
     here = sources.get(page.file.src_uri, ROOT / "docs" / page.file.src_uri).parent
 
@@ -71,3 +77,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({name}{'#' + anchor if anchor else ''})"
 
     return _LINK.sub(link, without_comments(markdown))
+
+
+def _table_of_numbers() -> str:
+    return "| name | in the log | meaning |\n|---|---|---|\n" + "".join(map(_row, TABLE.values()))
+
+
+def _row(number: Number) -> str:
+    words = "" if number.reduction is None else number.reduction.words
+    line = number.name.split("/")[1] if callable(number.line) else number.line
+    said = line.split("{}")[0].lstrip(" (").rstrip(" :")
+    meaning = "; ".join(filter(None, (number.meaning, words)))
+    return f"| `{number.name}` | {f'`{said}`' * bool(said)} | {meaning} |\n"

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 
@@ -34,12 +33,6 @@ def run_case(package: str, doc: str | None, cases: Sequence[str]) -> None:
         if report is not None:  # the first rank has it
             print(json.dumps(report, indent=1), flush=True)
             sys.exit(report.get("well") is False)
-
-
-def write_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Write a text into a page, between two comments that are there."""
-    before, rest = page.read_text().split(begin)
-    page.write_text(before + begin + text + end + rest.split(end)[1])
 
 
 def add_changes(parser: argparse.ArgumentParser, of: str) -> None:

@@ -11,7 +11,6 @@ from megatron_noloco import __version__
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.explain import as_markdown
-from tools import number_table
 
 ROOT = Path(__file__).parents[2]
 _SEVERAL_LITERALS = re.compile(r'"\s*\n\s*f?"')  # of Python, that are one string
@@ -111,8 +110,3 @@ def test_one_version() -> None:
     first, newest, *_ = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert (first, newest) == ("[Unreleased]", f"[{__version__}] - {cited['date-released']}")
     assert cited["version"] == __version__
-
-
-def test_the_table_of_numbers_is_the_newest() -> None:
-    written = number_table.PAGE.read_text().split(number_table.BEGIN)[1].split(number_table.END)[0]
-    assert written == number_table.table(), "python -m tools.number_table"
