@@ -1,4 +1,15 @@
-"""Model families: a class each, with a table of its parameters. Add a new one to FAMILIES.
+"""Model families: a class each, with a table of its parameters.
+
+To add a family:
+
+1. Write a subclass of `Family` (with experts of `Mixture`) in a file here. It has the table of parameters, what to
+   set in Megatron-core, and Hugging Face's config in both directions.
+2. Add it to FAMILIES. All else follows from the table: initial weights, slices, counts, decay, Muon's matrices,
+   the mean model, export and import. Only a norm that adds 1 to its weights or scaled embeddings need changes in
+   `model/layers.py` or `model/stage.py`, and layers that keep other activations in `preflight/memory.py`.
+3. Add it to `FAMILY_MODELS` (tests/integration/tiny.py), `THEIRS` (test_families.py), `MODELS`, `NOT_READ` and
+   perhaps `HARMLESS` (test_huggingface.py), with biases to `OF_FAMILY` (test_parameter_groups.py), and to
+   docs/families.md.
 
 Torch is not imported here, since that would slow down `config --check`.
 """
