@@ -14,7 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from megatron_noloco.federation.directory import Directory
@@ -62,6 +62,27 @@ class Seen(NamedTuple):
     incarnation: int = 0
     present: bool = False
     status: Status = Status()
+
+
+@dataclass
+class Told:
+    """What this replica has told another over its link; all is told again over the next link.
+
+    Attributes:
+        status_is_due: whether something has changed since the last status.
+        ticks: since that status.
+        directory: version of the directory.
+        answered: version of the directory when the other replica sent its last status.
+        sees: see `Status.sees`.
+        links: versions of `Status.links_of_ended`, by slot.
+    """
+
+    status_is_due: bool = True
+    ticks: int = 0
+    directory: int = 0
+    answered: int = 0
+    sees: list[int] | None = None
+    links: dict[int, int] = field(default_factory=dict)
 
 
 class Dials(Protocol):
@@ -116,11 +137,7 @@ class Link:
     Attributes:
         ledger: of the rounds with the process that was linked last.
         rows: its newest rows of metrics that nobody has read.
-        told: version of this replica's directory that the other one was told.
-        heard: its version when the other one sent its last status.
-        told_sees, told_links: see `Status.sees` and `Status.links_of_ended`; what the other one was told.
-        is_owed: whether something has changed since the last status to the other replica.
-        untold_ticks: since that status.
+        told: what the other replica was told.
         is_dialled: whether this process was dialled with success.
         silent_ticks: since the last message.
     """
@@ -131,7 +148,7 @@ class Link:
         self.ledger = Ledger()
         self.rows: deque[str] = deque(maxlen=_MOST_ROWS)
         self.is_dialled, self.silent_ticks = False, 0
-        self._forget()
+        self.told = Told()
         self._streams: list[Stream] = []  # usually one
         self._sending = asyncio.Lock()
         self._changes = Changes()  # a message has come, or a stream was lost
@@ -149,7 +166,7 @@ class Link:
             self.ledger, self.is_dialled, self.seen = Ledger(), False, Seen(hello.address.incarnation)
         self.is_dialled |= dialled
         self._streams.append(stream)
-        self._forget()
+        self.told = Told()
         self.silent_ticks = 0
         try:
             await self.say(self.node.status(self))
@@ -191,13 +208,13 @@ class Link:
     def tell_status(self) -> None:
         """Say where this replica is, unless the last message is not sent yet."""
         if not self._sending.locked():
-            self.is_owed, self.untold_ticks = False, 0
+            self.told.status_is_due, self.told.ticks = False, 0
             self.node.spawn(self.say(self.node.status(self)))
 
     def tick(self) -> None:
         """Count the silence, and end what it makes hopeless."""
         self.silent_ticks += 1
-        self.untold_ticks += 1
+        self.told.ticks += 1
         if self._is_lost:
             self._fail_waiting("is not there")
         silence = max(_SILENCE_SECONDS, _SILENCE_PULSES * self.seen.status.pulse)
@@ -223,18 +240,11 @@ class Link:
         for waiting in self._waiting.values():
             _fail(waiting, reason)
 
-    def _forget(self) -> None:
-        """Tell everything again: a stream has begun, or was lost with messages."""
-        self.told = self.heard = self.untold_ticks = 0
-        self.told_sees: list[int] | None = None
-        self.told_links = dict[int, int]()
-        self.is_owed = True
-
     def _lose(self, stream: Stream, reason: str) -> None:
         stream.abort(reason)
         if stream in self._streams:
             self._streams.remove(stream)
-            self._forget()
+            self.told = Told()
             if not self._streams:
                 self.seen = self.seen._replace(present=False)
                 self.node.lost(self)

@@ -186,8 +186,8 @@ class Node:
     def status(self, link: Link) -> Status:
         """Return what another replica is to know of this one, and is told now."""
         sees = None
-        if not self.directory.addresses[link.peer].endpoint and link.told_sees is not self._sees:
-            sees = link.told_sees = self._sees
+        if not self.directory.addresses[link.peer].endpoint and link.told.sees is not self._sees:
+            sees = link.told.sees = self._sees
         return Status(
             self.phase,
             self.begun,
@@ -211,8 +211,8 @@ class Node:
     def _links_unknown_to(self, link: Link) -> dict[int, tuple[int, list[int]]]:
         found = dict[int, tuple[int, list[int]]]()
         for slot, (version, sees) in self._links_of_ended.items() if self.phase == "ended" else ():
-            if link.told_links.get(slot, 0) < version:
-                link.told_links[slot] = version
+            if link.told.links.get(slot, 0) < version:
+                link.told.links[slot] = version
                 if slot == self.slot or link.peer not in sees:
                     found[slot] = version, sees
         return found
@@ -235,7 +235,7 @@ class Node:
         """Tell all others where this replica is now."""
         for link in self.links.values():
             link.close_rounds(self.open_from(link.peer))
-            link.is_owed = True
+            link.told.status_is_due = True
         self._tell_due()
 
     @property
@@ -253,12 +253,13 @@ class Node:
         """Tell whom a status is owed, or was told no status for long; first whoever was told longest ago."""
         due = list[Link]()
         for link in self.links.values():
-            if link.is_linked and (link.is_owed or link.untold_ticks * TICK_SECONDS >= self._pulse(link)):
+            is_due = link.told.status_is_due or link.told.ticks * TICK_SECONDS >= self._pulse(link)
+            if link.is_linked and is_due:
                 if self._is_busy(link):
                     link.tell_status()
                 else:
                     due.append(link)
-        due.sort(key=lambda link: -link.untold_ticks)
+        due.sort(key=lambda link: -link.told.ticks)
         for link in due[: self._room]:
             link.tell_status()
         self._room -= min(self._room, len(due))
@@ -293,10 +294,10 @@ class Node:
             if slot != self.slot and known[0] > self._links_of_ended.get(slot, (0, []))[0]:
                 self._links_of_ended[slot] = known
                 self._has_news = True
-        link.heard = self.directory.version
+        link.told.answered = self.directory.version
         if status.directory == self.directory.checksum:
-            link.told = self.directory.version
-        elif not link.told:
+            link.told.directory = self.directory.version
+        elif not link.told.directory:
             self._tell_addresses(link)
 
     def lost(self, link: Link) -> None:
@@ -331,11 +332,12 @@ class Node:
 
     def _knows_less(self, link: Link) -> bool:
         """Whether news to a replica are older than its last status, which does not know them."""
-        is_news = link.seen.present and link.told < link.heard
+        is_news = link.seen.present and link.told.directory < link.told.answered
         return is_news and link.seen.status.directory != self.directory.checksum
 
     def _tell_addresses(self, link: Link) -> None:
-        news, link.told = self.directory.since(link.told), self.directory.version
+        news = self.directory.since(link.told.directory)
+        link.told.directory = self.directory.version
         news.pop(link.peer, None)
         self.spawn(link.say(Known(news)))
 

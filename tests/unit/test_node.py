@@ -53,7 +53,7 @@ def test_a_change_is_told_in_few_messages(replicas: int, monkeypatch: pytest.Mon
     tell = Node._tell_addresses
 
     def count(node: Node, link: Link) -> None:
-        told.append(len(node.directory.since(link.told)))
+        told.append(len(node.directory.since(link.told.directory)))
         tell(node, link)
 
     monkeypatch.setattr(Node, "_tell_addresses", count)
