@@ -15,15 +15,12 @@ from megatron_noloco.settings import (
     PAPER,
     FederationSettings,
     NolocoSettings,
-    federation_problems,
     grouping_of,
     groups_problem,
     rho,
     shared,
 )
 from tests.unit.configs import edited
-
-SEPARATE = FederationSettings(rendezvous="file://a", encryption="none")
 
 
 def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
@@ -183,23 +180,6 @@ def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
     assert rho(NolocoSettings(**PAPER), 2) == 0.0
     assert rho(NolocoSettings(**PAPER), 8) == pytest.approx(0.7, abs=5e-4)
     assert rho(NolocoSettings(**PAPER | {"pairing": "cycle"}), 8) == pytest.approx(0.633, abs=5e-4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "of_method", "problem"),
-    [
-        ({}, {}, ""),
-        ({"rendezvous": None}, {}, "federation.rendezvous is missing"),
-        ({"encryption": "tls"}, {}, "federation.key_file is missing"),
-        ({}, {"pairing": "cycle"}, 'noloco.pairing "cycle"'),
-        ({}, {"method": "diloco"}, "federation: separate jobs exchange in pairs"),
-        ({}, {"group_size": 4}, "federation: separate jobs exchange in pairs"),
-        ({}, {"sites": 2}, "noloco.sites: a job of a federation names its own site, federation.site"),
-    ],
-)
-def test_what_separate_jobs_need(changes: dict[str, Any], of_method: dict[str, Any], problem: str) -> None:
-    problems = list(federation_problems(SEPARATE.replace(**changes), NolocoSettings(**of_method)))
-    assert [found[: len(problem)] for found in problems] == [problem] * bool(problem)
 
 
 def test_what_the_jobs_of_a_federation_share() -> None:
