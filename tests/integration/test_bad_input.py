@@ -90,15 +90,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_line_in_this_process(
+def test_a_start_and_a_check_find_it_in_one_line(
     folder: Path, mistake: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As rank 0 of 2, in this process: none of these mistakes may get as far as joining the others."""
     changes, fragments = MISTAKES[mistake]
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    exit_code = main(["train", "--config", config_with(folder, changes)])
-    assert_one_line(exit_code, capfd.readouterr().err, fragments)
+    config = config_with(folder, changes)
+    for command in ("train", "config --check"):
+        assert_one_line(main([*command.split(), config]), capfd.readouterr().err, fragments)
 
 
 @pytest.mark.parametrize("mistake", ["missing data"])
@@ -122,17 +123,6 @@ def test_the_other_ranks_let_rank_0_report_first(
     assert_one_line(exit_code, capfd.readouterr().err, (here, *fragments))
     assert set(written_before) == {""}
     assert sum(naps) >= 5
-
-
-@pytest.mark.parametrize("name", [name for name in MISTAKES if not name.startswith("misspelt")])
-def test_a_check_finds_what_the_start_would(
-    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    changes, fragments = MISTAKES[name]
-    exit_code = main(["config", "--check", config_with(folder, changes)])
-    out, err = capfd.readouterr()
-    assert_one_line(exit_code, err, fragments)
-    assert out.startswith("parallel: 2 replicas")
 
 
 def test_a_corpus_that_is_too_small_is_one_line(folder: Path) -> None:
