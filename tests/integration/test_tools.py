@@ -1,8 +1,10 @@
 """Each measuring tool at its smallest: it runs, and prints one JSON object with what it measures."""
 
 import json
+import runpy
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ ALONE = {
     ),
     "faults soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
     "faults strangers": ("--connections 40", "after all"),
-    "bench federation": ("--megabytes 1 --repeats 1 --payloads int8", "seconds_of_small_rounds"),
+    "bench federation": ("--megabytes 1 --repeats 1 --pause 0 --payloads int8", "seconds_of_small_rounds"),
     "bench pairing": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
     "bench routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
@@ -36,6 +38,8 @@ OF_RANKS = {
 }
 
 
+# Need no process of their own: they set nothing up before their imports.
+IN_THIS_PROCESS = ("bench host", "bench payload", "bench federation", "gpu_check.coding", "faults soak")
 # bench pairing and bench overlap are run by test_federation.py and test_netlab.py as well.
 SECONDS_LONG = (
     "bench checkpoint",
@@ -98,10 +102,23 @@ def test_a_slow_replica_costs_less_as_a_separate_job(tmp_path: Path) -> None:
     assert found["one_slow"]["NoLoCo, separate jobs"]["left_out"] > 0
 
 
-@pytest.mark.parametrize("name", by_hand(ALONE, SECONDS_LONG))
+@pytest.mark.parametrize(
+    "name", by_hand([name for name in ALONE if name not in IN_THIS_PROCESS], SECONDS_LONG)
+)
 def test_a_tool_prints_what_it_measures(name: str) -> None:
     options, figure = ALONE[name]
     assert figure in json.dumps(run(name, options.split()))
+
+
+@pytest.mark.parametrize("name", IN_THIS_PROCESS)
+def test_a_tool_prints_it_in_any_process(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (module, *case), (options, figure) = name.split(), ALONE[name]
+    monkeypatch.setattr(sys, "argv", [module, *case, *options.split()])
+    with suppress(SystemExit):
+        runpy.run_module(f"tools.{module}", run_name="__main__")
+    assert figure in json.dumps(printed(capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("name", by_hand(OF_RANKS, SECONDS_LONG))
