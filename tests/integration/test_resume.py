@@ -82,6 +82,12 @@ def saving(**checkpoint: Any) -> dict[str, Any]:
     return {"training": training, "checkpoint": {"save_interval": SAVED, **checkpoint}}
 
 
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait no ten seconds at their end for a checkpoint that will not be whole."""
+    monkeypatch.setattr(run_module, "_COMMIT_SECONDS", 0.2)
+
+
 def codes(outcomes: list[Outcome]) -> list[int]:
     return [outcome.code for outcome in outcomes]
 
@@ -213,6 +219,7 @@ def test_a_checkpoint_holds_no_pickle(finished: Run) -> None:
 # Places that cannot be written
 
 
+@pytest.mark.usefixtures("no_patience")
 def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     """Nothing larger than what the limit allows can be written, on one rank: its part of the step is missing."""
     run = Run(tmp_path, config(2))
@@ -234,6 +241,7 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     assert codes(again) == [0, 0], "the older checkpoint is whole"
 
 
+@pytest.mark.usefixtures("no_patience")
 def test_a_full_disk_is_reported_by_asynchronous_saves(tmp_path: Path) -> None:
     run = Run(tmp_path, config(2))
     run.change(saving(save_interval=5, train_iters=15, async_save=True))
@@ -399,6 +407,7 @@ def test_data_may_move_but_not_become_others(tmp_path: Path) -> None:
 # No replica waits for another
 
 
+@pytest.mark.usefixtures("no_patience")
 def test_a_replica_saves_alone(tmp_path: Path) -> None:
     run = Run(tmp_path, SMALL)
     run.change(saving(save_interval=5, train_iters=7))
