@@ -52,8 +52,10 @@ def test_a_kill_costs_steps_and_sigterm_none(script: str, launcher: str, victim:
         run.processes[0].terminate()
         run.ends()
     assert sum(line.startswith("continuing from") for line in run.said.splitlines()) == 1
-    if launcher:  # DeepSpeed starts our ranks under mpirun
-        assert "started by mpirun; exchanges over mpi" in run.said
+    name = (
+        "mpirun" if launcher else script.removesuffix(".sh")
+    )  # DeepSpeed starts our ranks under that of MPI
+    assert f"started by {name}; exchanges over {'mpi' if name == 'mpirun' else 'torch'}" in run.said
     (stopped,) = [line for line in run.said.splitlines() if line.startswith("stopped after")]
     step = int(stopped.split()[3])
     assert (disturbed.checkpoints / "latest").read_text() == f"step_{step:08d}\n"
