@@ -123,9 +123,9 @@ class Federation:
     def output_dir(self, replica: int) -> Path:
         return self.folder / f"output_of_replica_{replica}" if self.apart else self.folder
 
-    def log(self, replica: int) -> str:
-        """Return what the first rank of the replica has written, in all its jobs."""
-        path = self.folder / f"replica_{replica}.log"
+    def log(self, replica: int, rank: int = 0) -> str:
+        """Return what a rank of the replica has written, in all its jobs."""
+        path = self.folder / log_name(replica, rank)
         return path.read_text() if path.exists() else ""
 
     def rows(self, replica: int, kind: str = "step") -> list[dict[str, Any]]:
@@ -151,9 +151,9 @@ class Federation:
             lambda: any(row["step"] > after and row.get("round/partners") for row in self.rows(replica)),
         )
 
-    def until_log(self, replica: int, text: str) -> None:
-        """Wait until the first rank of a replica has written this."""
-        self._wait_until(lambda: text in self.log(replica))
+    def until_log(self, replica: int, text: str, rank: int = 0) -> None:
+        """Wait until a rank of a replica has written this."""
+        self._wait_until(lambda: text in self.log(replica, rank))
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONGEST_SECONDS
@@ -194,6 +194,10 @@ class Federation:
         return max((row.get("total/missed_rounds", 0) for row in self.rows(replica)), default=0)
 
 
+def log_name(replica: int, rank: int) -> str:
+    return f"replica_{replica}_rank_{rank}.log" if rank else f"replica_{replica}.log"
+
+
 def state_of(checkpoints: Path, replica: int, step: int) -> dict[str, Tensor]:
     """Every tensor that a replica saved, by file and name."""
     folder = catalog.replica_folder(catalog.step_folder(checkpoints, step), replica)
@@ -218,8 +222,7 @@ def _run(
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     leaving._LATE_RANK_0_SECONDS = 0.0
-    name = f"replica_{replica}.log" if rank == 0 else f"replica_{replica}_rank_{rank}.log"
-    output = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(folder / log_name(replica, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)

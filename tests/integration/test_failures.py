@@ -17,8 +17,10 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job import watchdog
 from tests.harness import REPOSITORY, by_hand, free_port, run_launcher, run_ranks
 from tests.integration.chaos import Outcome, Run, command
+from tests.integration.faulty_run import plant
+from tests.integration.federation import Federation, begin_alone
 from tests.integration.launched import PATIENCE_SECONDS, launched
-from tests.integration.tiny import metrics, tiny, write_config, write_text
+from tests.integration.tiny import tiny, write_config, write_text
 
 WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 0"
 FAULTY = "tests.integration.faulty_run"
@@ -147,25 +149,39 @@ def test_how_long_a_rank_stands_still_before_it_says_so(
     assert capsys.readouterr().err == "patience 7.0\n"
 
 
-@pytest.mark.parametrize(
-    "watchdog_seconds", [1.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["by themselves", "asked"]
-)
-def test_hung_rank_is_named_by_waiting_ranks(watchdog_seconds: float, tmp_path: Path) -> None:
-    """It is stopped in its third local step, until the others have said so; then the run goes on to its end.
+def stops_in_local_step_3() -> None:
+    begin_alone()
+    plant("SIGSTOP", 0, 3)
+
+
+def test_hung_rank_is_named_by_waiting_ranks(tmp_path: Path) -> None:
+    """It is stopped in its third local step, until the other has said so; then the job goes on to its end.
 
     It is rank 0, which has the key-value store of the job: nobody else may wait for an answer of that.
     """
-    config = config_of_two_stages(tmp_path, 1, watchdog_seconds=watchdog_seconds)
+    changes = {
+        "parallel": {"pipeline_model_parallel_size": 2},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"train_iters": 8, "watchdog_seconds": 1.0},
+    }
+    with Federation(tmp_path, changes) as federation:
+        federation.start(0, ranks=2, disturb=stops_in_local_step_3)
+        federation.until_log(0, f"{WAITING} (replica 0, stage 0)", rank=1)
+        federation.signal(0, signal.SIGCONT)
+        federation.wait()
+        assert [row["step"] for row in federation.rows(0)] == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_ranks_say_what_they_wait_for_when_asked(tmp_path: Path) -> None:
+    """By a signal for the launcher. One of them is stopped, as above."""
+    config = config_of_two_stages(tmp_path, 1, watchdog_seconds=0.0)
     environ = environ_with("SIGSTOP 0 3", tmp_path)
     with launched("mpirun.sh", 2, config, environ, log=tmp_path / "log", module=FAULTY) as run:
-        if not watchdog_seconds:
-            run.wait_until("iteration 2/8")
-            while WAITING not in run.said:  # they may be asked before they wait
-                run.launcher().send_signal(signal.SIGUSR2)
-                time.sleep(1.0)
-        run.wait_until(WAITING)
-        assert f"{WAITING} (replica 0, stage 0)" in run.said
+        run.wait_until("iteration 2/8")
+        while WAITING not in run.said:  # they may be asked before they wait
+            run.launcher().send_signal(signal.SIGUSR2)
+            time.sleep(1.0)
         (stopped,) = [rank for rank in run.ranks() if rank.status() == psutil.STATUS_STOPPED]
         stopped.send_signal(signal.SIGCONT)
         run.ends()
-    assert [row["step"] for row in metrics(tmp_path / "run")[0]] == list(range(1, 9))
