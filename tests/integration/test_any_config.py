@@ -288,7 +288,7 @@ def of_few_ranks(seed: int) -> bool:
 
 
 FEDERATED = list(filter(of_few_ranks, range(100)))[:12]
-QUICK_FEDERATED = (11, 35)  # with overlap; of two stages
+QUICK_FEDERATED = (11, 12)  # with overlap; of two stages with two chunks and dropout
 
 
 @pytest.mark.parametrize(

@@ -71,24 +71,13 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
     assert "the mean of 2 replicas' slow weights" in (tmp_path / "mean" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("slots", "ranks", "more"),
-    [
-        (4, 1, {}),
-        (4, 1, {"noloco": {"overlap_steps": 1}}),
-        (2, 2, {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"hidden_dropout": 0.1}}),
-        pytest.param(2, 2, {"parallel": {"data_parallel_size": 2}}, marks=pytest.mark.slow),
-    ],
-    ids=["four replicas", "with overlap", "two stages, dropout", "data parallel"],
-)
-def test_separate_jobs_train_as_one_job_does(
-    tmp_path: Path, text: str, slots: int, ranks: int, more: dict[str, Any]
-) -> None:
-    """To the last bit: weights, momentum, inner optimizer."""
+def test_separate_jobs_train_as_one_job_does(tmp_path: Path, text: str) -> None:
+    """To the last bit: weights, momentum, inner optimizer. test_any_config.py has jobs of several ranks."""
+    slots = 4
     all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS, "skip_local_steps": False}}
-    with Federation(tmp_path / "jobs", changes(text, **tiny(more, all_of_them))) as federation:
+    with Federation(tmp_path / "jobs", changes(text, **all_of_them)) as federation:
         for replica in range(slots):
-            federation.start(replica, ranks)
+            federation.start(replica)
         federation.wait()
         assert [federation.missed(replica) for replica in range(slots)] == [0] * slots
         losses = [[row["train/loss"] for row in federation.rows(replica)] for replica in range(slots)]
@@ -100,8 +89,8 @@ def test_separate_jobs_train_as_one_job_does(
         "model": {"num_layers": 2},
         "gradient_accumulation_steps": 2,
     }
-    config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text, **more))))
-    run_ranks(slots * ranks, run_as_slots, config)
+    config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text))))
+    run_ranks(slots, run_as_slots, config)
     for replica in range(slots):
         assert_same(
             federation.state(replica, STEPS), state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
@@ -449,24 +438,6 @@ def test_replicas_ending_apart_have_one_model(tmp_path: Path, text: str) -> None
         ends = [federation.rows(replica, "evaluation")[-1] for replica in range(3)]
         assert len({end["validation/loss"] for end in ends}) == 1
         assert [end["validation/mean_model_loss"] for end in ends] == [None] * 3
-
-
-def test_slots_are_raised_by_restarting_one_job_after_the_other(tmp_path: Path, text: str) -> None:
-    with Federation(tmp_path, changes(text, **ENDLESS, federation={"start_with": 2})) as federation:
-        for replica in range(2):
-            federation.start(replica, disturb=WITH_PAUSES)
-        more: dict[str, Any] = {}
-        for replica in range(2):
-            federation.until_it_has_a_partner(replica, after=0)
-            stopped_at = federation.rows(replica)[-1]["step"]
-            federation.signal(replica, signal.SIGTERM)
-            assert federation.exit_codes(replica) == [0]
-            federation.start(replica, changes=more, disturb=WITH_PAUSES)
-            federation.until_log(replica, "continuing from")
-            federation.until_it_has_a_partner(replica, after=stopped_at)
-        federation.start(2, changes=more)
-        federation.until_it_has_a_partner(2, after=0)
-        federation.stop()
 
 
 def last_losses(federation: Federation, replicas: int) -> list[float]:
