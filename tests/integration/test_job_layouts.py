@@ -21,6 +21,7 @@ from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
 from megatron_noloco.attach.inner import Inner
 from megatron_noloco.attach.shards import Engine, copies_in, held, reshard, shapes_of
 from megatron_noloco.attach.torch_module import torch_engine
+from megatron_noloco.federation import membership
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.messages import Member
 from megatron_noloco.plans.topology import Topology
@@ -207,7 +208,9 @@ def gives_or_takes(slot: int, rank: int, folder: Path) -> dict[int, tuple[Tensor
     """Weights and moments by the local steps: of a job of one rank, or at the start of one that is divided."""
     torch.manual_seed(SEED)
     module = test_fully_shard.Model()
-    if slot == 1:
+    if slot == 0:
+        membership.FIRST_SECONDS = 0.0  # nobody is there to be waited for
+    else:
         until((folder / "trained").exists)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
