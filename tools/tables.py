@@ -27,10 +27,11 @@ class TableError(ValueError):
 
 def main() -> None:
     parser, runs, defined = command_line(__doc__), read(EVIDENCE), definitions(TABLES.read_text())
-    parser.add_argument(
-        "names", nargs="*", choices=[*defined, "all"], metavar="NAME", help="a table to print"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a table to print")
     names = parser.parse_args().names
+    if unknown := [name for name in names if name not in (*defined, "all")]:
+        # not by `choices`: argparse of Python 3.11 then refuses a command line without names
+        parser.error(f"there is no table {unknown[0]}; known are {', '.join(defined)}, all")
     for name in defined if "all" in names else names:
         print(with_caption(defined[name], runs))
     if not names:
