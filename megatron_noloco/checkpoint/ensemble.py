@@ -90,7 +90,8 @@ class Ensemble:
         """A line for each of these losses."""
         found = self.losses.items()
         return [
-            f"replica {number}: validation loss {losses['validation_loss']:.4f}" for number, losses in found
+            f"replica {number}: validation loss {losses['validation_loss']:.4f} in the last evaluation"
+            for number, losses in found
         ]
 
     def verify(self, manifest: Manifest, names: Collection[str] | None = None) -> None:

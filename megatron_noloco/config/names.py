@@ -8,6 +8,7 @@ from megatron_noloco.model.families import FAMILIES
 # What users of Megatron, DeepSpeed, Hugging Face or DiLoCo write, in small letters, and the field that it is here,
 # with the block where the name stands for a field in one block alone.
 ALIASES = {
+    "batch_size": "train_micro_batch_size_per_gpu",
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "num_micro_batches": "gradient_accumulation_steps",
     "clip_grad": "gradient_clipping",
@@ -50,7 +51,10 @@ _OF_FAMILY = (
 )
 # Where no field is the same, what to know instead.
 HINTS = {
-    "learning_rate": "the learning rate is optimizer.params.lr",
+    **dict.fromkeys(("learning_rate", "training.lr"), "the learning rate is optimizer.params.lr"),
+    **dict.fromkeys(
+        ("data.path", "data.file", "data.files", "dataset"), "set data.text, or see docs/data.md"
+    ),
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",
     **dict.fromkeys(_OF_FAMILY, "model.family decides it; leave it out"),

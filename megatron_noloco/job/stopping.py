@@ -39,6 +39,7 @@ from megatron_noloco.job.run_folder import asks_to_leave, stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LEAVE = "the command stop --leave"
+_SENT = {"SIGUSR1": "SIGUSR1, which launch scripts send for Ctrl-C and SIGTERM"}
 _LEAVING = ("SIGTERM", "SIGUSR1", "SIGHUP", _LEAVE)
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 30.0
@@ -172,7 +173,9 @@ class Stopping:
                 if self._closing or leaving.job_has_failed.is_set():
                     return
             if dist.get_rank() == 0:
-                sys.stdout.write(f"stopping after the local step under way ({self.reason})\n")
+                sys.stdout.write(
+                    f"stopping after the local step under way ({_SENT.get(str(self.reason), self.reason)})\n"
+                )
                 sys.stdout.flush()
             self._stop.last = self._agreed_last(self._stop)
         except RuntimeError as error:  # rank 0, which serves the store, has ended, or a rank did not answer

@@ -152,7 +152,7 @@ class Console:
         if synchronous and exchanged:
             times = f"{synchronous / (exchanged + routed):.1f} times as much"
             yield (
-                "an all-reduce of every step would have sent",
+                "an fp32 all-reduce of every step would send",
                 f"{figures.megabytes(synchronous)} MB ({times})",
             )
         share = self.pause_seconds / self.steps_seconds if self.steps_seconds else 0.0

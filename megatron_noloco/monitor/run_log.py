@@ -151,6 +151,8 @@ class RunLog:
         self.keeps_rows = keeps_rows
         self.facts: dict[str, Any] = {}
         self.replicas: list[ReplicaLog] = []
+        if not folder.is_dir():
+            raise UserError(f"{folder}: there is no such folder; give the training.output_dir of a run")
         self.update()
         if not self.replicas:
             raise UserError(

@@ -13,6 +13,7 @@ from megatron_noloco.preflight.departures import Departures
 from megatron_noloco.preflight.fit import changes_that_save
 from megatron_noloco.preflight.memory import USABLE
 from megatron_noloco.preflight.plan import Plan
+from megatron_noloco.preflight.schemes import NEGLIGIBLE
 
 
 def fits(plan: Plan, accelerator: Accelerator) -> bool:
@@ -82,8 +83,15 @@ def time_lines(plan: Plan, on_gpu: bool) -> Iterator[str]:
     if plan.routed_bytes:
         yield f"routing sends {megabytes(plan.routed_bytes)} MB of each replica to others in a local step"
     if plan.routed_seconds is not None:
-        yield f'    which takes {plan.routed_seconds:.3g} s here; noloco.routing "off" saves it'
+        without = "" if not _routing_decides(plan) else ", more than any number of local steps makes up for"
+        yield f'    which takes {plan.routed_seconds:.3g} s here{without}; noloco.routing "off" saves it'
     yield from _scheme_lines(plan)
+
+
+def _routing_decides(plan: Plan) -> bool:
+    """Return whether routing alone takes more of the time than exchanges should."""
+    step, routed = plan.step_seconds, plan.routed_seconds
+    return bool(step and routed and routed > NEGLIGIBLE * (step + routed))
 
 
 def _scheme_lines(plan: Plan) -> Iterator[str]:
@@ -104,7 +112,8 @@ def _scheme_lines(plan: Plan) -> Iterator[str]:
         if across:
             row.append("" if scheme.bytes_across is None else megabytes(scheme.bytes_across))
         if step is not None:
-            enough = "" if scheme.name == "synchronous" else f"{scheme.enough_steps(step):,}"
+            has_none = scheme.name == "synchronous" or _routing_decides(plan)
+            enough = "" if has_none else f"{scheme.enough_steps(step):,}"
             row += [percent(plan.share_lost(scheme, step)), enough]
         rows.append(row)
     yield ""

@@ -12,7 +12,7 @@ from megatron_noloco.plans.fragments import fewest_steps
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, RankParameters
 
-_NEGLIGIBLE = 0.01  # share of the time
+NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
 # Bytes of an exchange in trainings, over those without blocks whose next bits are sent (docs/log.md).
 _WITH_NEXT_BITS = {"fp32": 1.0, "int8": 1.015, "int4": 1.04, "int3": 1.16}
@@ -105,7 +105,7 @@ class Scheme:
         if self.chooses_overlap:
             return max(1, math.ceil(self.seconds_per_exchange / step_seconds))
         waits = self.seconds_per_exchange - self.hidden_steps * step_seconds
-        return max(self.hidden_steps, fewest_steps(waits, step_seconds, _NEGLIGIBLE))
+        return max(self.hidden_steps, fewest_steps(waits, step_seconds, NEGLIGIBLE))
 
 
 def schemes(

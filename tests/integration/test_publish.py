@@ -254,7 +254,7 @@ def test_the_mean_is_that_of_the_replicas(replicas: Any, tmp_path: Path) -> None
     assert_equal(mean, expected)
     assert not torch.equal(mean[Q], single[0][Q])
     lines = out.splitlines()
-    assert "replica 1: validation loss 1.5000" in lines
+    assert "replica 1: validation loss 1.5000 in the last evaluation" in lines
     assert "mean model: validation loss 1.2500 (at step 2)" in lines
     card = (tmp_path / "mean" / "README.md").read_text()
     for words in ("mean of 3 replicas", "local steps: 2", "loss 2.0000"):
