@@ -25,7 +25,7 @@ from tests.integration.chaos import Outcome, Run, assert_same_state, command
 from tests.integration.tiny import MUON, already_joined, build_run, metrics, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
 
-STEPS, SAVED = 20, 10
+STEPS, SAVED = 12, 6
 K = 4  # does not divide SAVED: the checkpoint lies in the middle of a round
 BF16 = {"bf16": {"enabled": True}}
 DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
@@ -100,7 +100,7 @@ def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Pa
     """
     changes, ranks = RUNS[name]
     straight = Run(tmp_path / "straight", changes)
-    straight.change(saving())
+    straight.change(saving(train_iters=STEPS))
     straight.launch(ranks)
     again = straight.copy(tmp_path / "again")
     shutil.rmtree(again.step_folder(STEPS))
