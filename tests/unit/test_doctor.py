@@ -155,4 +155,4 @@ def test_a_shared_folder_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "a file of 1 MiB: write " in capsys.readouterr().out
     assert main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/file"]) == 1
     assert f"cannot write in {tmp_path}/file: File exists" in capsys.readouterr().out
-    assert main(["doctor", "--rendezvous", "tcp://a:1"]) == 2
+    assert main(["doctor", "--seconds", "0", "--rendezvous", "tcp://a:1"]) == 2
