@@ -201,15 +201,15 @@ def test_experts_stay_inside_a_replica(tmp_path: Path) -> None:
 
 
 def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path) -> None:
-    ranks = over_torch(tmp_path, "off", enabled=False)
-    assert_no_collective_spans_replicas(ranks)
-    for rank, seen in enumerate(ranks):
-        peers = {call["peer"] for call in seen["calls"]} - {None}
-        assert {STAGED.position(peer).replica for peer in peers} == {STAGED.position(rank).replica}
-
-
-def test_the_spy_records_a_collective_of_all_ranks(tmp_path: Path) -> None:
-    raw = config(tmp_path, STAGED, "off") | {"parallel": {"replicas": 2, "pipeline_model_parallel_size": 2}}
+    """But for a barrier of all ranks that was planted behind the last step, which the spy records."""
+    topology = Topology(replicas=2, pp=2)
+    raw = config(tmp_path, topology, "off", enabled=False, transport="torch")
     ranks = run_ranks(4, spied_rank, write_config(tmp_path, raw), True)
     with pytest.raises(AssertionError, match="barrier"):
-        assert_no_collective_spans_replicas(ranks)
+        assert_no_collective_spans_replicas(ranks, topology)
+    for seen in ranks:
+        assert seen["calls"].pop()["name"] == "barrier"
+    assert_no_collective_spans_replicas(ranks, topology)
+    for rank, seen in enumerate(ranks):
+        peers = {call["peer"] for call in seen["calls"]} - {None}
+        assert {topology.position(peer).replica for peer in peers} == {topology.position(rank).replica}
