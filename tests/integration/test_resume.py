@@ -51,15 +51,13 @@ def config(replicas: int, *changes: dict[str, Any], dp: int = 1, **settings: Any
 
 
 STAGES = {"parallel": {"pipeline_model_parallel_size": 2}}
-SEQUENCE = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
 TIED = {"model": {"untie_embeddings_and_output_weights": False}}
 OFF = {"noloco": {"enabled": False}}
 
-# name: (changes of the tiny config, ranks)
+# name: (changes of the tiny config, ranks). Others go on to the last bit as well: plain replicas in
+# test_launched_runs.py, routed stages with dropout in test_stopping.py and test_chaos.py, and tensor and sequence
+# parallelism in test_any_config.py.
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
-    "4 replicas": (config(4), 4),
-    "2 replicas x 2 stages, routed, dropout": (config(2, STAGES, DROPOUT, routing="microbatch"), 4),
-    "2 replicas x tp 2, sequence parallel": (config(2, SEQUENCE), 4),
     "2 replicas x dp 2, Muon, plain averages, WSD": (
         config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int8"),
         4,
@@ -94,10 +92,7 @@ def codes(outcomes: list[Outcome]) -> list[int]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """The last checkpoint is removed, as if the run had been killed before it; test_chaos.py kills runs.
-
-    Other combinations of these are drawn by test_any_config.py.
-    """
+    """The last checkpoint is removed, as if the run had been killed before it; test_chaos.py kills runs."""
     changes, ranks = RUNS[name]
     straight = Run(tmp_path / "straight", changes)
     straight.change(saving(train_iters=STEPS))
