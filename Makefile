@@ -1,10 +1,11 @@
 # make help says what there is. PYTHON=python3.12 chooses the interpreter of the virtual environment.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
-# On several cores, file by file: the tests of a file share what its fixtures made. In the order of their folders, so that
-# the files of tests/unit, which take seconds, come last and keep all cores busy to the end.
+# By a process more than there are cores, since tests wait a third of the time. File by file: the tests of a file share
+# what its fixtures made. In the order of their folders, so that the files of tests/unit, which take seconds, come last
+# and keep all cores busy to the end.
 # On the CPU, also beside a GPU: tests fork processes, which CUDA does not permit. `make gpu-check` runs those marked gpu.
-PYTEST := CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NOT_BY_HAND := -m 'not slow and not contract'
 
 .PHONY: help setup quickstart federation test checks golden lint contracts matrix docs evidence peers commands bench gpu-check pictures clean
