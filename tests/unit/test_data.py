@@ -314,12 +314,6 @@ def test_what_is_no_split_and_no_blend(parse: Callable[[Any], Any], wrong: Any, 
     assert "\n" not in str(caught.value)
 
 
-def test_splits_and_blends() -> None:
-    assert Split.parse("1,3") == Split(0.25, 0.75, 0)
-    assert parse_prefixes("a") == parse_prefixes(["a"]) == (("a", 1.0),)
-    assert parse_prefixes(["1", "a", 3, "b"]) == (("a", 0.25), ("b", 0.75))
-
-
 class TestMicrobatches:
     plan = BatchPlan(replicas=3, dp=2, microbatches=2, micro_batch_size=2)
 
