@@ -154,4 +154,9 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield f"started by {prepared.world.launcher}; exchanges over {joined.link.name}"
     yield from joined.start.notes
     if same_data(joined.settings.training_data, joined.start.counters) is False:
-        yield "changed: the training data have other contents than those of the checkpoint, or another order"
+        moved = (
+            "; files may have moved between training and validation, so validation losses do not compare with "
+            "earlier ones"
+        )
+        line = "changed: the training data have other contents than those of the checkpoint, or another order"
+        yield line + moved * joined.data.by_file

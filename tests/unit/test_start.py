@@ -13,11 +13,13 @@ from megatron_noloco.checkpoint import catalog, resume
 from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data.opening import Data, open_data
+from megatron_noloco.data.sources import Needs, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.federation.compatibility import Alike, differences
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.training import joined
+from megatron_noloco.training import joined, outputs
 from megatron_noloco.training.joined import check_ranks, checkpoint_settings
 from megatron_noloco.training.prepare import _alike, _check_load
 from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, flip_a_bit, write_checkpoint
@@ -259,3 +261,36 @@ def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str,
         return _alike(config, ByteTokenizer(), config.architecture(257)).digests
 
     assert differences(alike({}), alike(changes)) == named
+
+
+@pytest.mark.parametrize(("files", "moved"), [(19, False), (20, True)])
+def test_a_resume_says_where_files_may_have_moved(
+    files: int, moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between training and validation, once a file is repaired: only where their places decide."""
+    monkeypatch.setattr(outputs, "describe", lambda *_: [])
+    (tmp_path / "text").mkdir()
+    for number in range(files):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"text {number} " * 9)
+    source = TextSource(str(tmp_path / "text"), Split.parse("8,2"), str(tmp_path / "cache"))
+    data = [open_data(source, ByteTokenizer(), Needs(257, 4))]
+    (tmp_path / "text" / "5.txt").write_text("repaired " * 9)
+    data.append(open_data(source, ByteTokenizer(), Needs(257, 4)))
+    prepared: Any = SimpleNamespace(
+        config=None, topology=None, architecture=None, world=SimpleNamespace(launcher="")
+    )
+
+    def lines(now: Data) -> list[str]:
+        state: Any = SimpleNamespace(
+            by_recipe=None,
+            data=now,
+            link=SimpleNamespace(name=""),
+            settings=SimpleNamespace(training_data=now.checksums),
+            start=SimpleNamespace(notes=[], counters=data[0].checksums),
+        )
+        return [line for line in outputs._first_lines(prepared, state) if line.startswith("changed")]
+
+    assert lines(data[0]) == []
+    (line,) = lines(data[1])
+    assert line.endswith("validation losses do not compare with earlier ones") == moved
+    assert line.endswith("or another order") != moved
