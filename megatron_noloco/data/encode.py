@@ -8,19 +8,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from megatron_noloco.data.formats import Piece, is_text
-from megatron_noloco.data.inputs import Input
+from megatron_noloco.data.inputs import Input, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 
 Advance = Callable[[int], object]  # called with the bytes of the inputs whose sequences have been taken
 Item = TypeVar("Item")
 
-# Counts of what is read, in a summary: what is left out, and what is read otherwise than it looks.
-_LEFT_OUT = {
-    "binary_files": "{} files that are not UTF-8 text ({binary_bytes:,} bytes)",
-    "not_text": "{} files that are not UTF-8 text",
-    "empty_files": "{} empty files",
-    "empty": "{} empty documents",
-}
+_LEFT_OUT = {"not_text": "file{} not in UTF-8", "empty_files": "empty file{}"}
+# Counts of what is read otherwise than it looks, in a summary.
 _NOTES = {
     "spelled_as_text": "special tokens spelled out: {}, read as text",
     "spelled_as_tokens": "special tokens spelled out: {}, read as these tokens, not as text",
@@ -41,15 +36,30 @@ class Sequence(NamedTuple):
     mask: np.ndarray | None = None  # whether each token has a loss, bool [tokens]; None: each has
 
 
-def read_documents(inputs: list[Input], key: str, counts: Counter[str], advance: Advance) -> Iterator[Piece]:
-    """Read inputs in order; leave out, and count, files in folders that are not text."""
+class Counts(Counter[str]):
+    """Counts of what is read, and the files that are left out: each with its bytes, by the name of their count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out: dict[str, dict[Input, int]] = {}
+
+    def leave_out(self, name: str, item: Input) -> None:
+        files = self.left_out.setdefault(name, {})
+        files[item] = item.bytes
+        self[name] = len(files)  # a file is read once for each key
+
+
+def read_documents(inputs: list[Input], key: str, counts: Counts, advance: Advance) -> Iterator[Piece]:
+    """Read inputs in order; leave out, and count, empty files, and files in folders that are not text."""
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
-        if item.kind == "text" and item.folder is not None and not is_text(item.path):
-            counts["not_text"] += 1
-            advance(item.bytes)
-            continue
-        counts["beside_records"] += records and item.kind == "text" and item.bytes > 0
+        if item.kind == "text":
+            empty = not item.bytes
+            if empty or (item.folder is not None and not is_text(item.path)):
+                counts.leave_out("empty_files" if empty else "not_text", item)
+                advance(item.bytes)
+                continue
+            counts["beside_records"] += records
         yield from item.pieces(key)
 
 
@@ -84,23 +94,21 @@ def spelled_as(tokenizer: Tokenizer, from_template: bool = False) -> str:
     return "spelled_as_text" if tokenizer.splits_special_tokens and not from_template else "spelled_as_tokens"
 
 
-def notes_of(counts: Counter[str], of_files: str) -> str:
+def notes_of(counts: Counts, of_files: str) -> str:
     """Return the end of a summary: what is left out, and what is read otherwise than it looks.
 
     Args:
         of_files: notes on the files that were found.
     """
-
-    def lines(texts: dict[str, str]) -> list[str]:
-        return [text.format(counts[name], **counts) for name, text in texts.items() if counts[name]]
-
-    notes = ", ".join(lines(_LEFT_OUT))
+    found = [left_out(counts.left_out[name], words) for name, words in _LEFT_OUT.items() if counts[name]]
+    if empty := counts["empty"]:
+        found.append(f"{empty} empty document{'s' * (empty > 1)}")
     json = f"; files of JSON that are read as text: {counts['json_as_text']}" * (counts["json_as_text"] > 0)
     return (
-        f"; left out: {notes}" * bool(notes)
+        f"; left out: {', '.join(found)}" * bool(found)
         + json
         + of_files
-        + "".join(f"; {line}" for line in lines(_NOTES))
+        + "".join(f"; {text.format(counts[name])}" for name, text in _NOTES.items() if counts[name])
     )
 
 

@@ -5,6 +5,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
@@ -19,8 +20,10 @@ from megatron_noloco.data.formats import (
     read_texts,
 )
 from megatron_noloco.errors import UserError
+from megatron_noloco.files import outside
 
 JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"
+_NAMED = 3  # files of each kind in a summary
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -93,6 +96,18 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
     notes = f"; further paths to files that are read once: {sum(further.values())}" * any(further.values())
     notes += f"; links that lead nowhere, left out: {dead}" * (dead > 0)
     return Inputs([Input(path, folders[path]) for path in further], notes)
+
+
+def left_out(files: Mapping[Input, int], words: str) -> str:
+    """Return files that are left out in words: how many, the names of the first ones, the bytes of all.
+
+    Args:
+        files: with the bytes of each.
+        words: what they are, with {} for the "s" of several.
+    """
+    names = [outside(item.name) for item in islice(files, _NAMED)] + ["..."] * (len(files) > _NAMED)
+    size = f"; {sum(files.values()):,} bytes" * any(files.values())
+    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({', '.join(names)}{size})"
 
 
 def find_standard_library() -> Inputs:

@@ -1,7 +1,6 @@
 """The kinds of input: of what each makes its dataset, how that is divided, its samples, its line in the banner."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
-from megatron_noloco.data.encode import Advance, Sequence, encode, notes_of, read_documents
+from megatron_noloco.data.encode import Advance, Counts, Sequence, encode, notes_of, read_documents
 from megatron_noloco.data.indexed import Dataset, Indexed, IndexedWriter, open_indexed
 from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.record_samples import RecordSamples
@@ -97,7 +96,7 @@ class Kind(ABC):
             check_writable(folder, "data.cache")
 
     @abstractmethod
-    def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
+    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Sequence]]:
         """Yield the sequences of the dataset: all, or those of each split; counts what they hold."""
 
     @abstractmethod
@@ -122,7 +121,7 @@ class Kind(ABC):
 
     def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
         """Write the dataset under a prefix; return facts about it, with the first sequence of each part."""
-        counts, splits = Counter[str](), [0]
+        counts, splits = Counts(), [0]
         with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self.has_answers) as writer:
             for sequences in self.parts(counts, advance):
                 writer.write(sequences)
@@ -142,7 +141,7 @@ class Documents(Kind):
 
     unit = "sequences"
 
-    def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
+    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Sequence]]:
         pieces = read_documents(self.inputs.files, _KEY, counts, advance)
         yield encode(pieces, self.tokenizer, True, counts, advance)
 
@@ -213,7 +212,7 @@ class Records(Kind):
     unit = "records"
     has_answers = True
 
-    def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Sequence]]:
+    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Sequence]]:
         yield encode_records(self.inputs.files, self.tokenizer, counts, advance)
 
     def bounds(self, indexed: Indexed) -> tuple[list[int], int]:

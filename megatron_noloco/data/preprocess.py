@@ -4,14 +4,13 @@ A dataset gets its name, `PREFIX_KEY_document.{bin,idx}`, when it is complete: a
 `PREFIX_KEY_document.tokenizer.sha256` tells its tokenizer from others.
 """
 
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from megatron_noloco.data.auto_tokenizer import check_folder
-from megatron_noloco.data.encode import Advance, encode, read_documents
+from megatron_noloco.data.encode import Advance, Counts, encode, notes_of, read_documents
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
@@ -72,13 +71,13 @@ def check(job: Job) -> None:
     check_folder(job.tokenizer)
 
 
-def preprocess(job: Job, advance: Advance) -> Counter[str]:
+def preprocess(job: Job, advance: Advance) -> Counts:
     """Carry out a job that passed `check`; return counts of all keys together.
 
     Raises UserError for an input that cannot be read, and for a dataset that exists or is being written. The
     inputs are read once for each key.
     """
-    counts, tokenizer = Counter[str](), job.tokenizer
+    counts, tokenizer = Counts(), job.tokenizer
     with ExitStack() as stack:
         with writing(job.prefix, "--output-prefix"):
             job.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -90,10 +89,7 @@ def preprocess(job: Job, advance: Advance) -> Counter[str]:
             pieces = read_documents(job.inputs.files, key, counts, advance)
             writer.write(encode(pieces, tokenizer, job.encoding.append_eod, counts, advance))
         if not counts["documents"]:
-            raise UserError(
-                f"nothing was written: {counts['empty']} documents are empty, {counts['not_text']} files are no "
-                "UTF-8 text"
-            )
+            raise UserError(f"nothing was written{notes_of(counts, '')}")
         for writer in writers.values():
             writer.finish(tokenizer)
     return counts

@@ -10,13 +10,12 @@ import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
 from megatron_noloco.data.encode import Advance, Sequence, read_ahead, spelled_as
-from megatron_noloco.data.inputs import JSON_LINES, PARQUET, Input, Inputs, find_inputs
+from megatron_noloco.data.inputs import JSON_LINES, PARQUET, Input, Inputs, find_inputs, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
 
 _UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
-_NAMED = 3  # files in a summary
 _BATCH_RECORDS = 1000  # encoded at once
 # Texts after which answers are encoded; none is joined with every other text.
 _ANCHORS = ("", "\n", "a", "0", ".")
@@ -39,14 +38,14 @@ def find_records(path: str) -> Inputs:
     Raises UserError when there is none.
     """
     files, notes = find_inputs([path], "data.sft_data_path")
-    others = [item.path.name for item in files if item.folder is not None and item.kind == "text"]
+    others = {item: item.bytes for item in files if item.folder is not None and item.kind == "text"}
     records = [item for item in files if item.folder is None or item.kind != "text"]
     if not records:
         kinds = ", ".join((*JSON_LINES, PARQUET))
         raise UserError(f"data.sft_data_path: no file of records ({kinds}) in {path}")
-    names = ", ".join(others[:_NAMED]) + ", ..." * (len(others) > _NAMED)
-    left_out = f"; left out: {len(others)} files without records ({names})" * bool(others)
-    return Inputs(records, left_out + notes)
+    if others:
+        notes = f"; left out: {left_out(others, 'file{} without records')}{notes}"
+    return Inputs(records, notes)
 
 
 def encode_records(

@@ -1,6 +1,5 @@
 """Text: files, each a document, which are divided among training, validation and test."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.encode import Advance, encode
+from megatron_noloco.data.encode import Advance, Counts, encode
 from megatron_noloco.data.encode import Sequence as Encoded
 from megatron_noloco.data.formats import begins_as_text, is_text, read_text
 from megatron_noloco.data.indexed import Dataset, Indexed
@@ -49,7 +48,7 @@ class Text(Kind):
             raise self.empty()
         super().check(output_dir)
 
-    def parts(self, counts: Counter[str], advance: Advance) -> Iterator[Iterator[Encoded]]:
+    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Encoded]]:
         for texts in divide(find_texts(self.inputs.files, counts), self.source.split):
             pieces = chain.from_iterable(read_text(text.item.path, text.start, text.stop) for text in texts)
             yield encode(pieces, self.tokenizer, True, counts, advance)
@@ -67,7 +66,7 @@ class Text(Kind):
         facts, (member, *_) = self.facts, self.training
         tokens = np.diff(member.indexed.offsets[np.array(facts["splits"])])
         split = " and ".join(f"{number} {name}" for number, name in zip(tokens, SPLITS, strict=False))
-        size = f"{facts['files']} files, {facts['bytes'] / 1e6:.1f} MB"
+        size = f"{facts['files']} file{'s' * (facts['files'] > 1)}, {facts['bytes'] / 1e6:.1f} MB"
         return f"{member.name}, {size}, {split} tokens{facts['notes']}"
 
     def empty(self) -> UserError:
@@ -98,7 +97,7 @@ def _no_text_in(path: str) -> UserError:
     return UserError(f"data.text: no UTF-8 text in {path}; {_ADVICE}")
 
 
-def find_texts(inputs: Sequence[Input], counts: Counter[str]) -> list[TextRange]:
+def find_texts(inputs: Sequence[Input], counts: Counts) -> list[TextRange]:
     """Return the whole content of each file that is text; count the others."""
     texts = []
     for item in inputs:
@@ -112,8 +111,7 @@ def find_texts(inputs: Sequence[Input], counts: Counter[str]) -> list[TextRange]
             counts["files"] += 1
             counts["json_as_text"] += item.path.suffix.lower() in JSON_LINES
         else:
-            counts["binary_files" if size else "empty_files"] += 1
-            counts["binary_bytes"] += size
+            counts.leave_out("not_text" if size else "empty_files", item)
     return texts
 
 

@@ -166,15 +166,29 @@ class TestCorpus:
         assert "".join(decoded) == "ÄÖÜ" * 5
         assert list(map(len, decoded)) == [7, 5, 3]
 
-    def test_only_text_is_read(self, tmp_path: Path) -> None:
+    def test_only_text_is_read(
+        self,
+        tmp_path: Path,
+        tmp_path_factory: pytest.TempPathFactory,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The first files of each kind that are left out are named."""
         (tmp_path / ".git").mkdir()
         (tmp_path / ".git" / "config").write_text("hidden")
         (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
         (tmp_path / "empty.txt").write_text("")
+        for name in ("é\x1b", "x", "y"):
+            (tmp_path / name).write_bytes(b"caf\xe9")
         (tmp_path / "notes.txt").write_text("some notes")
         corpus = load(str(tmp_path), "1,1")
         assert corpus.files == 1
-        assert corpus.notes == "; left out: 1 files that are not UTF-8 text (6 bytes), 1 empty files"
+        named = "4 files not in UTF-8 (picture.png, x, y, ...; 18 bytes), 1 empty file (empty.txt)"
+        assert corpus.notes == f"; left out: {named}"
+        (tmp_path / "x").unlink()
+        named = named.replace("4", "3").replace("x, y, ...; 18", r"y, \xe9\x1b; 14")
+        output = ("--output-prefix", f"{tmp_path_factory.mktemp('out')}/a")
+        assert main(["data", "preprocess", "--input", str(tmp_path), *output]) == 0
+        assert f" tokens; left out: {named}\n" in capsys.readouterr().out
         assert load(str(tmp_path / "notes.txt"), "1,1").notes == ""
 
     def test_links_to_folders_are_followed_each_folder_once(self, tmp_path: Path) -> None:

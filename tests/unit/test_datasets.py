@@ -291,7 +291,7 @@ class TestText:
         tokenizer = build_tokenizer(TokenizerChoice(str(tmp_path)))
         assert built.validation is not None
         parts = [blend.parts[0].tokens for blend in (built.training, built.validation)]
-        assert built.summary.endswith(" validation tokens; left out: 1 empty files")
+        assert built.summary.endswith(" validation tokens; left out: 1 empty file (empty.txt)")
         assert text.startswith("".join(map(tokenizer.decode, parts)))
         assert parts[0][-1] == parts[1][-1] == tokenizer.end_of_document
 

@@ -699,7 +699,7 @@ def test_what_of_a_folder_is_not_evaluated_is_said(
     (data / "a.txt").write_text("a text of more than 33 tokens " * 9)
     (data / "b.png").write_bytes(b"\xff\xff")
     evaluate.open_weights([folder], str(data), None)
-    line = f"--data {data}: left out: 1 files that are not UTF-8 text (2 bytes)\n"
+    line = f"--data {data}: left out: 1 file not in UTF-8 (b.png; 2 bytes)\n"
     assert capsys.readouterr().err == line
 
 

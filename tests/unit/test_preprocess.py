@@ -179,7 +179,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     job = Job(find_inputs([str(folder)], "--input"), tmp_path / "out", BYTES)
     tally = preprocess.preprocess(job, lambda _: None)
     assert documents(Indexed(str(job.output("text")))) == expected(["first", "second", "third"])
-    assert [tally[name] for name in ("documents", "not_text", "empty")] == [3, 2, 1]
+    assert [tally[name] for name in ("documents", "not_text", "empty_files")] == [3, 2, 1]
 
 
 def test_a_long_text_is_one_document_of_several_sequences(
@@ -410,7 +410,7 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
     ("a.jsonl", b'{"body": "x"}\n', {}, r"line 1: no key 'text'; there are body"),
     ("a.jsonl", b'{"text": 3}\n', {}, r"'text' holds int, not text"),
-    ("a.jsonl", b'{"text": ""}\n', {}, r"^nothing was written: 1 documents are empty, 0 files are no UTF-8"),
+    ("a.jsonl", b'{"text": ""}\n', {}, r"^nothing was written; left out: 1 empty document$"),
     ("a.jsonl.gz", gzip.compress(b"x" * 99)[:-9], {}, r"a\.jsonl\.gz: cannot be decompressed"),
     ("a.txt.zst", zstd(os.urandom(9999))[:5000], {}, r"a\.txt\.zst: cannot be decompressed"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}\n', {}, r"a\.jsonl, line 2: holds half a character"),

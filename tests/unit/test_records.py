@@ -140,7 +140,7 @@ class TestRecords:
         summary = open_data(source(str(folder), "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
         assert "10 records" in summary
         assert summary.endswith(
-            "; left out: 2 files without records (README.md, x.bz2)"
+            "; left out: 2 files without records (README.md, x.bz2; 18 bytes)"
             "; further paths to files that are read once: 1"
         )
 
