@@ -125,7 +125,8 @@ class Engine(Weights):
             if one.requires_grad and id(one) not in self._may_train:
                 raise UserError(
                     f"{name} is trained now, and was not when the model was attached: it would not be exchanged; "
-                    "call average() and close() before more is trained, and attach again after it"
+                    "attach while all that is ever trained has requires_grad, or call average() and close() "
+                    "before, and attach again"
                 )
 
 

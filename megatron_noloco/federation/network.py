@@ -159,8 +159,8 @@ def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
             problem = f"federation.listen: cannot listen at {endpoint}: {why}"
             if error.errno == errno.EADDRINUSE and any(_port_of(one) == port for one in _LISTENERS):
                 problem += (
-                    ", by this process: close() what attach returned before; for two models, such as those of a "
-                    "GAN, give each a federation with a rendezvous and a port of its own"
+                    ", by this process: close() what attach returned before; attach several models, such as those "
+                    "of a GAN, at once, as one torch.nn.ModuleDict"
                 )
                 raise UserError(problem) from None
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:

@@ -588,9 +588,7 @@ def what_changes_after_attach(rank: int, world_size: int) -> dict[str, str]:
 
 def test_an_attached_model_refuses_loads_and_new_weights() -> None:
     (found,) = run_ranks(1, what_changes_after_attach)
-    more = (
-        "more.weight is trained now, and was not when the model was attached: it would not be exchanged; call"
-    )
+    more = "more.weight is trained now, and was not when the model was attached: it would not be exchanged; attach"
     load = (
         "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
     )
