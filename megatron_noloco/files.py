@@ -11,7 +11,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from stat import S_IMODE
 from typing import TYPE_CHECKING, Any
@@ -152,15 +151,22 @@ def outside(value: Any) -> Any:
     return re.sub("[^ -~]", lambda found: ascii(found[0])[1:-1], value[:_LONGEST_LINE])[:_LONGEST_LINE]
 
 
-def is_utf_8(pieces: Iterable[bytes]) -> bool:
-    """Return whether pieces of bytes, one after the other, are UTF-8 text."""
-    rest = iter(pieces)
-    first = next(rest, b"")
+def utf_8_problem(pieces: Iterable[bytes]) -> str:
+    """Return why pieces of bytes, in their order, are not UTF-8 text: the first wrong byte; "" if they are."""
+    decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        check_utf_8(first)
-        return all(True for _ in codecs.iterdecode(chain([first], rest), "utf-8"))
-    except ValueError:
-        return False
+        for piece in pieces:
+            if not done:
+                check_utf_8(piece)
+            decoder.decode(piece)
+            done += len(piece)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        kept = len(decoder.getstate()[0])  # of the pieces before: the beginning of a character
+        return f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {done - kept + error.start}"
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def put_in_place(finished: Path, path: Path) -> None:

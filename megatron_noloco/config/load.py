@@ -7,7 +7,7 @@ from typing import Any
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
-from megatron_noloco.files import check_utf_8, json_object, without_mark
+from megatron_noloco.files import json_object, utf_8_problem, without_mark
 
 _COMMENTS = ("//", "/*", "#")
 _MOST_DIGITS = 20
@@ -30,11 +30,9 @@ def _read(path: Path) -> dict[str, Any]:
         written = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
-    try:
-        check_utf_8(written)
-        text = without_mark(written).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+    if problem := utf_8_problem([written]):
+        raise UserError(problem)
+    text = without_mark(written).decode()
     try:
         content = json.loads(text, object_pairs_hook=json_object, parse_int=_whole)
     except json.JSONDecodeError as error:

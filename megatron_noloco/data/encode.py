@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import Piece, is_text
+from megatron_noloco.data.formats import Piece, text_problem
 from megatron_noloco.data.inputs import Input, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def read_documents(inputs: list[Input], key: str, counts: Counts, advance: Advan
     for item in inputs:
         if item.kind == "text":
             empty = not item.bytes
-            if empty or (item.folder is not None and not is_text(item.path)):
+            if empty or (item.folder is not None and text_problem(item.path)):
                 counts.leave_out("empty_files" if empty else "not_text", item)
                 advance(item.bytes)
                 continue

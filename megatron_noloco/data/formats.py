@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_utf_8, check_whole_characters, is_utf_8, json_object, without_mark
+from megatron_noloco.files import (
+    check_utf_8,
+    check_whole_characters,
+    json_object,
+    utf_8_problem,
+    without_mark,
+)
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this size
@@ -37,13 +43,13 @@ def begins_as_text(path: Path) -> bool:
     """Return whether a file begins with UTF-8 text."""
     with path.open("rb") as file:
         content = without_mark(file.read(PIECE_BYTES) + file.readline())
-    return content != b"" and is_utf_8([content])
+    return content != b"" and not utf_8_problem([content])
 
 
-def is_text(path: Path, decompressed: bool = True) -> bool:
-    """Return whether a file is UTF-8 text from beginning to end."""
+def text_problem(path: Path, decompressed: bool = True) -> str:
+    """Return why a file is not UTF-8 text from beginning to end; "" if it is."""
     with _opened(path, decompressed) as (_, file):
-        return is_utf_8(iter(partial(file.read, PIECE_BYTES), b""))
+        return utf_8_problem(iter(partial(file.read, PIECE_BYTES), b""))
 
 
 def read_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Piece]:

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.encode import Advance, Counts, encode
 from megatron_noloco.data.encode import Sequence as Encoded
-from megatron_noloco.data.formats import begins_as_text, is_text, read_text
+from megatron_noloco.data.formats import begins_as_text, read_text, text_problem
 from megatron_noloco.data.indexed import Dataset, Indexed
 from megatron_noloco.data.inputs import JSON_LINES, Input, Inputs, find_inputs, find_standard_library
 from megatron_noloco.data.kinds import SPLITS, Kind
@@ -18,7 +18,7 @@ from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_utf_8, without_mark
+from megatron_noloco.files import without_mark
 
 _ADVICE = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
@@ -70,13 +70,10 @@ class Text(Kind):
         return f"{member.name}, {size}, {split} tokens{facts['notes']}"
 
     def empty(self) -> UserError:
-        text = self.source.path
-        if self.inputs.files[0].folder is None:
-            try:
-                with self.inputs.files[0].path.open("rb") as file:
-                    check_utf_8(file.read(4))
-            except UserError as error:
-                return UserError(f"data.text: {text}: {error}; {_ADVICE}")
+        text, first = self.source.path, self.inputs.files[0]
+        if first.folder is None:
+            problem = text_problem(first.path, decompressed=False) or "is empty"
+            return UserError(f"data.text: {text}: {problem}; {_ADVICE}")
         return _no_text_in(text)
 
 
@@ -105,7 +102,7 @@ def find_texts(inputs: Sequence[Input], counts: Counts) -> list[TextRange]:
             head = file.read(3)
         mark, stop = len(head) - len(without_mark(head)), item.bytes
         size = stop - mark
-        if size and is_text(item.path, decompressed=False):
+        if size and not text_problem(item.path, decompressed=False):
             texts.append(TextRange(item, mark, stop))
             counts["bytes"] += size
             counts["files"] += 1

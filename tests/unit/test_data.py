@@ -34,6 +34,7 @@ from megatron_noloco.data.sources import (
 )
 from megatron_noloco.data.text import TextRange, divide
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.files import utf_8_problem
 from megatron_noloco.plans.sample_order import BatchPlan, Order
 from tests.unit.datasets import load_text
 
@@ -304,9 +305,36 @@ class TestCorpus:
 
     def test_folder_without_text(self, tmp_path: Path) -> None:
         (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
-        for path in (tmp_path, tmp_path / "noise.bin"):
-            with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
-                load(str(path), SPLIT)
+        with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
+            load(str(tmp_path), SPLIT)
+
+    @given(
+        text=st.text(min_size=1),
+        wrong=st.sampled_from([b"\xe9", b"\xff", b"\xe2\x82"]),
+        size=st.integers(1, 9),
+    )
+    def test_the_first_wrong_byte_is_named(self, text: str, wrong: bytes, size: int) -> None:
+        """However the bytes are divided into pieces; of a character cut short its first one."""
+        before = "text" + text
+        content = before.encode() + wrong + b" text"
+        pieces = [content[place : place + size] for place in range(0, len(content), size)]
+        line = f"not UTF-8 text: byte {wrong[0]:#04x} at offset {len(before.encode())}"
+        assert utf_8_problem(pieces) == utf_8_problem([before.encode() + wrong]) == line
+        assert utf_8_problem([before.encode()]) == ""
+
+    def test_a_file_that_is_no_text(self, tmp_path: Path) -> None:
+        """Also one whose beginning, which is looked at before a run starts, is text."""
+        file = tmp_path / "a.txt"
+        for content, problem in {
+            b"": "is empty",
+            b"some text caf\xe9": "not UTF-8 text: byte 0xe9 at offset 13",
+            b"text\n" * 200_000 + b"\xff": "not UTF-8 text: byte 0xff at offset 1000000",
+        }.items():
+            file.write_bytes(content)
+            with pytest.raises(
+                ValueError, match=rf"^data\.text: {file}: {problem}; give a text file, .*-stdlib"
+            ):
+                load(str(file), SPLIT)
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,8 @@ def test_binary_file_among_compressed_texts_is_counted(tmp_path: Path) -> None:
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"the text\n" * 9))
     (folder / "b.txt.gz").write_bytes(gzip.compress(bytes(range(256)) * 9))
     facts = kind_of(source_of(folder), BYTES).make(False).facts
-    assert (
-        facts["notes"]
-        == f"; left out: 1 file not in UTF-8 (b.txt.gz; {(folder / 'b.txt.gz').stat().st_size} bytes)"
-    )
+    size = (folder / "b.txt.gz").stat().st_size
+    assert facts["notes"] == f"; left out: 1 file not in UTF-8 (b.txt.gz; {size} bytes)"
 
 
 def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,10 @@ class TestIndexed:
 
 
 def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^--data: no UTF-8 text in"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--data: /bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+; give a text file",
+    ):
         open_whole("/bin/ls", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
     samples, _ = open_whole(str(tmp_path / "a.jsonl"), ByteTokenizer(), Needs(257, SEQ))
