@@ -88,6 +88,8 @@ class Kind(ABC):
 
     def check(self, output_dir: Path) -> None:
         """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
+        if not any(item.bytes for item in self.inputs.files):
+            raise self.empty()
         source, folder = self.source, cache_folder(self.source.cache)
         if source.path != STANDARD_LIBRARY:
             outputs = {"training.output_dir": output_dir, "data.cache": folder}

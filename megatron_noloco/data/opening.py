@@ -85,7 +85,8 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
     if len(training) < needs.global_batch:
         raise UserError(
             f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
-            f"{training.name} has {len(training)}"
+            f"{training.name} has {len(training)}; give more text, or lower train_micro_batch_size_per_gpu, "
+            "gradient_accumulation_steps, model.seq_length or the number of replicas"
         )
     summary = kind.summary(training, validation)
     return Data(training, validation, summary, needs.vocab_size, kind.by_file)

@@ -74,7 +74,7 @@ class Samples:
         if len(self.tokens) < self.seq_length + 1:
             raise UserError(
                 f"corpus too small: {self.name} has {len(self.tokens)} tokens, one sample needs "
-                f"seq_length + 1 = {self.seq_length + 1}"
+                f"seq_length + 1 = {self.seq_length + 1}; give more text, or lower seq_length"
             )
 
     @property

@@ -156,6 +156,7 @@ class TestIndexed:
         [
             ({"data_path": "nowhere"}, {}, r"nowhere\.idx: no such file"),
             ({"data_path": "a"}, {"global_batch": 48}, "one global batch needs 48 samples of 8 tokens, the"),
+            ({"data_path": "a"}, {"global_batch": 48}, "more text, or lower train_micro_batch_size_per_gpu"),
             ({"data_path": "a", "split": "999,1,0"}, {}, "a share of 0.001 leaves the validation split"),
             ({"data_path": "one", "split": "9,1,0"}, {}, "empty: one sequence cannot be divided; prepro"),
             ({"data_path": "a"}, {"vocab": 70}, "training split of a holds token 74, the vocabulary has 70"),
@@ -246,6 +247,16 @@ def test_a_check_counts_the_samples_of_an_evaluation(
     exit_code = main(["config", "--check", str(tmp_path / "run.json"), "--world-size", "1"])
     assert (exit_code == 0) == (iters == 2)
     assert ("lower evaluation.iters" in capsys.readouterr().err) == (iters == 3)
+
+
+@pytest.mark.parametrize(("field", "what"), [("text", "documents"), ("sft_data_path", "records")])
+def test_a_check_finds_an_empty_file(
+    field: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "a.jsonl").touch()
+    (tmp_path / "run.json").write_text(json.dumps(run_config({field: str(file)})))
+    assert main(["config", "--check", str(tmp_path / "run.json")]) == 2
+    assert f"data.{field}: no {what} in {file}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("field", ["text", "sft_data_path"])
