@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -181,41 +180,12 @@ def test_which_replicas_a_host_has(hosts: Lab, host_of: dict[int, str], layout: 
         assert len(stages) * topology.tp == 2, "tensor parallelism does not leave a host"
 
 
-@pytest.mark.slow
-def test_torchrun_on_each_of_them(hosts: Lab, on_one_host: list[list[list[object]]], tmp_path: Path) -> None:
-    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
-    environ = {"NNODES": "2", "RENDEZVOUS": f"{hosts.names[0]}:29400"}
-    with ThreadPoolExecutor() as pool:
-        told = pool.map(lambda name: launch(hosts, name, "torchrun.sh", 2, config, **environ), hosts.names)
-        assert any("started by torchrun; exchanges over torch" in output for output in told)
-    assert figures(tmp_path) == on_one_host
-    assert crossed(hosts, before, tmp_path)
-
-
 @pytest.fixture
 def slots(hosts: Lab, tmp_path: Path) -> str:
     """DeepSpeed's hostfile."""
     path = tmp_path / "hosts"
     path.write_text("".join(f"{name} slots=2\n" for name in hosts.names))
     return str(path)
-
-
-@pytest.mark.slow
-def test_deepspeed_on_each_of_them(
-    hosts: Lab, slots: str, on_one_host: list[list[list[object]]], tmp_path: Path
-) -> None:
-    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
-    ranks = {name: str(rank) for rank, name in enumerate(hosts.names)}
-    with ThreadPoolExecutor() as pool:
-        told = pool.map(
-            lambda name: launch(
-                hosts, name, "deepspeed.sh", 2, config, HOSTFILE=slots, NODE_RANK=ranks[name]
-            ),
-            hosts.names,
-        )
-        assert any("started by deepspeed; exchanges over torch" in output for output in told)
-    assert figures(tmp_path) == on_one_host
-    assert crossed(hosts, before, tmp_path)
 
 
 @pytest.mark.slow
@@ -240,7 +210,7 @@ def test_a_job_on_both_that_was_killed_continues(script: str, hosts: Lab, slots:
     for folder in (undisturbed, killed):
         folder.mkdir()
     run_ranks(4, run_whole, write_run(undisturbed, steps=60), timeout=PATIENCE_SECONDS)
-    config = write_run(killed, steps=60)
+    config, before = write_run(killed, steps=60), hosts.sent_bytes(hosts.names[0])
     ranks, environs = {
         "mpirun.sh": (4, [{"HOSTFILE": str(hosts.hostfile), **hosts.environ}]),
         "torchrun.sh": (2, 2 * [{"NNODES": "2", "RENDEZVOUS": f"{hosts.names[0]}:29400"}]),
@@ -255,7 +225,11 @@ def test_a_job_on_both_that_was_killed_continues(script: str, hosts: Lab, slots:
         run.wait_until(lambda: not run.ranks())
     with on_hosts(hosts, script, ranks, config, environs, tmp_path / "log") as run:
         run.ends()
+    name = script.removesuffix(".sh")
+    told = f"started by {name}; exchanges over {'mpi' if name == 'mpirun' else 'torch'}"
+    assert told in " ".join(run.said.split())
     assert figures(killed) == figures(undisturbed)
+    assert crossed(hosts, before, killed)
 
 
 SSH = """#!/bin/sh
