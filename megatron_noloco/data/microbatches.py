@@ -47,6 +47,9 @@ class ValidationSource:
     """The `count` validation microbatches, the same for every replica, evaluation and run.
 
     They are the first of a fixed shuffle: the beginning of the split itself may be a few long files.
+
+    Attributes:
+        available: how many the split fills.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class ValidationSource:
             weight: share of the dataset in its blend.
             multiple_of: number of microbatches that the pipeline takes at once.
         """
+        self.available = len(dataset) // micro_batch_size
         if count is None:
-            count = max(1, len(dataset) // micro_batch_size // multiple_of) * multiple_of
+            count = max(1, self.available // multiple_of) * multiple_of
         else:
             count = -(-count // multiple_of) * multiple_of
         needed = count * micro_batch_size

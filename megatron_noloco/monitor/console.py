@@ -26,6 +26,7 @@ class RunFacts:
     """Facts of a run, beside its numbers, that the closing table and the last lines show."""
 
     unigram_entropy: float  # nats per token; nan where there is no validation
+    validated_on: str  # microbatches of the validation split: "4 of 210"
     synchronous_bytes_per_step: float  # sent by a replica in a ring all-reduce of the gradients
     output_dir: str
     how_to_continue: str
@@ -77,7 +78,7 @@ class Console:
             self.pause_seconds += row["time/exchange_seconds"] * steps
             self.last_steps = row
         if row["kind"] != "step" or self._live is None:
-            self.say(*log_lines(row, self.total_steps, self.facts.unigram_entropy))
+            self.say(*log_lines(row, self.total_steps, self.facts))
             return
         self._live.start()
         self._progress.update(self._task, completed=row["step"])
@@ -137,6 +138,7 @@ class Console:
             if len(evaluation.replica_losses) > 1 and not math.isnan(evaluation.mean_model_loss):
                 mean = figures.loss(evaluation.mean_model_loss)
                 yield "validation loss, mean model", f"{mean} nats per token"
+            yield "validated on", f"{self.facts.validated_on} microbatches"
         unigram = self.facts.unigram_entropy
         if not math.isnan(unigram):
             yield "unigram entropy of the corpus", f"{figures.loss(unigram)} nats per token"
@@ -159,7 +161,7 @@ class Console:
         yield "share of training time in exchanges", figures.percent(share)
 
 
-def log_lines(row: Row, total_steps: int, unigram_entropy: float) -> list[str]:
+def log_lines(row: Row, total_steps: int, facts: RunFacts) -> list[str]:
     """Return the log lines of a row: Megatron's, with more numbers, for local steps; one line for other rows.
 
     An evaluation on a blend has a line for each dataset as well.
@@ -169,7 +171,7 @@ def log_lines(row: Row, total_steps: int, unigram_entropy: float) -> list[str]:
         head = f" checkpoint at iteration {step}"
     elif row["kind"] == "evaluation":
         head = f" validation at iteration {step}"
-        parts.append(f"unigram: {figures.loss(unigram_entropy)}")
+        parts += f"unigram: {figures.loss(facts.unigram_entropy)}", f"microbatches: {facts.validated_on}"
     else:
         head = f" iteration {step:{len(str(total_steps))}d}/{total_steps}"
     of_datasets = (name.partition("/replica_losses of ")[2] for name in row)

@@ -116,9 +116,11 @@ def _write_facts(prepared: Prepared, start_step: int) -> None:
 def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
     """Return the console, after it has said what the run is."""
     config, start, training = prepared.config, joined.start, prepared.config.training
+    validation = joined.validation
     program, run = f"{os.path.relpath(sys.executable)} -m megatron_noloco", shlex.quote(training.output_dir)
     facts = RunFacts(
         unigram_entropy=joined.data.unigram_entropy,
+        validated_on=f"{sum(map(len, validation))} of {sum(source.available for source in validation)}",
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"

@@ -398,6 +398,7 @@ class TestMicrobatches:
     def test_validation_is_fixed_and_without_repetition(self) -> None:
         dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         source, other = ValidationSource(dataset, 3, count=10), ValidationSource(dataset, 1, count=12)
+        assert (len(source), source.available, len(other), other.available) == (10, 10, 12, 30)
         seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
         assert sorted(seen[:, 0].tolist()) == list(range(0, 120, 4))
         assert torch.equal(torch.cat([other.microbatch(index)[0] for index in range(12)]), seen[:12])

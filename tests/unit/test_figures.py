@@ -49,16 +49,16 @@ SPREAD = " spread: 1.230E-03 |"
     ],
 )
 def test_the_log_line(more: dict[str, Any], text: str) -> None:
-    assert log_lines(STEP | more, 200, math.nan) == [PLAIN + text]
+    assert log_lines(STEP | more, 200, FACTS) == [PLAIN + text]
 
 
 def test_the_throughput_in_the_log_line() -> None:
     faster = {"speed/tflops_per_gpu": 412.345, "speed/mfu": 0.4169, "speed/tokens_per_second_of_all": 20745.6}
-    (line,) = log_lines(STEP | faster, 200, math.nan)
+    (line,) = log_lines(STEP | faster, 200, FACTS)
     assert "| throughput per GPU (TFLOP/s/GPU): 412.3 |" in line
     assert "| tokens per second: 5186 (all replicas: 20746) | MFU: 41.7 % |" in line
     of_a_federation = {name: value for name, value in STEP.items() if not name.endswith("_of_all")}
-    assert "| tokens per second: 5186 |" in log_lines(of_a_federation, 200, math.nan)[0]
+    assert "| tokens per second: 5186 |" in log_lines(of_a_federation, 200, FACTS)[0]
 
 
 def test_sizes_and_durations() -> None:
@@ -73,7 +73,9 @@ def test_sizes_and_durations() -> None:
 
 def test_the_line_of_a_checkpoint() -> None:
     row = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
-    assert log_lines(row, 200, 3.5) == [" checkpoint at iteration 8 | pause (ms): 165.4 |"]
+    assert log_lines(row, 200, replace(FACTS, unigram_entropy=3.5)) == [
+        " checkpoint at iteration 8 | pause (ms): 165.4 |"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,14 +89,17 @@ def test_the_line_of_a_checkpoint() -> None:
 def test_the_lines_of_an_evaluation(mean_model: float, spread: float, middle: str) -> None:
     datasets = {"a": Losses({0: 2.0, 1: 4.0}, math.nan), "b": Losses({0: 1.0, 1: 2.0}, math.nan)}
     evaluation = Evaluation({0: 1.5, 1: 3.0}, mean_model, spread, datasets)
-    assert log_lines({"kind": "evaluation", "step": 8, **evaluation.numbers(0)}, 200, 3.5) == [
-        f" validation at iteration 8 | replicas: 1.5000 3.0000 | {middle}unigram: 3.5000 |",
+    end = "unigram: 3.5000 | microbatches: 4 of 210 |"
+    assert log_lines(
+        {"kind": "evaluation", "step": 8, **evaluation.numbers(0)}, 200, replace(FACTS, unigram_entropy=3.5)
+    ) == [
+        f" validation at iteration 8 | replicas: 1.5000 3.0000 | {middle}{end}",
         "   a | replicas: 2.0000 4.0000 |",
         "   b | replicas: 1.0000 2.0000 |",
     ]
 
 
-FACTS = RunFacts(math.nan, 0.0, "runs/a", "the same command", ("report runs/a",))
+FACTS = RunFacts(math.nan, "4 of 210", 0.0, "runs/a", "the same command", ("report runs/a",))
 
 
 def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +139,12 @@ def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFi
     for step, seconds, exchange in ((200, 2.0, 0.5), (300, 1.0, 0.1)):
         times = {"speed/seconds_per_step": seconds, "time/exchange_seconds": exchange}
         console.write(STEP | totals | times | {"step": step})
-    console.summary(300, None)
-    assert re.search("share of training time in exchanges +│ 20.0 %", capsys.readouterr().out)
+    console.summary(300, None, evaluation=Evaluation({0: 1.5}, math.nan, math.nan))
+    out = capsys.readouterr().out
+    assert re.search(
+        "validation loss, replica 0 .* 1.5000 nats per token.*\n.* validated on +│ 4 of 210 microbatches", out
+    )
+    assert re.search("share of training time in exchanges +│ 20.0 %", out)
 
 
 def test_an_all_reduce_is_compared_with_all_that_was_sent(
