@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest, verify
@@ -78,6 +79,18 @@ class Ensemble:
         if len(set(words.values())) == 1:
             return self.topology.in_words(len(words))
         return ", ".join(f"replica {replica}: {layout}" for replica, layout in words.items())
+
+    @property
+    def weights_are_equal(self) -> bool:
+        """Whether all replicas have the same slow weights in the same layout, by the checksums of their files."""
+        found: dict[int, list[Any]] = {replica: [] for replica in self.replicas}
+        for manifest in self.manifests:
+            at = manifest.position
+            name = self.file(at, catalog.WEIGHTS).name
+            layout = replace(manifest.topology, replicas=1, slot=0), manifest.layout
+            found[at.replica].append((layout, name, manifest.files[name].sha256))
+        first, *others = found.values()
+        return all(other == first for other in others)
 
     @property
     def losses(self) -> dict[int, dict[str, float]]:

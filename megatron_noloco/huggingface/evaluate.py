@@ -105,7 +105,9 @@ def open_weights(
         source = open_source(paths, "mean", tokenizer_place)
         trained, tokenizer = source.architecture, source.tokenizer
         sets = {f"replica {replica}": [replica] for replica in source.replicas}
-        if len(sets) > 1:
+        if len(sets) > 1 and source.saved.weights_are_equal:
+            sets = {f"each of {len(sets)} replicas (equal weights)": source.replicas[:1]}
+        elif len(sets) > 1:
             sets["mean model"] = source.replicas
         read = source.reader().read
         readers = {name: partial(read, replicas=replicas) for name, replicas in sets.items()}

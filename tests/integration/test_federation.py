@@ -67,7 +67,7 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
     assert [outcome.code for outcome in outcomes.values()] == [0, 0, 0], outcomes
     assert f"exported replicas 0, 2 at step {STEPS} to {tmp_path / 'mean'}" in outcomes["export"].out
     measured = [line.split(" on ")[0] for line in outcomes["evaluate"].out.splitlines()]
-    assert measured == ["replica 0", "replica 2", "mean model"]
+    assert measured == ["each of 2 replicas (equal weights)"], "after the mean at the end"
     assert "the mean of 2 replicas' slow weights" in (tmp_path / "mean" / "README.md").read_text()
 
 

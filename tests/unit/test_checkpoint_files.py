@@ -26,6 +26,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_tensors, write_whole
+from megatron_noloco.huggingface.evaluate import open_weights
 from megatron_noloco.model.families import FAMILIES, table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
@@ -87,6 +88,23 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
 
 def facts(lines: list[str]) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines)
+
+
+@pytest.mark.parametrize("rank", [2, 5])
+def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path) -> None:
+    folder, text = write_checkpoint(tmp_path / "checkpoints", 4), tmp_path / "text.txt"
+    text.write_text("a text of more than a sample " * 9)
+    for path in folder.glob("replica_0[12]/*"):
+        first = folder / "replica_00" / path.name
+        if path.suffix == ".json":
+            files = {"files": json.loads(first.read_text())["files"]}
+            path.write_text(json.dumps(json.loads(path.read_text()) | files))
+        else:
+            shutil.copy(first, path)
+    assert list(open_weights([folder], str(text), None).readers) == ["each of 3 replicas (equal weights)"]
+    write_rank(folder, rank)
+    sets = ["replica 0", "replica 1", "replica 2", "mean model"]
+    assert list(open_weights([folder], str(text), None).readers) == sets
 
 
 # Whole files
