@@ -120,7 +120,7 @@ class NolocoSettings(Settings):
         600.0, "Seconds that a replica waits for its group before the round counts as failed."
     )
     payload: Literal["fp32", "int8", "int4", "int3"] = field(
-        "int8",
+        "int4",
         "Form in which an exchange sends each weight: fp32, or the difference to the partner quantized to "
         "integers. docs/exchange.md has bytes and errors.",
     )

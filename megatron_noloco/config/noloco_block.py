@@ -17,7 +17,7 @@ class TrainerSettings(NolocoSettings):
     recipe: Literal["recommended", "paper"] = offered_field(
         "recommended",
         'Values of fields that are left out. "recommended": the defaults here, but where none of group_size, '
-        "pairing, payload, sites is given, groups of 8 in int4 from 9 replicas in one job on, of 16 from 32 on. "
+        "pairing, payload, sites is given, groups of 8 from 9 replicas in one job on, of 16 from 32 on. "
         f'"paper": {_PAPER}. A run that is continued keeps its groups.',
     )
     local_steps: Annotated[Positive, Also("auto")] = field(
@@ -73,4 +73,4 @@ def recommended(replicas: int) -> dict[str, Any]:
     gives one of them.
     """
     group_size = 2 if replicas < 9 else 8 if replicas < 32 else 16
-    return {"group_size": group_size, "pairing": "auto", "payload": "int8" if group_size == 2 else "int4"}
+    return {"group_size": group_size, "pairing": "auto", "payload": "int4"}

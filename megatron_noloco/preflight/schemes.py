@@ -155,8 +155,8 @@ def schemes(
     found = [scheme("this config", noloco)] if noloco.enabled else []
     found += [
         scheme("NoLoCo in pairs, fp32", variant(**pairs, payload="fp32")),
-        scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
-        scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap_steps="auto")),
+        scheme("NoLoCo in pairs, int4", variant(**pairs, payload="int4")),
+        scheme("NoLoCo in pairs, int4, overlap", variant(**pairs, payload="int4", overlap_steps="auto")),
     ]
     if not topology.separate_jobs:
         if number > 8:
@@ -165,7 +165,7 @@ def schemes(
             found.append(scheme(name, variant(method="noloco", **advised)))
         found += [
             scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
-            scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),
+            scheme("DiLoCo, int4", variant(method="diloco", payload="int4")),
         ]
     gradients = round(WORKING[config.precision] * largest.parameters * 2 * (number - 1) / number)
     seconds = network.seconds(gradients, 2 * math.log2(number))

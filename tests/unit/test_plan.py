@@ -79,7 +79,7 @@ def test_the_json_of_plan_has_bytes_and_seconds_of_each_method(capsys: pytest.Ca
     packets = 1500 / 1448
     assert ways["NoLoCo in pairs, fp32"]["seconds_per_exchange"] == pytest.approx(packets * pairs / 1e6)
     assert ways["DiLoCo, fp32"]["bytes_per_exchange"] == pytest.approx(2 * 7 / 8 * pairs)
-    assert ways["DiLoCo, int8"]["bytes_per_exchange"] < ways["DiLoCo, fp32"]["bytes_per_exchange"] / 2
+    assert ways["DiLoCo, int4"]["bytes_per_exchange"] < ways["DiLoCo, fp32"]["bytes_per_exchange"] / 2
     assert ways["synchronous"]["local_steps"] == 1
     # 4 microbatches of 8 samples of 128 tokens, 128 numbers of 4 bytes for each, both ways; 7/8 go to others
     assert plan["routed_bytes_per_step"] == 2 * (4 * 8 * 128) * 128 * 4 * 7 / 8
@@ -154,7 +154,7 @@ def test_larger_groups_where_there_are_more_than_8_replicas(
     for way in found:
         share = way["bytes_per_exchange"] / plan["weights_of_rank"]["owned"] / (1 - 1 / members)
         assert share == pytest.approx(1.6, rel=0.05)
-        assert way["bytes_per_exchange"] < ways["DiLoCo, int8"]["bytes_per_exchange"]
+        assert way["bytes_per_exchange"] < ways["DiLoCo, int4"]["bytes_per_exchange"]
 
 
 def test_the_bytes_between_sites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from megatron_noloco.preflight.trials import shortened
 from megatron_noloco.settings import NolocoSettings, groups_problem
 from tests.unit.configs import FEDERATION, config, edited
 
-PAIRS, GROUPS, LARGE = (2, "int8"), (8, "int4"), (16, "int4")
+PAIRS, GROUPS, LARGE = (2, "int4"), (8, "int4"), (16, "int4")
 
 
 def left_out(replicas: Any, **noloco: Any) -> RunConfig:
@@ -46,7 +46,7 @@ def test_replicas_choose_groups_by_recipe(replicas: int, chosen: tuple[int, str]
     [
         ({"payload": "fp32"}, (2, "fp32")),
         ({"pairing": "cycle"}, PAIRS),
-        ({"group_size": 4}, (4, "int8")),
+        ({"group_size": 4}, (4, "int4")),
         ({"recipe": "paper"}, (2, "fp32")),
         ({"method": "diloco"}, PAIRS),
     ],

@@ -187,7 +187,7 @@ def test_what_the_jobs_of_a_federation_share() -> None:
     trainers: dict[str, Any] = {"final_average": True, "transport": "mpi"}
     assert shared(TrainerSettings(local_steps=10, **own, **trainers)) == shared(NolocoSettings())  # type: ignore[arg-type]
     assert shared(NolocoSettings(consensus_weight=1.0)) == shared(NolocoSettings())
-    assert shared(NolocoSettings(payload="int4")) != shared(NolocoSettings())
+    assert shared(NolocoSettings(payload="int8")) != shared(NolocoSettings())
 
 
 @pytest.mark.parametrize(
