@@ -75,8 +75,8 @@ def read_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[P
                 following, place = rest(), raw.tell()
                 yield Piece(piece.decode(), place - before, begins, not following)
                 begins, before, piece = False, place, following
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: {text_problem(path)}") from None
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 

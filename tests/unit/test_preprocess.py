@@ -417,6 +417,8 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.parquet", b"plain", {}, r"a\.parquet: not a valid Parquet file"),
     ("a.parquet", parquet_of(b"\xff"), {}, r"a\.parquet, after row 0: not UTF-8 text"),
     ("a.txt", b"\xff\xfe", {}, r"a\.txt: not UTF-8 text"),
+    ("a.txt", b"text\n" * 200_000 + b"\xe9", {}, r"a\.txt: not UTF-8 text: byte 0xe9 at offset 1000000$"),
+    ("a.txt.gz", gzip.compress(b"caf\xe9"), {}, r"a\.txt\.gz: not UTF-8 text: byte 0xe9 at offset 3$"),
     ("a.txt", b"", {}, r"holds no files with text"),
     ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),
     ("a.jsonl", b"{}", {"json_keys": ("a/b",)}, r"^--json-keys a/b: "),
