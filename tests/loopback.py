@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, ReportedTransfers, check_messages, cut
-from megatron_noloco.transport.interface import Chunk, Flight, Message
+from megatron_noloco.transport.interface import Flight, Message, ReportedFlight, check_messages
 
 
 @dataclass
@@ -16,7 +15,7 @@ class _Channel:
     """The unmatched sends and receives from one rank to another under one tag; one of the two queues is empty."""
 
     sends: deque[Tensor] = field(default_factory=deque)
-    receives: deque[tuple[Chunk, ReportedTransfers]] = field(default_factory=deque)
+    receives: deque[tuple[int, Tensor, ReportedFlight]] = field(default_factory=deque)
 
 
 _Key = tuple[int, int, int]  # source, destination, tag
@@ -29,46 +28,46 @@ class _Channels:
         self._lock = threading.Lock()
         self._channels: defaultdict[_Key, _Channel] = defaultdict(_Channel)
 
-    def receive(self, key: _Key, chunk: Chunk, received: ReportedTransfers) -> None:
+    def receive(self, key: _Key, number: int, buffer: Tensor, flight: ReportedFlight) -> None:
         with self._lock:
-            self._channels[key].receives.append((chunk, received))
+            self._channels[key].receives.append((number, buffer, flight))
             self._match(key)
 
-    def send(self, key: _Key, data: Tensor) -> None:
+    def send(self, key: _Key, buffer: Tensor) -> None:
         with self._lock:
-            self._channels[key].sends.append(data.clone())
+            self._channels[key].sends.append(buffer.clone())
             self._match(key)
 
     def _match(self, key: _Key) -> None:
         channel = self._channels[key]
         if channel.sends and channel.receives:
-            data, (chunk, received) = channel.sends.popleft(), channel.receives.popleft()
-            if len(data) != len(chunk.data):
+            sent, (number, buffer, flight) = channel.sends.popleft(), channel.receives.popleft()
+            if (sent.dtype, sent.nbytes) != (buffer.dtype, buffer.nbytes):
                 source, destination, tag = key
                 raise ValueError(
-                    f"rank {source} sent {len(data)} bytes where rank {destination} expects "
-                    f"{len(chunk.data)} (tag {tag}): both must post equal lengths, dtypes and chunk_bytes"
+                    f"rank {source} sent {sent.nbytes} bytes where rank {destination} expects "
+                    f"{buffer.nbytes} (tag {tag}): both must post equal lengths and dtypes"
                 )
-            chunk.data.copy_(data)
-            received.report(chunk.arrival)
+            buffer.copy_(sent)
+            flight.report(number)
         if not channel.sends and not channel.receives:
             del self._channels[key]  # a long simulation uses a fresh tag every round
 
 
-class _Received(ReportedTransfers):
-    """Chunks to arrive. Gives up `turn`, if there is one, while it waits for them."""
+class _Flight(ReportedFlight):
+    """Gives up `turn`, if there is one, while it waits. Sends are copied: they need no waiting."""
 
-    def __init__(self, chunks: list[Chunk], tag: int, turn: "threading.Lock | None") -> None:
-        super().__init__(chunks, tag)
+    def __init__(self, receives: Sequence[Message], tag: int, turn: "threading.Lock | None") -> None:
+        super().__init__(receives, [], tag)
         self._turn = turn
 
-    def _wait(self, waited_seconds: float, left_seconds: float) -> None:
+    def _block(self, waited_seconds: float, left_seconds: float) -> None:
         if self._turn is None:
-            super()._wait(waited_seconds, left_seconds)
+            super()._block(waited_seconds, left_seconds)
             return
         self._turn.release()
         try:
-            super()._wait(waited_seconds, left_seconds)
+            super()._block(waited_seconds, left_seconds)
         finally:
             self._turn.acquire()
 
@@ -80,33 +79,24 @@ class LoopbackTransport:
     connects_lazily = False
 
     def __init__(
-        self,
-        channels: _Channels,
-        rank: int,
-        world_size: int,
-        chunk_bytes: int,
-        turn: "threading.Lock | None" = None,
+        self, channels: _Channels, rank: int, world_size: int, turn: "threading.Lock | None" = None
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._channels = channels
-        self._chunk_bytes = chunk_bytes
         self._turn = turn
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         check_messages([*sends, *receives], self.rank, self.world_size)
-        incoming = cut(receives, self._chunk_bytes)
-        received = _Received(incoming, tag, self._turn)
-        for chunk in incoming:
-            self._channels.receive((chunk.rank, self.rank, tag), chunk, received)
-        for chunk in cut(sends, self._chunk_bytes):
-            self._channels.send((self.rank, chunk.rank, tag), chunk.data)
-        return Flight(received, ReportedTransfers([], tag))  # sends are copied: they need no waiting
+        flight = _Flight(receives, tag, self._turn)
+        for number, message in enumerate(receives):
+            self._channels.receive((message.rank, self.rank, tag), number, message.buffer, flight)
+        for message in sends:
+            self._channels.send((self.rank, message.rank, tag), message.buffer)
+        return flight
 
 
-def loopback_world(
-    world_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES, turn: "threading.Lock | None" = None
-) -> list[LoopbackTransport]:
+def loopback_world(world_size: int, turn: "threading.Lock | None" = None) -> list[LoopbackTransport]:
     """Return the transports of a world of `world_size` threads, in rank order.
 
     Args:
@@ -114,4 +104,4 @@ def loopback_world(
             Many threads that take turns need half the time of those that compete for a core. None: no turns.
     """
     channels = _Channels()
-    return [LoopbackTransport(channels, rank, world_size, chunk_bytes, turn) for rank in range(world_size)]
+    return [LoopbackTransport(channels, rank, world_size, turn) for rank in range(world_size)]

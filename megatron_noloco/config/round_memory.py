@@ -14,14 +14,8 @@ def bytes_of_state(noloco: NolocoSettings, replicas: int | None) -> dict[str, fl
 
 def bytes_of_rounds(noloco: NolocoSettings, topology: Topology) -> dict[str, float]:
     """Return the bytes per parameter of all rounds that are in progress at a time."""
-    groups = noloco.among(topology.ensemble)
-    in_pairs = topology.ensemble != 1 and groups.in_pairs  # a replica alone receives nothing
     of_round = {"combined vector": 4.0}
-    if in_pairs and noloco.payload_bits is None:
-        of_round["received vector"] = 4
-    elif in_pairs and noloco.payload_bits:
-        of_round |= {"quantized values": noloco.payload_bits / 4, "sketches and steps": 0.1}
-    if groups.keeps_rounding:
+    if noloco.among(topology.ensemble).keeps_rounding:
         of_round["new rounding errors"] = 4
     if topology.separate_jobs:
         of_round["mean"] = 4  # which waits until it is certain
@@ -45,13 +39,13 @@ def outer_state(noloco: NolocoSettings, topology: Topology) -> str:
     """Return what `outer` keeps beside the weights, in words."""
     vectors = bytes_of_state(noloco, topology.ensemble) | bytes_of_rounds(noloco, topology)
     there = [vector for vector in vectors if vector in on_accelerator(noloco, topology)]
-    in_pairs = noloco.among(topology.ensemble).in_pairs
+    alone = topology.ensemble == 1  # which receives nothing
     at_a_time = _rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
     return (
         f"{sum(vectors.values()):.3g} bytes per parameter ("
         + ", ".join(f"{vector} {size:.2g}" for vector, size in vectors.items())
-        + (")" if in_pairs else f"), and at most 128 MiB to receive in{rounds}")
+        + (")" if alone else f"), and at most 128 MiB to receive in{rounds}")
         + (f"; on the accelerator: {', '.join(there)}" if there else "")
     )
 

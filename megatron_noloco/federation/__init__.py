@@ -13,7 +13,7 @@ The files from the bottom up; each imports only those of its own line and above:
 | `dialling`, `node` | who dials whom; this replica among the others |
 | `node_thread`, `network` | the thread in which all of this runs, and how a job starts it |
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
-| `movement`, `gather`, `swap`, `delivery` | vectors slab by slab: inside a replica, of a pair, one way |
+| `movement`, `gather`, `swap`, `delivery` | vectors bucket by bucket: inside a replica, of a pair, one way |
 | `rounds` | a round that counts for both partners or for neither |
 | `states`, `takeover`, `catch_up`, `final_mean` | a state taken over; which step comes; the mean at the end |
 | `membership` | how a job enters a federation |

@@ -1,7 +1,7 @@
-"""Vectors of a replica on the streams to others, slab by slab (`gather`).
+"""Vectors of a replica on the streams to others, bucket by bucket (`gather`).
 
-A vector goes to several takers at the same time: each slab is gathered once. A taker that does not take a slab in
-time is given up. The others wait for it meanwhile, so each waits longer for a slab than its giver does.
+A vector goes to several takers at the same time: each bucket is gathered once. A taker that does not take a bucket
+in time is given up. The others wait for it meanwhile, so each waits longer for a bucket than its giver does.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from megatron_noloco.federation.gather import Leader, bytes_of
 from megatron_noloco.federation.streams import Stream, within
 from megatron_noloco.job.activity import line_of
 
-_TAKE_SECONDS = 60.0  # for the other side to take a slab
-COME_SECONDS = 2 * _TAKE_SECONDS  # for the other side to send a slab
+_TAKE_SECONDS = 60.0  # for the other side to take a bucket
+COME_SECONDS = 2 * _TAKE_SECONDS  # for the other side to send a bucket
 _NOT_TAKEN = f"has taken nothing for {_TAKE_SECONDS:g} s"
 NOT_COME = f"nothing has come for {COME_SECONDS:g} s"
 EVERYTHING = b"!"
@@ -54,7 +54,7 @@ class Taker:
 
 async def pass_on(takers: list[Taker], transfer: Leader) -> None:
     """Send a vector to all takers."""
-    for number in range(len(transfer.slabs)):
+    for number in range(len(transfer.buckets)):
         if all(taker.over.is_set() for taker in takers):
             return
         content = bytes_of(await transfer.content(number))
@@ -69,7 +69,7 @@ async def part_with(takers: list[Taker]) -> list[Taker]:
 
 async def send_vector(stream: Stream, transfer: Leader) -> None:
     """Gather a vector, and send it. Raises ConnectionError, TimeoutError."""
-    for number in range(len(transfer.slabs)):
+    for number in range(len(transfer.buckets)):
         content = bytes_of(await transfer.content(number))
         async with within(_TAKE_SECONDS, _NOT_TAKEN):
             await stream.send(content)
@@ -77,7 +77,7 @@ async def send_vector(stream: Stream, transfer: Leader) -> None:
 
 async def receive_vector(stream: Stream, transfer: Leader) -> None:
     """Receive a vector, and hand it out. Raises ConnectionError, TimeoutError."""
-    for number in range(len(transfer.slabs)):
+    for number in range(len(transfer.buckets)):
         result = transfer.result(number)
         async with within(COME_SECONDS, NOT_COME):
             await stream.fill(bytes_of(result))

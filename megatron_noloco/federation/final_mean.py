@@ -143,7 +143,7 @@ class FinalMean:
         """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
         self._vector, self.report = vector.to(HOST), ExchangeReport(group)
 
-    def progress(self) -> Iterator[MeanPiece]:
+    def progress(self, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield nothing: `finish` yields the mean."""
         return iter(())
 

@@ -1,11 +1,11 @@
-"""Transfers between the ranks of one replica and its leader, slab by slab of the canonical vector.
+"""Transfers between the ranks of one replica and its leader, bucket by bucket of the canonical vector.
 
-The leader, rank 0, alone is connected to other replicas. In a transfer each rank sends it what it has of a slab
-(`plans.canonical`), gets its part of a result, or both. So replicas of any layout exchange the same slabs. A rank
-holds its own part of a vector, and the leader a few slabs besides.
+The leader, rank 0, alone is connected to other replicas. In a transfer each rank sends it what it has of a bucket
+(`plans.canonical`), gets its part of a result, or both. So replicas of any layout exchange the same buckets. A
+rank holds its own part of a vector, and the leader a few buckets besides.
 
-    follower    sends its part of slab after slab       receives its part of slab after slab
-    leader      await transfer.content(slab)            await transfer.hand_out(slab, result)
+    follower    sends its part of bucket after bucket       receives its part of bucket after bucket
+    leader      await transfer.content(bucket)            await transfer.hand_out(bucket, result)
 
 A follower does both in threads, at the pace of the leader. What a conversation on the leader has not asked for,
 `wait` gathers and hands out, so that followers come to the end whatever happened. Where a rank is lost, the others
@@ -83,12 +83,12 @@ class Transfer(ABC):
     """A transfer of an interval of the canonical vector, as one rank takes part in it.
 
     Attributes:
-        slabs: the elements of each slab.
+        buckets: the elements of each bucket.
     """
 
     def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
         self.movement = movement
-        self.slabs = movement.slabs(interval)
+        self.buckets = movement.buckets(interval)
         self._tag = tag
         self._holding, self._gives, self._gets = vectors
         self._gathering, self._handing = _Worker(), _Worker()
@@ -119,7 +119,7 @@ class Transfer(ABC):
     def _move(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         try:
             if (flight := self.movement.post(sends, receives, self._tag)) is not None:
-                flight.finish(_NEVER_SECONDS)
+                flight.wait(_NEVER_SECONDS)
         except RankLostError as error:  # a ConnectionError would be about a partner
             raise RuntimeError(f"a rank of this replica is lost: {error}") from None
 
@@ -136,46 +136,46 @@ class Follower(Transfer):
 
     def _send(self) -> None:
         assert self._gives is not None
-        for slab in self.slabs:
-            packed = _packed(self._gives, self._holding.between(slab.start, slab.stop, given=True))
+        for bucket in self.buckets:
+            packed = _packed(self._gives, self._holding.between(bucket.start, bucket.stop, given=True))
             self._move([Message(0, packed)], [])
 
     def _receive(self) -> None:
         assert self._gets is not None
-        for slab in self.slabs:
-            blocks = self._holding.between(slab.start, slab.stop)
+        for bucket in self.buckets:
+            blocks = self._holding.between(bucket.start, bucket.stop)
             packed = _memory(_size(blocks))
             self._move([], [Message(0, packed)])
             _unpack(packed, blocks, self._gets)
 
 
 class Leader(Transfer):
-    """A transfer on the leader. Its coroutines are called by one event loop, for slab after slab."""
+    """A transfer on the leader. Its coroutines are called by one event loop, for bucket after bucket."""
 
     def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
         super().__init__(movement, interval, tag, vectors)
-        self._gathered = self._handed = 0  # slabs; used by the workers
+        self._gathered = self._handed = 0  # buckets; used by the workers
 
     async def content(self, at: int) -> Tensor:
-        """Return slab number `at`, fp32 in host memory, not to be written.
+        """Return bucket number `at`, fp32 in host memory, not to be written.
 
         Raises RuntimeError where a rank of the replica is lost.
         """
-        if self._is_alone and (inside := self._inside(self._gives, self.slabs[at])) is not None:
+        if self._is_alone and (inside := self._inside(self._gives, self.buckets[at])) is not None:
             return inside
         return await _done(self._gathering.submit(self._gather, at))
 
     def result(self, at: int) -> Tensor:
-        """Return memory for the result of slab number `at`."""
-        inside = self._inside(self._gets, self.slabs[at])
-        return _memory(len(self.slabs[at])) if inside is None else inside
+        """Return memory for the result of bucket number `at`."""
+        inside = self._inside(self._gets, self.buckets[at])
+        return _memory(len(self.buckets[at])) if inside is None else inside
 
     async def hand_out(self, at: int, result: Tensor) -> None:
-        """Hand out the result of slab number `at`, which lies in the memory of `result(at)`.
+        """Hand out the result of bucket number `at`, which lies in the memory of `result(at)`.
 
         Raises RuntimeError where a rank of the replica is lost.
         """
-        if not (self._is_alone and self._inside(self._gets, self.slabs[at]) is not None):
+        if not (self._is_alone and self._inside(self._gets, self.buckets[at]) is not None):
             await _done(self._handing.submit(self._hand_out, at, result))
 
     def _last_jobs(self) -> "list[Future[None]]":
@@ -185,17 +185,17 @@ class Leader(Transfer):
     def _is_alone(self) -> bool:
         return len(self.movement.holdings) == 1
 
-    def _others(self, slab: range, given: bool = False) -> list[tuple[int, list[Block]]]:
-        """Return what each other rank has of a slab."""
+    def _others(self, bucket: range, given: bool = False) -> list[tuple[int, list[Block]]]:
+        """Return what each other rank has of a bucket."""
         holdings = list(enumerate(self.movement.holdings))[1:]
-        return [(rank, holding.between(slab.start, slab.stop, given)) for rank, holding in holdings]
+        return [(rank, holding.between(bucket.start, bucket.stop, given)) for rank, holding in holdings]
 
-    def _inside(self, vector: Tensor | None, slab: range) -> Tensor | None:
-        """Return the slab as a part of the leader's vector; None where it does not lie there as a whole."""
-        blocks = self._holding.between(slab.start, slab.stop)
+    def _inside(self, vector: Tensor | None, bucket: range) -> Tensor | None:
+        """Return the bucket as a part of the leader's vector; None where it does not lie there as a whole."""
+        blocks = self._holding.between(bucket.start, bucket.stop)
         ends = [block.own + block.size for block in blocks]
         follow = all(end == block.own for end, block in zip(ends, blocks[1:], strict=False))
-        if vector is None or vector.device != HOST or _size(blocks) != len(slab) or not follow:
+        if vector is None or vector.device != HOST or _size(blocks) != len(bucket) or not follow:
             return None
         return vector[blocks[0].own : ends[-1]]
 
@@ -203,34 +203,34 @@ class Leader(Transfer):
 
     def _gather(self, at: int) -> Tensor:
         assert self._gives is not None
-        slab = self.slabs[at]
-        parts = [(blocks, rank, _memory(_size(blocks))) for rank, blocks in self._others(slab, given=True)]
+        bucket = self.buckets[at]
+        parts = [(blocks, rank, _memory(_size(blocks))) for rank, blocks in self._others(bucket, given=True)]
         self._move([], [Message(rank, packed) for _, rank, packed in parts])
         self._gathered = at + 1
-        if (inside := self._inside(self._gives, slab)) is not None:
+        if (inside := self._inside(self._gives, bucket)) is not None:
             return inside
-        content, own = _memory(len(slab)), self._holding.between(slab.start, slab.stop, given=True)
+        content, own = _memory(len(bucket)), self._holding.between(bucket.start, bucket.stop, given=True)
         for blocks, packed in [(own, _packed(self._gives, own)), *((one[0], one[2]) for one in parts)]:
-            _to_slab(packed, blocks, content, slab.start)
+            _to_bucket(packed, blocks, content, bucket.start)
         return content
 
     def _hand_out(self, at: int, result: Tensor) -> None:
         assert self._gets is not None
-        slab = self.slabs[at]
-        if self._inside(self._gets, slab) is None:
-            own = self._holding.between(slab.start, slab.stop)
-            _unpack(_from_slab(result, own, slab.start), own, self._gets)
-        others = self._others(slab)
-        self._move([Message(rank, _from_slab(result, blocks, slab.start)) for rank, blocks in others], [])
+        bucket = self.buckets[at]
+        if self._inside(self._gets, bucket) is None:
+            own = self._holding.between(bucket.start, bucket.stop)
+            _unpack(_from_bucket(result, own, bucket.start), own, self._gets)
+        others = self._others(bucket)
+        self._move([Message(rank, _from_bucket(result, blocks, bucket.start)) for rank, blocks in others], [])
         self._handed = at + 1
 
     def _gather_rest(self) -> None:
-        while self._gathered < len(self.slabs):
+        while self._gathered < len(self.buckets):
             self._gather(self._gathered)
 
     def _hand_out_rest(self) -> None:
-        while self._handed < len(self.slabs):
-            self._hand_out(self._handed, _memory(len(self.slabs[self._handed])).zero_())
+        while self._handed < len(self.buckets):
+            self._hand_out(self._handed, _memory(len(self.buckets[self._handed])).zero_())
 
 
 class _Worker:
@@ -308,19 +308,19 @@ def _unpack(packed: Tensor, blocks: Sequence[Block], vector: Tensor) -> None:
         vector[block.own : block.own + block.size] = part
 
 
-def _to_slab(packed: Tensor, blocks: Sequence[Block], slab: Tensor, start: int) -> None:
-    """Write packed elements to their places in a slab that begins at element `start` of the canonical vector."""
+def _to_bucket(packed: Tensor, blocks: Sequence[Block], bucket: Tensor, start: int) -> None:
+    """Write packed elements to their places in a bucket that begins at element `start` of the canonical vector."""
     for block, part in zip(blocks, packed.split([block.size for block in blocks]), strict=True):
-        _window(slab, block, start).copy_(part.view(block.rows, block.width))
+        _window(bucket, block, start).copy_(part.view(block.rows, block.width))
 
 
-def _from_slab(slab: Tensor, blocks: Sequence[Block], start: int) -> Tensor:
-    """Return the elements of blocks of a slab, one block after the other."""
-    parts = [_window(slab, block, start).reshape(-1) for block in blocks]
+def _from_bucket(bucket: Tensor, blocks: Sequence[Block], start: int) -> Tensor:
+    """Return the elements of blocks of a bucket, one block after the other."""
+    parts = [_window(bucket, block, start).reshape(-1) for block in blocks]
     return torch.cat(parts) if parts else NOTHING
 
 
-def _window(slab: Tensor, block: Block, start: int) -> Tensor:
-    """Return a block of a slab as a view, shape [rows, width]."""
-    offset = slab.storage_offset() + block.first - start
-    return slab.as_strided((block.rows, block.width), (block.matrix.columns, 1), offset)
+def _window(bucket: Tensor, block: Block, start: int) -> Tensor:
+    """Return a block of a bucket as a view, shape [rows, width]."""
+    offset = bucket.storage_offset() + block.first - start
+    return bucket.as_strided((block.rows, block.width), (block.matrix.columns, 1), offset)

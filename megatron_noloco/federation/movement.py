@@ -1,4 +1,4 @@
-"""What each rank of a replica has of the canonical vector, and the slabs in which `gather` moves it."""
+"""What each rank of a replica has of the canonical vector, and the buckets in which `gather` moves it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.job.agreement import of_all_ranks
-from megatron_noloco.outer.vectors import Ranges
+from megatron_noloco.outer.vectors import BUCKET, Ranges
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.canonical import Block, Holding, Matrix
 from megatron_noloco.transport.interface import Flight, Message, Transport
@@ -16,8 +16,6 @@ from megatron_noloco.transport.torch_dist import TorchTransport
 
 Held = tuple[Sequence[Block], Sequence[Block]]
 """What a rank has of the canonical vector, and those of these blocks that another rank has as well, and sends."""
-
-SLAB = 1 << 21  # elements: 8 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Movement:
         transport: between the ranks of the replica; None: it has one rank.
         exact: ranges of the canonical vector that are never sent as codes.
         padding: ranges of this rank's weights that have no place in the canonical vector.
-        slab: elements of a slab; the same for all replicas.
+        bucket: elements of a bucket; the same for all replicas.
     """
 
     holdings: Sequence[Holding]
@@ -38,7 +36,7 @@ class Movement:
     transport: Transport | None = None
     exact: Ranges = ()
     padding: Ranges = ()
-    slab: int = SLAB
+    bucket: int = BUCKET
 
     @property
     def rank(self) -> int:
@@ -54,11 +52,11 @@ class Movement:
         """Number of elements of the canonical vector."""
         return self.intervals[-1].stop
 
-    def slabs(self, interval: range) -> list[range]:
-        """Cut an interval into slabs, the last of which may be shorter."""
+    def buckets(self, interval: range) -> list[range]:
+        """Cut an interval into buckets, the last of which may be shorter."""
         return [
-            range(start, min(start + self.slab, interval.stop))
-            for start in range(interval.start, interval.stop, self.slab)
+            range(start, min(start + self.bucket, interval.stop))
+            for start in range(interval.start, interval.stop, self.bucket)
         ]
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight | None:
@@ -69,10 +67,10 @@ class Movement:
         return self.transport.post(sends, receives, tag)
 
 
-def alone(length: int, fragments: int = 1, slab: int = SLAB) -> Movement:
+def alone(length: int, fragments: int = 1, bucket: int = BUCKET) -> Movement:
     """Return how a replica of one rank moves vectors of so many elements: nowhere."""
     whole = Block(0, Matrix(0, 1, length), 0, 0, 1, length)
-    return Movement([Holding([whole])], _intervals(length, fragments), slab=slab)
+    return Movement([Holding([whole])], _intervals(length, fragments), bucket=bucket)
 
 
 def movement_of(weights: Weights, fragments: int, held: Held | None = None) -> Movement:

@@ -7,7 +7,7 @@ the same weights.
 
     leader:      chooses the partner: the planned one, or another replica without a partner (`pairing`)
     all ranks:   learn the partner, and begin to gather and to hand out (`gather`)
-    leader:      one stream: slabs both ways (`swap`), then "prepared" both ways
+    leader:      one stream: buckets both ways (`swap`), then "prepared" both ways
     all ranks:   learn at `finish` whether the round counts, and use the mean, or their own vector
 
 A leader says "prepared" when it has the whole mean, and the mean is plausible (`check_plausible`). `ledger` says
@@ -182,7 +182,7 @@ class PairExchange:
             assert isinstance(self._transfer, Leader)
             self._outcome = leading.thread.call(self._run(leading, self._transfer, number))
 
-    def progress(self) -> Iterator[MeanPiece]:
+    def progress(self, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield nothing: the leader's thread moves everything, and `finish` yields the mean."""
         return iter(())
 

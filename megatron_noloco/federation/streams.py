@@ -1,8 +1,8 @@
 """Conversations of two processes: an ordered stream of bytes in each direction, whose end ends both directions.
 
     async with await carrier.dial(endpoint) as stream, asyncio.timeout(seconds):
-        await stream.send(header, slab)
-        await stream.fill(slab)
+        await stream.send(header, bucket)
+        await stream.fill(bucket)
 
 Both sides of a conversation read from top to bottom. A block that ends without an error closes the stream: both
 sides have sent and received everything. An error, a time-out or a cancellation aborts the stream with a reason,

@@ -1,13 +1,14 @@
-"""The exchange of a pair's vectors on one stream, slab by slab.
+"""The exchange of a pair's vectors on one stream, bucket by bucket.
 
-Each slab is a coroutine that is read from top to bottom: it sends its part of a phase and receives the partner's,
-computes, and goes on to the next phase. Both sides send, and receive, the parts of all slabs in one fixed order:
+Each bucket is a coroutine that is read from top to bottom: it sends its part of a phase and receives the
+partner's, computes, and goes on to the next phase. Both sides send, and receive, the parts of all buckets in one
+fixed order:
 
-    phase 0 of slab t,  phase 1 of slab t - AHEAD,  phase 2 of slab t - 2 AHEAD, ...        for t = 0, 1, 2, ...
+    phase 0 of bucket t,  phase 1 of bucket t - AHEAD,  phase 2 of bucket t - 2 AHEAD, ...   for t = 0, 1, 2, ...
 
-What a phase needs of the partner was sent AHEAD slabs before. So a slow link is full after one round trip.
-Whatever a side waits for comes earlier in this order, so no two sides wait for each other. As many slabs are under
-way as there are phases, times AHEAD.
+What a phase needs of the partner was sent AHEAD buckets before. So a slow link is full after one round trip.
+Whatever a side waits for comes earlier in this order, so no two sides wait for each other. As many buckets are
+under way as there are phases, times AHEAD.
 
 In fp32 there is one phase, the values. In codes (`outer.payload`) there are four: sketches; codes with checksums;
 the next bits of the blocks that the codes do not hold, which both sides find to be the same; and in fp32 what
@@ -26,12 +27,12 @@ from torch import Tensor
 
 from megatron_noloco.federation.gather import Leader, bytes_of
 from megatron_noloco.federation.streams import Stream
+from megatron_noloco.outer.bucket_code import DIGITS, Code, PairCode, blocks_to_code
 from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
 from megatron_noloco.outer.payload import Codec, UnequalError, signs_of
-from megatron_noloco.outer.stretch_code import DIGITS, Code, StretchCode, blocks_to_code
 from megatron_noloco.outer.vectors import Buffers
 
-AHEAD = 4  # slabs
+AHEAD = 4  # buckets
 _LENGTH_BYTES = 8
 _T = TypeVar("_T")
 
@@ -65,7 +66,7 @@ class Swap:
 
 
 class _Turns:
-    """Lets slabs do something one after the other, in a given order."""
+    """Lets buckets do something one after the other, in a given order."""
 
     def __init__(self, order: Iterator[tuple[int, int]]) -> None:
         self._order = order
@@ -73,9 +74,9 @@ class _Turns:
         self._waiting: dict[tuple[int, int] | None, asyncio.Future[None]] = {}
 
     @asynccontextmanager
-    async def turn(self, slab: int, phase: int = 0) -> AsyncIterator[None]:
-        if self._now != (slab, phase):
-            waiting = self._waiting[slab, phase] = asyncio.get_running_loop().create_future()
+    async def turn(self, bucket: int, phase: int = 0) -> AsyncIterator[None]:
+        if self._now != (bucket, phase):
+            waiting = self._waiting[bucket, phase] = asyncio.get_running_loop().create_future()
             await waiting
         yield
         self._now = next(self._order, None)
@@ -89,23 +90,23 @@ class _Exchange:
     def __init__(self, stream: Stream, transfer: Leader, worker: Executor, how: Swap) -> None:
         self.squared_norm = 0.0
         self._stream, self._transfer, self._worker = stream, transfer, worker
-        self._length = sum(map(len, transfer.slabs)).to_bytes(_LENGTH_BYTES)
+        self._length = sum(map(len, transfer.buckets)).to_bytes(_LENGTH_BYTES)
         self._jobs = set[Future[Any]]()
         self._phases = 1 if how.bits is None else 2 + DIGITS
         self._codec = None if how.bits is None else Codec(how.bits)
         self._signs = signs_of(how.number)
-        slabs = len(transfer.slabs)
-        self._sending, self._receiving = (_Turns(_order(slabs, self._phases)) for _ in range(2))
-        self._handing_out = _Turns(_order(slabs, 1))
+        buckets = len(transfer.buckets)
+        self._sending, self._receiving = (_Turns(_order(buckets, self._phases)) for _ in range(2))
+        self._handing_out = _Turns(_order(buckets, 1))
         self._room = asyncio.Semaphore(self._phases * AHEAD)
-        self._free = list[Buffers]()  # memory of slabs that are over
+        self._free = list[Buffers]()  # memory of buckets that are over
 
     async def run(self, report: ExchangeReport) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for at in range(len(self._transfer.slabs)):
+                for at in range(len(self._transfer.buckets)):
                     await self._room.acquire()
-                    group.create_task(self._slab(at, report))
+                    group.create_task(self._bucket(at, report))
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 
@@ -116,7 +117,7 @@ class _Exchange:
             job.cancel()
         wait(jobs)
 
-    async def _slab(self, at: int, report: ExchangeReport) -> None:
+    async def _bucket(self, at: int, report: ExchangeReport) -> None:
         own = ExchangeReport(report.group)
         content, mean = await self._transfer.content(at), self._transfer.result(at)
         squared_norm = float(await self._compute(torch.dot, content, content))
@@ -141,27 +142,26 @@ class _Exchange:
         self, at: int, codec: Codec, content: Tensor, mean: Tensor, report: ExchangeReport
     ) -> None:
         memory = self._free.pop() if self._free else Buffers()
-        coded = blocks_to_code(self._transfer.slabs[at], self._transfer.movement.exact)
-        every = slice(0, len(coded))
-        code = await self._compute(
-            StretchCode, content, Code(codec, self._signs, coded), every, memory, report
+        how = Code(
+            codec, self._signs, blocks_to_code(self._transfer.buckets[at], self._transfer.movement.exact)
         )
+        code = await self._compute(PairCode, content, how, memory, report)
         await self._swap(at, 0, [code.sketches], [code.their_sketches[0]], report)
         await self._compute(code.find_steps)
         for digit in range(DIGITS):
-            await self._compute(code.encode, slice(0, code.blocks))
-            await self._swap(at, 1 + digit, code.mine, code.theirs[0], report)
-            await self._compute(_decode, code, mean)
-        left_over = code.left_over
-        mine, theirs = torch.empty(2, left_over.length, dtype=torch.float32, device="cpu")
-        await self._in_fp32(at, 1 + DIGITS, left_over.gather(content, mine), theirs, report)
-        left_over.scatter(theirs, mean)
+            mine = await self._compute(code.encode)
+            await self._swap(at, 1 + digit, mine, code.theirs[0], report)
+            await self._compute(code.use_codes, mean)
+        left_over = await self._compute(code.left_over)
+        theirs = torch.empty_like(left_over)
+        await self._in_fp32(at, 1 + DIGITS, left_over, theirs, report)
+        code.fill(theirs, mean)
         self._free.append(memory)
 
     async def _swap(
         self, at: int, phase: int, mine: Sequence[Tensor], theirs: Sequence[Tensor], report: ExchangeReport
     ) -> None:
-        """Send a part of a slab, and receive the partner's."""
+        """Send a part of a bucket, and receive the partner's."""
 
         async def send() -> None:
             async with self._sending.turn(at, phase):
@@ -193,14 +193,8 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def _order(slabs: int, phases: int) -> Iterator[tuple[int, int]]:
-    for turn in range(slabs + (phases - 1) * AHEAD):
+def _order(buckets: int, phases: int) -> Iterator[tuple[int, int]]:
+    for turn in range(buckets + (phases - 1) * AHEAD):
         for phase in range(phases):
-            if 0 <= (slab := turn - phase * AHEAD) < slabs:
-                yield slab, phase
-
-
-def _decode(code: StretchCode, mean: Tensor) -> None:
-    for piece in code.pair_means(slice(0, code.blocks)):
-        mean[piece.start : piece.stop] = piece.mean
-    code.next_digit()
+            if 0 <= (bucket := turn - phase * AHEAD) < buckets:
+                yield bucket, phase

@@ -4,11 +4,11 @@
     opens a stream, of the kind "state"     waits for the next boundary between two local steps
                                             its ranks copy the state, and train on
     receives the offer, the rest,           sends what the state has (`Offer`), what is no vector,
-    each vector in slabs                    and each vector in slabs
+    each vector in buckets                  and each vector in buckets
     says that it has everything
 
-Several takers get one copy, slab by slab at the same time (`delivery`). Leaders speak; all ranks of both replicas
-take part in the copy and move the vectors (`gather`).
+Several takers get one copy, bucket by bucket at the same time (`delivery`). Leaders speak; all ranks of both
+replicas take part in the copy and move the vectors (`gather`).
 """
 
 import asyncio

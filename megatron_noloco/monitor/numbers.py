@@ -159,7 +159,7 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
     Number("round/payload_error", RMS, "{:.1E}".format, "relative quantization error of (group mean - own vector)",
            "payload error: {}", where=_positive),
     Number("round/poisoned_elements", LAST_SUM, str,
-           "elements in chunks where the mean lacks a member, which had NaN or infinity",
+           "elements in pieces where the mean lacks a member, which had NaN or infinity",
            "poisoned elements: {}", where=_positive, note="poisoned elements"),
     Number("round/resent_elements", LAST_SUM, str,
            "elements in blocks that did not fit the integers, and were sent with more bits"),

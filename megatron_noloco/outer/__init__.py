@@ -5,7 +5,6 @@ of its own optimizer; see `examples/plain_torch.py`.
 """
 
 from megatron_noloco.outer.channels import Channel, PartnerLostError, PartnerTimeoutError
-from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.optimizer import (
@@ -27,8 +26,6 @@ __all__ = [
     "VECTORS",
     "AnyExchange",
     "Channel",
-    "CodedExchange",
-    "Coding",
     "Exchange",
     "ExchangeReport",
     "MeanPiece",

@@ -8,7 +8,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import EXCHANGE_TAGS, Flight, Message, Transport
 
 CHANNELS = 64
-PHASES = EXCHANGE_TAGS // CHANNELS  # a coded exchange uses 6, others the first two
+WINDOW = EXCHANGE_TAGS // CHANNELS  # buckets of an exchange that are under way at a time
 
 
 class Channel(IntEnum):
@@ -23,12 +23,12 @@ class Channel(IntEnum):
 
 
 def tag_of(number: int, channel: int) -> int:
-    """Return the tag of the first phase of exchange `number` (of the round or evaluation) on a channel.
+    """Return the first tag of exchange `number` (of the round or evaluation) on a channel.
 
-    A message has the tag (number * CHANNELS + channel) * PHASES + phase, so exchanges of different channels or
-    numbers never take each other's messages.
+    The messages of bucket b have the tag (number * CHANNELS + channel) * WINDOW + b % WINDOW. So buckets that are
+    under way together, and exchanges of different channels or numbers, never take each other's messages.
     """
-    return (number * CHANNELS + channel) * PHASES
+    return (number * CHANNELS + channel) * WINDOW
 
 
 class PartnerLostError(RuntimeError):
@@ -74,6 +74,4 @@ class Contacts:
 
     def progress(self) -> None:
         """Move the greetings under way, without waiting: many libraries connect only when they are called."""
-        for flight in self._flights:
-            flight.arrived()
         self._flights = [flight for flight in self._flights if not flight.done()]

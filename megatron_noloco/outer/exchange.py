@@ -1,12 +1,13 @@
 """The exchange: a group of replicas computes the mean of one vector, in messages between two ranks.
 
-A vector is exchanged in stretches, one after the other; `stretch` says how. Between `begin` and `finish` the
-caller may compute, and call `progress` now and then. `progress` polls the stretch that is under way: it collects
-what has arrived, and posts what depends on it (the second phase, the next stretch). So `finish`, which polls and
-waits, has little to wait for.
+A vector is exchanged in buckets, of which a few are under way at a time; `bucket_exchange` says how. Between
+`begin` and `finish` the caller may compute, and call `progress` now and then: it goes on with each bucket whose
+messages have come and gone. So `finish`, which also waits, has little to wait for.
 """
 
+import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -14,16 +15,18 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.job.activity import now
-from megatron_noloco.outer.channels import CHANNELS, PartnerLostError, PartnerTimeoutError, tag_of
+from megatron_noloco.outer.bucket_code import Code, blocks_to_code
+from megatron_noloco.outer.bucket_exchange import BucketExchange, Members, in_codes, in_fp32
+from megatron_noloco.outer.channels import CHANNELS, WINDOW, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.stretch import Session, Stretch, in_fp32
-from megatron_noloco.outer.vectors import NOTHING, Buffers, Ranges, Spans
+from megatron_noloco.outer.payload import Codec, signs_of
+from megatron_noloco.outer.vectors import BUCKET, HOST, NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.stability import keeps_rounding
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Transport
 
 _NAMED = 3  # of those that an exchange waits for
-STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
 
 
 class AnyExchange(Protocol):
@@ -42,7 +45,7 @@ class AnyExchange(Protocol):
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None: ...
 
-    def progress(self) -> Iterator[MeanPiece]: ...
+    def progress(self, until: float = math.inf) -> Iterator[MeanPiece]: ...
 
     def finish(self) -> Iterator[MeanPiece]: ...
 
@@ -65,11 +68,39 @@ def group_mean(
     return out
 
 
+class _Bucket:
+    """A bucket under way, of which `exchange` has posted the first messages.
+
+    Attributes:
+        start: its first element in the vector.
+        flight: that it waits for; None at the end.
+        mean: at the end.
+    """
+
+    def __init__(self, start: int, exchange: BucketExchange) -> None:
+        self.start = start
+        self._exchange = exchange
+        self.mean = NOTHING
+        self.flight: Flight | None
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Compute with what has come, and post what depends on it."""
+        try:
+            self.flight = next(self._exchange)
+        except StopIteration as end:
+            self.flight, self.mean = None, end.value
+
+
 class Exchange:
     """Averages this rank's vector with those of its counterparts (`Place.rank_of`) in the replica's group.
 
     An exchange owns the memory that messages arrive in, its tags and its report, so several exchanges of one rank
     may be under way at once, each with its own channel or number. Each has one vector under way at a time.
+
+    In codes (`bits`), the mean of a piece is this replica's estimate of it. The mean of a group's estimates is
+    that of its vectors, to the rounding of fp32; two estimates differ by a step at most. With `rounding` all
+    members have the same bits, which lack the mean of `rounding` (payload.py).
 
     Args:
         transport: carries the messages.
@@ -77,16 +108,18 @@ class Exchange:
         channel: 0 to CHANNELS - 1, the same for the counterparts.
         deadline_seconds: how long to wait for a message, from when it was posted, or from the call of `finish` if
             that was later.
-        stretch: elements that are under way at a time, the same for the counterparts. The exchange's buffers hold
-            one such stretch for a pair, two for a larger group. `begin` posts the first stretch.
+        bits: of codes, 8 or 4, the same for the counterparts; None: fp32.
 
     Attributes:
         deadline_seconds: may be changed between two exchanges.
+        bucket: elements of a bucket, the same for the counterparts; a multiple of `payload.BLOCK` in codes.
         report: of the exchange begun last; complete when `finish` is exhausted.
         rounding: what is left out of this rank's vector in the mean, to be added to its next one; as long as the
-            vector, beside it, valid where a piece has been yielded. None: nothing is left out, as here.
+            vector, beside it, valid where a piece has been yielded. None: nothing is left out.
         done: whether all of the mean has been yielded, and all that was sent has arrived.
     """
+
+    bucket = BUCKET
 
     def __init__(
         self,
@@ -94,7 +127,7 @@ class Exchange:
         place: Place,
         channel: int,
         deadline_seconds: float = 600.0,
-        stretch: int = STRETCH,
+        bits: int | None = None,
     ) -> None:
         if not 0 <= channel < CHANNELS:
             raise ValueError(f"channel {channel} must lie between 0 and {CHANNELS - 1}")
@@ -106,109 +139,146 @@ class Exchange:
         self.place = place
         self.channel = channel
         self.deadline_seconds = deadline_seconds
-        self.stretch = stretch
         self.rounding: Tensor | None = None
         self.report = ExchangeReport(group=())
         self.done = False
-        self._under_way = False
-        self._buffers = Buffers()
-        self._vector = NOTHING
-        self._what = ""
+        self._bits = bits
+        self._codec: Codec | None = None if bits is None else Codec(bits)
+        self._begun = False
+        self._vector = self._signs = NOTHING
+        self._what, self._tag = "", 0
         self._exact: Ranges = ()
-        self._session: Session
-        self._posted = 0  # elements of the vector
-        self._stretch: Stretch | None = None  # that is under way
-        self._spans = Spans(())  # where it lies in the vector
+        self._posted = 0  # buckets
+        self._under_way = deque[_Bucket]()  # in the order of the vector
+        self._own = Buffers()
+        self._buffers = [
+            Buffers() for _ in range(WINDOW)
+        ]  # of the buckets under way, by their numbers modulo WINDOW
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
-        """Post the messages of this rank, and return without waiting for any.
+        """Post the first messages of this rank, and return without waiting for any.
 
         Args:
-            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. What is sent of a
-                vector on an accelerator is copied to host memory, stretch by stretch.
+            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. In codes the mean
+                takes its place. What is sent of a vector on an accelerator is copied to host memory.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
             what: names the exchange in errors.
-            exact: parts of the vector that are sent in fp32 (as all of it is here) where others are sent as codes.
+            exact: parts of the vector that are sent in fp32 where others are sent as codes.
 
         Raises RuntimeError when the exchange begun before is not finished, ValueError when this replica is
         not in the group.
         """
-        if self._under_way:
+        if self._begun:
             raise RuntimeError(f"{self._what} is still under way: finish it before {what} begins")
         if self.place.replica not in group:
             raise ValueError(f"{what}: replica {self.place.replica} is not in group {list(group)}")
         self.report = ExchangeReport(group)
         self._vector, self._what, self._exact = vector, what, exact
-        tag = tag_of(number, self.channel)
-        self._session = Session(self.transport, self.place, tag, self.report, self._buffers)
+        self._tag = tag_of(number, self.channel)
         self._posted, self.done = 0, False
-        self._go_on()
-        self._under_way = True
+        if self._bits is not None:
+            self._prepare_codes(self._bits, number)
+        self._open_buckets()
+        self._begun = True
 
-    def progress(self) -> Iterator[MeanPiece]:
+    def progress(self, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield the pieces of the mean that are available, without waiting; none without `begin`.
 
         Moves messages where the library moves them only when it is called. All members must use the pieces of
         `progress` as they do those of `finish`, which yields the others. An iterator that is not exhausted ends
         the exchange, as an error does. Raises PartnerLostError as `finish` does.
+
+        Args:
+            until: a time of the monotonic clock, from which on nothing more is computed.
         """
-        return self._pieces(None) if self._under_way else iter(())
+        return self._pieces(None, until) if self._begun else iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
-        """Yield the pieces of the mean that are left, each element once, as chunks arrive.
+        """Yield the pieces of the mean that are left, each element once.
 
         Raises RuntimeError when nothing was begun, PartnerLostError when the connection to a member is lost,
         and its subclass PartnerTimeoutError when a member does not answer within the deadline. The exchange is
         then over, and may be begun again.
         """
-        if not self._under_way:
+        if not self._begun:
             raise RuntimeError("nothing is under way: begin comes before finish")
         yield from self._pieces(time.monotonic())
-        self._under_way = False
+        self._begun = False
 
-    def _go_on(self) -> None:
-        """Post the first messages of the next stretch, if there is one."""
-        part = self._vector[self._posted : self._posted + self.stretch]
-        if not len(part):
-            self._stretch, self.done = None, True
+    def _prepare_codes(self, bits: int, number: int) -> None:
+        device, length = self._vector.device, len(self._vector)
+        if self._codec is None or self._codec.device != device:
+            self._codec = Codec(bits, device)
+        self._signs = signs_of(number).to(device, non_blocking=True)
+        self.rounding = None
+        if keeps_rounding(bits, len(self.report.group)):
+            self.rounding = self._own.get("rounding", torch.float32, length, device=device).zero_()
+
+    def _open_buckets(self) -> None:
+        """Post the first messages of the next buckets, as far as there is room."""
+        while len(self._under_way) < WINDOW and (start := self._posted * self.bucket) < len(self._vector):
+            self._under_way.append(_Bucket(start, self._exchange(slice(start, start + self.bucket))))
+            self._posted += 1
+        if not self._under_way:
+            self.done = True
             self.report.seconds = time.perf_counter() - self.report.started
-            return
-        self._spans = Spans([(self._posted, self._posted + len(part))])
-        self._posted += len(part)
-        self._stretch = self._open(part)
 
-    def _open(self, part: Tensor) -> Stretch:
-        """Open the stretch of a part of the vector; messages leave from host memory, and arrive there."""
-        if part.device.type != "cpu":
-            part = self._buffers.get("outbox", torch.float32, len(part)).copy_(part)
-        return in_fp32(self._session, part)
+    def _exchange(self, at: slice) -> BucketExchange:
+        """Return what exchanges a bucket."""
+        slot = self._posted % WINDOW
+        ranks = [self.place.rank_of(member) for member in self.report.group]
+        members = Members(self.transport, ranks, self._tag + slot, self.report, self._buffers[slot])
+        bucket = self._vector[at]
+        if self._codec is None:
+            if bucket.device != HOST:
+                bucket = members.buffers.get("outbox", torch.float32, len(bucket)).copy_(bucket)
+            return in_fp32(members, bucket)
+        coded = blocks_to_code(range(at.start, at.start + len(bucket)), self._exact)
+        rounding = None if self.rounding is None else self.rounding[at]
+        return in_codes(members, bucket, Code(self._codec, self._signs, coded, len(ranks) - 1, rounding))
 
-    def _pieces(self, since: float | None) -> Iterator[MeanPiece]:
+    def _pieces(self, since: float | None, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield the pieces of the mean; wait for those that are not there, `since` this time, or not (None)."""
         try:
-            while self._stretch is not None:
-                for piece in self._stretch.poll():
-                    yield from self._spans.place(piece)
-                if self._stretch.done:
-                    self._go_on()
-                elif since is None:
+            while self._under_way:
+                has_moved = self._go_on(until)
+                while self._under_way and self._under_way[0].flight is None:
+                    first = self._under_way.popleft()
+                    yield MeanPiece(first.start, first.start + len(first.mean), first.mean)
+                    self._open_buckets()
+                    has_moved = True
+                if since is None and (not has_moved or time.monotonic() >= until):
                     return
-                elif self._stretch.awaited is not None:
-                    self._wait(self._stretch.awaited, since)
+                if since is not None and not has_moved:
+                    self._wait(since)
         except BaseException as error:  # also where the caller takes no more
-            self._under_way, self._stretch = False, None
+            self._begun = False
+            self._under_way.clear()
             self.report.seconds = time.perf_counter() - self.report.started
             # Late messages must not overwrite the next exchange's memory; the transport keeps the old one.
-            self._buffers.release()
+            for buffers in (self._own, *self._buffers):
+                buffers.release()
             if named := self._named(error):
                 raise named from error
             raise
 
-    def _wait(self, flight: Flight, since: float) -> None:
-        """Wait until a chunk has arrived, or all that was sent has."""
+    def _go_on(self, until: float) -> bool:
+        """Go on with each bucket whose messages have come and gone; return whether there was one."""
+        has_moved = False
+        for bucket in self._under_way:
+            if bucket.flight is not None and bucket.flight.done():
+                bucket.go_on()
+                has_moved = True
+                if time.monotonic() >= until:
+                    break
+        return has_moved
+
+    def _wait(self, since: float) -> None:
+        """Wait for the messages that were posted first."""
         now.part(self._awaited())
         started = time.monotonic()
+        flight = min((one.flight for one in self._under_way if one.flight), key=lambda flight: flight.posted)
         try:
             flight.wait(self.deadline_seconds + max(0.0, since - flight.posted))
         finally:

@@ -1,4 +1,4 @@
-"""The mean of a chunk over a group, without members that are not finite; and the report of an exchange."""
+"""The mean of a vector over a group, without members that are not finite; and the report of an exchange."""
 
 import math
 import time
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.plans.grouping import Group
+
+_AT_ONCE = 1 << 18  # elements, which stay in cache
 
 # Of an ExchangeReport, what adds up over the parts of a vector; a checkpoint has the numbers in this order.
 MEASURED: dict[str, type] = {
@@ -41,7 +43,7 @@ class ExchangeReport:
         seconds: from `begin` until this rank has seen that everything is received and sent.
         squared_deviation: sum over the elements of the unbiased variance over the group.
         compared_elements: elements in that sum.
-        poisoned_elements: elements in chunks where some member was not finite.
+        poisoned_elements: elements in pieces (2^18) where some member was not finite.
         squared_error: of the code, likewise: s^2 / 12 of each coded element, the variance of its rounding.
         resent_elements: in blocks that the code did not hold, of which more bits were sent, or fp32.
         missed: the partner that was not exchanged with, and why; empty if the round took place.
@@ -95,19 +97,27 @@ class ExchangeReport:
 
 
 def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:
-    """Average the members' chunks, each of shape [elements], in the order given: equal inputs, equal bits, also
-    at other places of a chunk.
+    """Average the members' vectors, each of shape [elements], in the order given: equal inputs, equal bits, also
+    at other places of a vector.
 
-    A chunk in which a member holds NaN or infinity is averaged over the members that are finite there (where none
-    is: the first), so that a poisoned replica does not spread. The deviation of finite chunks and the
+    A piece in which a member holds NaN or infinity is averaged over the members that are finite there (where none
+    is: the first), so that a poisoned replica does not spread. The deviation of finite pieces and the
     number of poisoned elements are added to `report`.
 
     Returns `out`, which may be one of the members.
     """
+    for start in range(0, len(out), _AT_ONCE):
+        piece = slice(start, start + _AT_ONCE)
+        _mean_of_piece([member[piece] for member in members], out[piece], report)
+    return out
+
+
+def _mean_of_piece(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> None:
     if len(members) == 2:
         difference = members[0] - members[1]
         deviation = float(torch.dot(difference, difference)) / 2
-        mean = torch.add(*members, out=out).mul_(0.5) if math.isfinite(deviation) else out
+        if math.isfinite(deviation):
+            torch.add(*members, out=out).mul_(0.5)
     else:
         members = torch.stack(tuple(members)).unbind()  # since `out` may be one of them
         mean = _mean_of_rows(members, out)
@@ -116,10 +126,10 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
     if math.isfinite(deviation):
         report.squared_deviation += deviation
         report.compared_elements += len(out)
-        return mean
+        return
     report.poisoned_elements += len(out)
     finite = [member for member in members if bool(torch.isfinite(member).all())] or [members[0]]
-    return _mean_of_rows(torch.stack(finite), out)
+    _mean_of_rows(torch.stack(finite), out)
 
 
 def _mean_of_rows(rows: Tensor | Sequence[Tensor], out: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.channels import Channel, Contacts
-from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange, group_mean
+from megatron_noloco.outer.exchange import AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.round import Fragment, Round, RoundReport, cut
 from megatron_noloco.outer.vectors import HOST, OuterVectors
@@ -74,8 +73,8 @@ class OuterOptimizer:
         local_steps, overlap_steps: k and d, of the settings; may be changed between two local steps, on all ranks
             at the same one. Rounds are numbered as if k had always been so.
 
-    Besides these vectors it holds, for each round that is under way at a time, the combined vector, the messages,
-    what their codes leave out, and with a delay the correction, each as long as the longest fragment.
+    Besides these vectors it holds, for each round that is under way at a time, the combined vector, what its codes
+    leave out, and with a delay the correction, each as long as the longest fragment; and messages of some buckets.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class OuterOptimizer:
         Returns whether something of them is left to be done.
 
         Args:
-            seconds: after which no further piece is used.
+            seconds: after which nothing more is computed.
 
         Call it often between local steps, such as at every microbatch: many MPI libraries move messages, and open
         connections, only when called.
@@ -347,24 +346,15 @@ class OuterOptimizer:
         return self._idle.pop() if self._idle else self._new_round()
 
     def _new_round(self) -> Round:
-        # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
-        in_pairs = self.settings.among(self.place.replicas).in_pairs
-        stretch = max(1, self._longest) if in_pairs else STRETCH
-        exchange: AnyExchange = (
-            self._exchange(Channel.ROUNDS, stretch)
-            if self._separate_jobs is None
-            else self._separate_jobs.exchange()
-        )
+        exchange = self._exchange() if self._separate_jobs is None else self._separate_jobs.exchange()
         coded = self.settings.codes_on_device(self.place.replicas is None)
         return Round(self._vectors, exchange, self._longest, self._vectors.home if coded else HOST)
 
-    def _exchange(self, channel: int, stretch: int) -> Exchange:
-        transport, place, settings = self.transport, self.place, self.settings
-        assert transport is not None
-        if settings.payload_bits is None:
-            return Exchange(transport, place, channel, settings.deadline_seconds, stretch)
-        coding = Coding(settings.payload_bits, stretch)
-        return CodedExchange(transport, place, channel, settings.deadline_seconds, coding)
+    def _exchange(self) -> Exchange:
+        settings = self.settings
+        assert self.transport is not None
+        numbers = settings.deadline_seconds, settings.payload_bits
+        return Exchange(self.transport, self.place, Channel.ROUNDS, *numbers)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -34,7 +34,6 @@ them are in fragment 0. docs/exchange.md says more about the cuts.
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -164,9 +163,6 @@ class Round:
         self._longest = longest
         self._where = where
         self._buffers = Buffers()
-        self._arriving: Iterator[MeanPiece] | None = (
-            None  # of a call of `progress` that ended before its pieces
-        )
         self.index = self.due = 0
         self.fragment = Fragment(())
         self.complete = True
@@ -191,21 +187,15 @@ class Round:
         self.complete = True
 
     def progress(self, until: float = math.inf) -> None:
-        """Use the pieces of a delayed round that have arrived, without waiting, and none after `until`."""
+        """Use the pieces of a delayed round that have arrived, without waiting; see `Exchange.progress`."""
         if not self.complete:
-            self._arriving = self._arriving or self._exchange.progress()
             with self._vectors.side.used():
-                for mean in self._arriving:
+                for mean in self._exchange.progress(until):
                     self._step(mean)
-                    if time.monotonic() >= until:
-                        return
-            self._arriving = None
 
     def wait(self) -> None:
         """Wait for the exchange of a delayed round, if it is under way."""
         if not self.complete:
-            if self._arriving is not None:
-                self.progress()
             with self._vectors.side.used():
                 for mean in self._exchange.finish():
                     self._step(mean)
@@ -219,7 +209,7 @@ class Round:
     @property
     def arrived(self) -> bool:
         """Whether all of the mean is used; False as well where that is not known, in a federation."""
-        return self.complete or (self._exchange.done and self._arriving is None)
+        return self.complete or self._exchange.done
 
     @property
     def combined(self) -> Tensor:

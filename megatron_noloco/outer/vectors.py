@@ -19,6 +19,7 @@ from megatron_noloco.outer.weights import Joined, Weights, wait_for
 from megatron_noloco.settings import NolocoSettings
 
 HOST = torch.device("cpu")
+BUCKET = 1 << 21  # elements of a vector that are exchanged as one: 8 MiB
 NOTHING = torch.empty(0, dtype=torch.float32, device=HOST)
 _PORTABLE = 1  # cudaHostRegisterPortable
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
@@ -105,12 +106,6 @@ class Spans:
         """Write the vector of these ranges to its places in the whole one, `out`."""
         for within, place in self.within(0, self.length):
             out[place] = ours[within]
-
-    def place(self, piece: MeanPiece) -> Iterator[MeanPiece]:
-        """Yield a piece of these ranges' vector as pieces of the whole one."""
-        for ours, place in self.within(piece.start, piece.stop):
-            mean = piece.mean[ours.start - piece.start : ours.stop - piece.start]
-            yield MeanPiece(place.start, place.stop, mean)
 
 
 class SideStream:

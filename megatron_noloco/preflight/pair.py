@@ -49,7 +49,7 @@ def measure(seconds: float) -> Pair:
             f"each of the ranks is alone: mpi4py runs on {library()}, which is not the MPI of this mpirun"
         )
     transport = MpiTransport()
-    exchange = Exchange(transport, Place(transport.rank, 2), Channel.ROUNDS, 60.0, _ELEMENTS)
+    exchange = Exchange(transport, Place(transport.rank, 2), Channel.ROUNDS, 60.0)
     number = 0
 
     def timed(elements: int, computing_seconds: float = 0.0) -> float:

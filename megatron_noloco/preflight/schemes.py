@@ -222,6 +222,6 @@ def exchange_bytes(noloco: TrainerSettings, held: RankParameters, members: int, 
     exact = _FP32 * held.copied / dp
     if members == 2:
         return round(coded + exact)
-    # An owner hands out sums, the step of each block, and a verdict (`outer.coded_exchange`).
+    # An owner hands out sums, the step of each block, and a verdict (`outer.bucket_exchange`).
     sums = blocks_in(held.owned) * (BLOCK * wide_type(noloco.payload_bits, members).itemsize + 4 + 1)
     return round(to_others * (coded + sums + 2 * exact))

@@ -1,20 +1,21 @@
 """The interface of a transport: point-to-point messages between flat buffers, with a deadline; no collectives.
 
-flight = transport.post(sends, receives, tag)  # every chunk of every message is under way at once
-while not flight.done():                       # then the send buffers may be reused
-    for arrival in flight.arrived():           # act on each chunk that has arrived
-        ...
-    flight.wait(deadline_seconds)              # or compute, and call `arrived` now and then
+flight = transport.post(sends, receives, tag)  # every message is under way at once
+flight.wait(deadline_seconds)                  # or compute, and ask `flight.done()` now and then
 """
 
+import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-EXCHANGE_TAGS = 384  # number of tags that belong to one exchange
+EXCHANGE_TAGS = 512  # number of tags that belong to one exchange
+_MOST_BYTES = 2**31 - 1  # of a message: MPI counts in C ints
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,6 @@ class Message:
 
     rank: int
     buffer: Tensor
-
-
-class Arrival(NamedTuple):
-    """Names a chunk that has arrived: elements start..stop of the buffer of receive number `message`."""
-
-    message: int
-    start: int
-    stop: int
 
 
 class ExchangeTimeoutError(TimeoutError):
@@ -59,105 +52,102 @@ class RankLostError(ConnectionError):
         self.why = why
 
 
-class Chunk(NamedTuple):
-    """Holds a piece of a message: its `Arrival`, the rank at the other end, and its bytes."""
+class Flight(ABC):
+    """Follows the messages of one `post` while they are under way.
 
-    arrival: Arrival
-    rank: int
-    data: Tensor  # uint8 view of the message's buffer
-
-
-class Transfers:
-    """Holds the chunks that a flight sends, or those that it receives; subclasses find out which have completed.
+    Args:
+        receives, sends: of the post.
 
     Attributes:
-        chunks: the chunks under way, by their `Arrival`, in the order of posting.
         posted: the time of the post, on the monotonic clock.
-        timed_out: whether `next` has raised ExchangeTimeoutError; the caller then collects no more chunks.
+        under_way: the messages that have not come or gone, by their number; first those to be received.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
-        self.chunks = {chunk.arrival: chunk for chunk in chunks}
-        self.timed_out = False
-        self._tag = tag
+    def __init__(self, receives: Sequence[Message], sends: Sequence[Message], tag: int) -> None:
+        self.under_way = dict(enumerate([*receives, *sends]))
         self.posted = time.monotonic()
-
-    def completed(self) -> list[Arrival]:
-        """Return the chunks completed since the last call, and remove them from `chunks`; never blocks.
-
-        Raises RankLostError when a chunk will never complete.
-        """
-        raise NotImplementedError
-
-    def _wait(self, waited_seconds: float, left_seconds: float) -> None:
-        """Block until a chunk may have completed, at most `left_seconds`."""
-        raise NotImplementedError
-
-    def next(self, deadline_seconds: float) -> list[Arrival]:
-        """Wait until at least one chunk completes; then return what `completed` does.
-
-        Raises ExchangeTimeoutError when `deadline_seconds` have passed since the post.
-        """
-        started = now = time.monotonic()
-        while not (completed := self.completed()):
-            left_seconds = self.posted + deadline_seconds - now
-            if left_seconds <= 0:
-                self.timed_out = True
-                rank = next(iter(self.chunks.values())).rank
-                raise ExchangeTimeoutError(rank, self._tag, now - self.posted)
-            self._wait(now - started, left_seconds)
-            now = time.monotonic()
-        return completed
-
-
-class Flight:
-    """Follows the messages of one `post`, cut into chunks, while they are under way."""
-
-    def __init__(self, received: Transfers, sent: Transfers) -> None:
-        self._received = received
-        self._sent = sent
-        self._arrived: list[Arrival] = []  # found by `wait`
-
-    @property
-    def posted(self) -> float:
-        """The time of the post, on the monotonic clock."""
-        return self._received.posted
-
-    def arrived(self) -> list[Arrival]:
-        """Return the chunks that have arrived since the last call, each once, in the order of arrival.
-
-        Never blocks. Where messages move only inside calls of a library, this makes such a call. Raises
-        RankLostError for a chunk that will never arrive, as `done` and `wait` do.
-        """
-        found, self._arrived = self._arrived, []
-        return found + self._received.completed()
+        self._tag = tag
 
     def done(self) -> bool:
-        """Return whether `arrived` has nothing left to return and the send buffers may be reused; never blocks."""
-        self._sent.completed()
-        return not (self._arrived or self._received.chunks or self._sent.chunks)
+        """Return whether all is received, and the send buffers may be reused; never blocks.
+
+        Where messages move only inside calls of a library, this makes such a call. Raises RankLostError for a
+        message that will never arrive, as `wait` does.
+        """
+        self._move()
+        return not self.under_way
 
     def wait(self, deadline_seconds: float) -> None:
-        """Wait until `arrived` has something to return, or `done` holds.
+        """Wait until `done` holds.
 
-        Raises ExchangeTimeoutError with a rank whose chunk is missing `deadline_seconds` after `post`, however the
-        caller spent that time.
+        Raises ExchangeTimeoutError with a rank whose message is missing `deadline_seconds` after `post`, however
+        the caller spent that time.
         """
-        if self._arrived:
-            return
-        if self._received.chunks:
-            self._arrived = self._received.next(deadline_seconds)
-            return
-        while self._sent.chunks:
-            self._sent.next(deadline_seconds)
-
-    def finish(self, deadline_seconds: float) -> list[Arrival]:
-        """Wait until `done` holds; return what `arrived` would, of all chunks. Raises as `wait` does."""
-        found = list[Arrival]()
+        started = now = time.monotonic()
         while not self.done():
-            self.wait(deadline_seconds)
-            found += self.arrived()
-        return found
+            left_seconds = self.posted + deadline_seconds - now
+            if left_seconds <= 0:
+                rank = next(iter(self.under_way.values())).rank
+                raise ExchangeTimeoutError(rank, self._tag, now - self.posted)
+            self._block(now - started, left_seconds)
+            now = time.monotonic()
+
+    @abstractmethod
+    def _move(self) -> None:
+        """Take the messages that have come or gone out of `under_way`; never blocks. Raises RankLostError."""
+
+    @abstractmethod
+    def _block(self, waited_seconds: float, left_seconds: float) -> None:
+        """Block until a message may have come or gone, at most `left_seconds`."""
+
+
+class ReportedFlight(Flight):
+    """Messages that other threads report.
+
+    A message may still be reported after a time-out: the thread that reports it keeps its buffer alive.
+    """
+
+    def __init__(self, receives: Sequence[Message], sends: Sequence[Message], tag: int) -> None:
+        super().__init__(receives, sends, tag)
+        self._reports: queue.SimpleQueue[int | RankLostError] = queue.SimpleQueue()
+
+    def report(self, outcome: int | RankLostError) -> None:
+        """Report, from any thread, that the message of this number has come or gone, or that one never will."""
+        self._reports.put(outcome)
+
+    def _move(self) -> None:
+        with suppress(queue.Empty):
+            while self.under_way:
+                self._take(self._reports.get_nowait())
+
+    def _block(self, waited_seconds: float, left_seconds: float) -> None:
+        with suppress(queue.Empty):
+            self._take(self._reports.get(timeout=left_seconds))
+
+    def _take(self, outcome: int | RankLostError) -> None:
+        if isinstance(outcome, RankLostError):
+            raise outcome
+        del self.under_way[outcome]
+
+
+def check_messages(messages: Sequence[Message], rank: int, world_size: int) -> None:
+    """Raise ValueError for a message that no transport carries."""
+    for message in messages:
+        if message.rank == rank or not 0 <= message.rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size} cannot exchange messages with rank {message.rank}")
+        buffer = message.buffer
+        if (
+            buffer.dim() != 1
+            or not buffer.is_contiguous()
+            or buffer.device.type != "cpu"
+            or buffer.requires_grad
+            or buffer.nbytes > _MOST_BYTES
+        ):
+            raise ValueError(
+                f"the buffer to or from rank {message.rank} must be flat, contiguous, on the CPU, without "
+                f"gradient and below 2 GiB, not shape {tuple(buffer.shape)}, strides {buffer.stride()}, of "
+                f"{buffer.dtype}, on {buffer.device}, requires_grad={buffer.requires_grad}"
+            )
 
 
 class Transport(Protocol):

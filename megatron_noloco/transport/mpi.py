@@ -6,54 +6,43 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_noloco.errors import UserError
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, check_messages, cut
-from megatron_noloco.transport.interface import Arrival, Chunk, Flight, Message, Transfers
+import torch
 
-_COUNT_LIMIT = 2**31  # MPI counts are C ints
-_YIELD_SECONDS = 1e-3  # a wait begins with yields, not sleeps: chunks from the same host arrive within it
+from megatron_noloco.errors import UserError
+from megatron_noloco.transport.interface import Flight, Message, check_messages
+
+_YIELD_SECONDS = 1e-3  # a wait begins with yields, not sleeps: messages from the same host arrive within it
 _SHORTEST_SLEEP_SECONDS = 50e-6
 _LONGEST_SLEEP_SECONDS = 1e-3
 
 
-class _Requests(Transfers):
-    """Chunks with their MPI requests; keeps their buffers alive."""
+class _MpiFlight(Flight):
+    """Messages with their MPI requests; keeps their buffers alive."""
 
-    def __init__(self, chunks: list[Chunk], tag: int, requests: list[Any]) -> None:
+    def __init__(
+        self, receives: Sequence[Message], sends: Sequence[Message], tag: int, requests: list[Any]
+    ) -> None:
         from mpi4py import MPI
 
-        super().__init__(chunks, tag)
-        self._requests = requests
+        super().__init__(receives, sends, tag)
+        self._requests = requests  # of the messages under way, in their order
         self._testsome = MPI.Request.Testsome
 
-    def completed(self) -> list[Arrival]:
-        done = set(self._testsome(self._requests) or ()) if self._requests else ()
-        if not done:
-            return []
-        completed = [arrival for index, arrival in enumerate(self.chunks) if index in done]
-        self._requests = [request for index, request in enumerate(self._requests) if index not in done]
-        for arrival in completed:
-            del self.chunks[arrival]
-        return completed
+    def _move(self) -> None:
+        done = set(self._testsome(self._requests) or ()) if self._requests else set[int]()
+        if done:
+            numbers, requests = [*self.under_way], self._requests
+            self._requests = [request for index, request in enumerate(requests) if index not in done]
+            for index in done:
+                del self.under_way[numbers[index]]
 
-    def _wait(self, waited_seconds: float, left_seconds: float) -> None:
+    def _block(self, waited_seconds: float, left_seconds: float) -> None:
         """Yield at first, then sleep, longer each time: ranks may share a core."""
         if waited_seconds < _YIELD_SECONDS:
             os.sched_yield()  # a sleep of any length, even 0, takes 50 us and more
         else:
             sleep_seconds = max(_SHORTEST_SLEEP_SECONDS, waited_seconds - _YIELD_SECONDS)
             time.sleep(min(sleep_seconds, _LONGEST_SLEEP_SECONDS, left_seconds))
-
-
-class _MpiFlight(Flight):
-    def under_way(self) -> bool:
-        """Return whether MPI may still access the buffers.
-
-        After a time-out this call also moves the messages: no other call does.
-        """
-        if self._received.timed_out or self._sent.timed_out:
-            self.arrived()
-        return not self.done()
 
 
 class MpiTransport:
@@ -64,18 +53,13 @@ class MpiTransport:
     buffers until the partner answers. Every exchange needs tags of its own, so that a late message arrives in
     the old buffer and not in the next one.
 
-    Args:
-        chunk_bytes: of the pieces into which messages are cut, below 2^31.
-
-    Raises UserError for `chunk_bytes` out of range, and when MPI was started with THREAD_SINGLE.
+    Raises UserError when MPI was started with THREAD_SINGLE.
     """
 
     name = "mpi"
     connects_lazily = True  # Open MPI and MPICH do; with other libraries an early first message costs no time
 
-    def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
-        if not 1 <= chunk_bytes < _COUNT_LIMIT:
-            raise UserError(f"chunk_bytes {chunk_bytes} must lie between 1 and {_COUNT_LIMIT - 1}")
+    def __init__(self) -> None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_FUNNELED:
@@ -84,7 +68,6 @@ class MpiTransport:
                 'leave mpi4py.rc.thread_level at "multiple", or set it to "funneled"'
             )
         self._comm = MPI.COMM_WORLD.Dup()
-        self._chunk_bytes = chunk_bytes
         self._tags = (self._comm.Get_attr(MPI.TAG_UB) or 32767) + 1
         self._flights: list[_MpiFlight] = []  # under way
         atexit.register(finalize, self._flights)
@@ -92,16 +75,19 @@ class MpiTransport:
         self.world_size: int = self._comm.Get_size()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
-        from mpi4py import MPI
-
         check_messages([*sends, *receives], self.rank, self.world_size)
         tag %= self._tags
-        incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)
-        receiving = [self._comm.Irecv([c.data.numpy(), MPI.BYTE], source=c.rank, tag=tag) for c in incoming]
-        sending = [self._comm.Isend([c.data.numpy(), MPI.BYTE], dest=c.rank, tag=tag) for c in outgoing]
-        flight = _MpiFlight(_Requests(incoming, tag, receiving), _Requests(outgoing, tag, sending))
-        self._flights[:] = [*(old for old in self._flights if old.under_way()), flight]
+        requests = [self._comm.Irecv(_bytes_of(one), source=one.rank, tag=tag) for one in receives]
+        requests += [self._comm.Isend(_bytes_of(one), dest=one.rank, tag=tag) for one in sends]
+        flight = _MpiFlight(receives, sends, tag, requests)
+        self._flights[:] = [*(old for old in self._flights if not old.done()), flight]
         return flight
+
+
+def _bytes_of(message: Message) -> list[Any]:
+    from mpi4py import MPI
+
+    return [message.buffer.view(torch.uint8).numpy(), MPI.BYTE]
 
 
 def finalize(flights: list[_MpiFlight]) -> None:

@@ -2,7 +2,7 @@
 
 gloo's `work.wait(timeout)` closes all connections of the group when the time is over, so one slow partner would
 cost all the others; and its `work.is_completed()` never becomes true. So threads wait without a time-out and
-report each completed chunk, and the caller's thread keeps the deadline.
+report each completed message, and the caller's thread keeps the deadline.
 """
 
 import threading
@@ -17,12 +17,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, ReportedTransfers, check_messages, cut
-from megatron_noloco.transport.interface import Chunk, Flight, Message, RankLostError
+from megatron_noloco.transport.interface import (
+    Flight,
+    Message,
+    RankLostError,
+    ReportedFlight,
+    check_messages,
+)
 
 _NEVER = timedelta(days=365)  # the group's time-out, which must not come before the caller's deadline
 
 _Started = dist.Work | RankLostError  # an operation under way, or the error with which gloo refused it
+
+_Begun = tuple[int, Message, _Started]  # with the number of the message
 
 _Work = SimpleQueue[Callable[[], None] | None]  # None ends a thread
 
@@ -32,17 +39,13 @@ class TorchTransport:
 
     The constructor makes the group over all ranks, so every rank must construct its transport at the same
     place of the program, after `torch.distributed.init_process_group`.
-
-    Args:
-        chunk_bytes: of the pieces into which messages are cut.
     """
 
     name = "torch"
     connects_lazily = False  # gloo connects all ranks of a group when it is made
 
-    def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+    def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_NEVER)
-        self._chunk_bytes = chunk_bytes
         self._threads = _Threads()
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
@@ -50,25 +53,18 @@ class TorchTransport:
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         tag %= 2**31
-        incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)
+        flight = ReportedFlight(receives, sends, tag)
         common: dict[str, Any] = {"group": self._group, "tag": tag}
-        receiving = [(c, _start(dist.irecv, c, group_src=c.rank, **common)) for c in incoming]
-        sending = [(c, _start(dist.isend, c, group_dst=c.rank, **common)) for c in outgoing]
-        return Flight(self._watch(receiving, tag), self._watch(sending, tag))
-
-    def _watch(self, begun: list[tuple[Chunk, _Started]], tag: int) -> ReportedTransfers:
-        """Let a thread per partner report its chunks, so that a late partner delays no other.
-
-        After a time-out the thread of a partner that does not answer goes on, and keeps its operations and their
-        buffers, so that a late chunk arrives in memory that still exists.
-        """
-        transfers = ReportedTransfers([chunk for chunk, _ in begun], tag)
-        by_rank: defaultdict[int, list[tuple[Chunk, _Started]]] = defaultdict(list)
-        for chunk, started in begun:
-            by_rank[chunk.rank].append((chunk, started))
+        begun = [_start(dist.irecv, one, group_src=one.rank, **common) for one in receives]
+        begun += [_start(dist.isend, one, group_dst=one.rank, **common) for one in sends]
+        by_rank: defaultdict[int, list[_Begun]] = defaultdict(list)
+        for number, message in flight.under_way.items():
+            by_rank[message.rank].append((number, message, begun[number]))
+        # A thread per partner, so that a lost one is found behind a late one. After a time-out the thread of one
+        # that does not answer goes on, and keeps its operations and their buffers for a late message.
         for of_partner in by_rank.values():
-            self._threads.run(partial(_report, of_partner, transfers))
-        return transfers
+            self._threads.run(partial(_report, of_partner, flight))
+        return flight
 
 
 class _Threads:
@@ -108,12 +104,12 @@ def _end(queue: _Work, threads: list[threading.Thread]) -> None:
             thread.join(max(0.0, until - time.monotonic()))
 
 
-def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
+def _start(operation: Callable[..., dist.Work | None], message: Message, **arguments: Any) -> _Started:
     """Start an operation; return a RankLostError where gloo refuses it, as it does for an ended rank."""
     try:
-        work = operation(chunk.data, **arguments)
+        work = operation(message.buffer, **arguments)
     except RuntimeError as error:
-        return _lost(chunk.rank, error)
+        return _lost(message.rank, error)
     assert work is not None  # None is for ranks outside the group
     return work
 
@@ -122,15 +118,15 @@ def _lost(rank: int, error: RuntimeError) -> RankLostError:
     return RankLostError(rank, f"has gone: the connection was lost ({str(error).partition(chr(10))[0]})")
 
 
-def _report(begun: list[tuple[Chunk, _Started]], transfers: ReportedTransfers) -> None:
-    """Wait for the chunks of one partner and report each, until a failure: then no more can arrive."""
-    for chunk, started in begun:
+def _report(begun: list[_Begun], flight: ReportedFlight) -> None:
+    """Wait for the messages of one partner and report each, until a failure: then no more can arrive."""
+    for number, message, started in begun:
         if isinstance(started, RankLostError):
-            transfers.report(started)
+            flight.report(started)
             return
         try:
             started.wait()
         except RuntimeError as error:
-            transfers.report(_lost(chunk.rank, error))
+            flight.report(_lost(message.rank, error))
             return
-        transfers.report(chunk.arrival)
+        flight.report(number)

@@ -14,7 +14,6 @@ from megatron_noloco.transport.torch_dist import TorchTransport, _Threads
 from tests.distributed.transport_suite import (
     BIG_ELEMENTS,
     CASES,
-    CHUNK_BYTES,
     DEADLINE_SECONDS,
     WORLD_SIZE,
     pattern,
@@ -29,13 +28,11 @@ Outcomes = list[dict[str, str]]  # per rank: case -> "passed" or a traceback
 
 def loopback_outcomes() -> Outcomes:
     with ThreadPoolExecutor(WORLD_SIZE) as threads:
-        return list(threads.map(run_suite, loopback_world(WORLD_SIZE, chunk_bytes=CHUNK_BYTES)))
+        return list(threads.map(run_suite, loopback_world(WORLD_SIZE)))
 
 
 def torch_outcomes() -> Outcomes:
-    return run_ranks(
-        WORLD_SIZE, lambda rank, world_size: run_suite(TorchTransport(chunk_bytes=CHUNK_BYTES)), timeout=180
-    )
+    return run_ranks(WORLD_SIZE, lambda rank, world_size: run_suite(TorchTransport()), timeout=180)
 
 
 def mpi_outcomes() -> Outcomes:
@@ -67,7 +64,7 @@ def test_loopback_copies_what_is_sent() -> None:
     outgoing, incoming = pattern(0, 10), torch.zeros(10)
     first.post([Message(1, outgoing)], [], tag=1)
     outgoing.zero_()
-    second.post([], [Message(0, incoming)], tag=1).finish(1.0)
+    second.post([], [Message(0, incoming)], tag=1).wait(1.0)
     assert torch.equal(incoming, pattern(0, 10))
 
 
@@ -89,7 +86,7 @@ def _one_leaves(rank: int, world_size: int) -> str:
         flight = transport.post([], [Message(1, torch.zeros(BIG_ELEMENTS))], tag=3)
         swap(transport, 1, 5, tag=1)
         with pytest.raises(RankLostError, match="rank 1 has gone") as caught:
-            flight.finish(DEADLINE_SECONDS)
+            flight.wait(DEADLINE_SECONDS)
         assert caught.value.rank == 1
         message = str(caught.value)
     swap(transport, 2 if rank == 0 else 0, 5, tag=4)  # the survivors go on

@@ -25,9 +25,8 @@ from tests.simulated_gpu import Gpu, Order, Wait
 
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 2_501, 2, 3
 AT_ONCE = 700  # elements that are formed at a time: a vector has several pieces, some of two tensors
-CHUNK_BYTES = 2048
-STRETCH = 900  # elements that a group of 4 has under way: the memory of messages is used again in a round
-CODED_AT_ONCE, SEGMENT = 2, 3  # likewise blocks, that a GPU codes at a time, and that are sent at a time
+BUCKET, WINDOW = 1024, 2  # so the memory of messages is used again in a round
+CODED_AT_ONCE = 2  # blocks that a GPU codes at a time
 
 Method = Mapping[str, Any]
 Found = dict[str, Tensor]
@@ -51,7 +50,7 @@ def after_rounds(order: Order | None, method: Method, waits: Counter[Wait] | Non
         return found
 
     with ThreadPoolExecutor(REPLICAS) as threads:
-        return list(threads.map(replica, loopback_world(REPLICAS, CHUNK_BYTES)))
+        return list(threads.map(replica, loopback_world(REPLICAS)))
 
 
 class Cost(NamedTuple):

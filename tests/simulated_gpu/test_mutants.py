@@ -70,7 +70,7 @@ MUTANTS = {
         ROUNDS,
     ),
     "sketches are sent before they are computed": Mutant(
-        "outer/stretch_code.py",
+        "outer/bucket_code.py",
         "wait_for(vector.device)\n\n",
         "pass\n\n",
         ("simulated_gpu/test_outer.py", "are_those_of_a_cpu and int4"),
@@ -116,13 +116,13 @@ MUTANTS = {
     ),
     "a vector is sent before it is formed": Mutant("outer/vectors.py", "wait_for(self.home)", "pass", ROUNDS),
     "codes are sent before they are computed": Mutant(
-        "outer/stretch_code.py",
+        "outer/bucket_code.py",
         "wait_for(self.vector.device)\n        return",
         "pass\n        return",
         ROUNDS,
     ),
     "verdicts are read before they are there": Mutant(
-        "outer/stretch_code.py", "wait_for(self.vector.device)\n        if", "pass\n        if", ROUNDS
+        "outer/bucket_code.py", "wait_for(self.vector.device)\n        if", "pass\n        if", ROUNDS
     ),
     "a vector is coded in host memory": Mutant(
         "outer/optimizer.py", "self._vectors.home if coded else HOST", "HOST", CROSSED

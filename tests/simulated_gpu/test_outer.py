@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_noloco.outer import TorchWeights, coded_exchange, optimizer, vectors
+from megatron_noloco.outer import Exchange, TorchWeights, exchange, vectors
 from megatron_noloco.outer import payload as codes
 from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.payload import BLOCK
@@ -16,9 +16,9 @@ from megatron_noloco.settings import PAPER, NolocoSettings
 from tests.simulated_gpu import Gpu, Order, installed
 from tests.simulated_gpu.rounds import (
     AT_ONCE,
+    BUCKET,
     CODED_AT_ONCE,
-    SEGMENT,
-    STRETCH,
+    WINDOW,
     after_rounds,
     cost_of_a_round,
     differences,
@@ -43,8 +43,8 @@ delay = pytest.mark.parametrize("overlap_steps", [0, 2])
 def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "_AT_ONCE", AT_ONCE)
     monkeypatch.setattr(codes, "_AT_ONCE", CODED_AT_ONCE)
-    monkeypatch.setattr(coded_exchange, "_SEGMENT", SEGMENT)
-    monkeypatch.setattr(optimizer, "STRETCH", STRETCH)
+    monkeypatch.setattr(Exchange, "bucket", BUCKET)
+    monkeypatch.setattr(exchange, "WINDOW", WINDOW)
 
 
 def check(method: dict[str, Any], orders: tuple[Order, ...]) -> None:
@@ -100,8 +100,8 @@ def test_an_outer_step_waits_for_no_local_step() -> None:
 
 
 BLOCKS = 60
-SEGMENTS, PIECES = BLOCKS // SEGMENT, BLOCKS // SEGMENT * -(-SEGMENT // CODED_AT_ONCE)
-OTHER_WAITS = 5  # for c, sketches, the blocks that are sent again, slow weights, fast weights
+WAITS = 3  # for the sketches of a bucket, its codes, and the verdict
+OTHER_WAITS = 3  # for c, slow weights, fast weights
 
 
 @pytest.mark.parametrize("payload", ["fp32", "int8", "int4", "int3"])
@@ -124,5 +124,7 @@ def test_codes_cross_the_bus_if_slow_weights_are_on_the_device(payload: str) -> 
         "for each piece that is formed, and the last"
     )
     if payload != "fp32":
-        again = device.report.resent_elements // BLOCK
-        assert sum(device.waits.values()) <= SEGMENTS + PIECES + OTHER_WAITS + again
+        again = (
+            device.report.resent_elements // BLOCK
+        )  # codes and the verdict once more, for each bucket at most
+        assert sum(device.waits.values()) <= WAITS * BLOCKS * BLOCK // BUCKET + OTHER_WAITS + 2 * again

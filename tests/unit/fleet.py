@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer import CodedExchange, Coding, Exchange, OuterOptimizer, RoundReport, TorchWeights
-from megatron_noloco.outer.exchange import STRETCH
-from megatron_noloco.outer.vectors import Ranges
+from megatron_noloco.outer import Exchange, OuterOptimizer, RoundReport, TorchWeights
+from megatron_noloco.outer.vectors import BUCKET, Ranges
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
@@ -18,8 +17,6 @@ from tests.loopback import LoopbackTransport, loopback_world
 
 K = 4  # local steps between two rounds
 ELEMENTS = 37
-CHUNK_BYTES = 64  # 16 elements: every vector travels in several pieces
-CODED_CHUNK_BYTES = 1000  # no multiple of a block's bytes
 SECONDS = 60.0  # a deadline that no test reaches
 
 
@@ -59,7 +56,7 @@ class Fleet:
             | {"local_steps": K, "deadline_seconds": SECONDS, "group_size": max(2, group_size), **method}
         )
         self.grouping = Grouping(self.replicas, group_size, seed)
-        self.transports = [Listening(inner) for inner in loopback_world(self.replicas, CHUNK_BYTES)]
+        self.transports = [Listening(inner) for inner in loopback_world(self.replicas)]
         self.parameters = [[part.clone() for part in row.tensor_split([5])] for row in start]
         self.outer = [
             OuterOptimizer(TorchWeights(own), transport, Place(rank, self.replicas), self.settings, seed)
@@ -122,13 +119,22 @@ class Fleet:
 
     @property
     def memory(self) -> list[Tensor]:
-        """What the outer optimizers keep, but not what depends on how many codes did not fit."""
-        varies = () if self.settings.payload == "fp32" else ("open", "sums 2", "left over", "inbox", "slices")
-        rounds = [one for outer in self.outer for one in (*outer._idle, *outer._under_way)]
-        kept = [one._buffers._held | one._exchange._buffers._held for one in rounds]
-        vectors = [tensor for buffers in kept for name, tensor in buffers.items() if name not in varies]
+        """What the outer optimizers keep, without messages."""
+        kept = [buffers for one in self._rounds for buffers in (one._buffers, one._exchange._own)]
+        vectors = [tensor for buffers in kept for tensor in buffers._held.values()]
         of_outer = [(outer.slow_weights, outer.momentum, outer.rounding) for outer in self.outer]
         return vectors + [one for kept in of_outer for one in kept if one is not None]
+
+    @property
+    def messages(self) -> list[Tensor]:
+        """The memory of messages, but not what depends on how many codes did not fit."""
+        varies = () if self.settings.payload == "fp32" else ("open", "sums 2", "left over", "theirs", "parts")
+        kept = [buffers._held for one in self._rounds for buffers in one._exchange._buffers]
+        return [tensor for held in kept for name, tensor in held.items() if name not in varies]
+
+    @property
+    def _rounds(self) -> list[Any]:
+        return [one for outer in self.outer for one in (*outer._idle, *outer._under_way)]
 
 
 def fleet_of(replicas: int, group_size: int = 2, elements: int = ELEMENTS, **method: Any) -> Fleet:
@@ -151,13 +157,12 @@ def finish(exchange: Exchange, elements: int) -> Tensor:
 
 
 def made(
-    transport: Any, replicas: int, bits: int | None = None, seconds: float = SECONDS, stretch: int = STRETCH
+    transport: Any, replicas: int, bits: int | None = None, seconds: float = SECONDS, bucket: int = BUCKET
 ) -> Any:
     """Return an exchange in fp32, or in codes of so many bits."""
-    place = Place(transport.rank, replicas)
-    if bits is None:
-        return Exchange(transport, place, 5, seconds, stretch)
-    return CodedExchange(transport, place, 5, seconds, Coding(bits, stretch))
+    exchange = Exchange(transport, Place(transport.rank, replicas), 5, seconds, bits)
+    exchange.bucket = bucket
+    return exchange
 
 
 def average(
@@ -165,17 +170,15 @@ def average(
     group: Group,
     bits: int | None = None,
     *,
-    stretch: int = STRETCH,
+    bucket: int = BUCKET,
     exact: Ranges = (),
-    chunk_bytes: int | None = None,
     number: int = 3,
 ) -> tuple[Tensor, list[Exchange]]:
     """Return what each member of the group takes for the mean of their rows of `vectors`, and their exchanges."""
-    chunk_bytes = chunk_bytes or (CHUNK_BYTES if bits is None else CODED_CHUNK_BYTES)
-    transports = [Listening(inner) for inner in loopback_world(len(vectors), chunk_bytes)]
+    transports = [Listening(inner) for inner in loopback_world(len(vectors))]
 
     def member(replica: int) -> tuple[Tensor, Exchange]:
-        exchange = made(transports[replica], len(vectors), bits, stretch=stretch)
+        exchange = made(transports[replica], len(vectors), bits, bucket=bucket)
         exchange.begin(vectors[replica].clone(), group, number, "a test", exact)
         return finish(exchange, vectors.shape[1]), exchange
 

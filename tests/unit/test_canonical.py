@@ -56,7 +56,7 @@ def test_rectangles_of_a_box_are_its_elements_in_order(dimensions: list[tuple[in
 
 
 @given(any_block(), st.integers(0, 50), st.integers(0, 50))
-def test_a_slab_of_the_vector_has_the_elements_between_its_ends(block: Block, start: int, stop: int) -> None:
+def test_a_bucket_has_the_elements_between_its_ends(block: Block, start: int, stop: int) -> None:
     parts = list(block.between(start, stop))
     assert len(parts) <= 3
     assert [at for part in parts for at in elements(part)] == [

@@ -23,12 +23,12 @@ from megatron_noloco.outer import (
     TorchWeights,
     mean_model,
 )
+from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.evaluator import Evaluator
 from tests.loopback import LoopbackTransport, loopback_world
 
-CHUNK_BYTES = 64
 PIECES = (30, 13)  # elements of a replica's weights
 
 
@@ -55,7 +55,7 @@ class Replica:
         weights: Sequence[float] = (1.0,),
         with_mean: bool = True,
         deadline_seconds: float = 20.0,
-        stretch: int = 1 << 24,
+        bucket: int = BUCKET,
     ) -> None:
         value = float(transport.rank)
         self.masters = [torch.full((length,), value) for length in PIECES]
@@ -78,9 +78,10 @@ class Replica:
             groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank))
         )
         *losses, means = (
-            Exchange(transport, place, channel, deadline_seconds, stretch)
+            Exchange(transport, place, channel, deadline_seconds)
             for channel in (Channel.LOSSES, Channel.MEAN_LOSSES, Channel.MEAN_MODEL)
         )
+        means.bucket = bucket
         sources: Any = [
             SimpleNamespace(weight=weight, dataset=SimpleNamespace(name=f"dataset {place}"))
             for place, weight in enumerate(weights)
@@ -97,8 +98,7 @@ def first(weights: list[Tensor]) -> float:
 
 def build(replicas: int, **options: Any) -> list[Replica]:
     return [
-        Replica(transport, replicas, **{"loss": first, **options})
-        for transport in loopback_world(replicas, CHUNK_BYTES)
+        Replica(transport, replicas, **{"loss": first, **options}) for transport in loopback_world(replicas)
     ]
 
 
@@ -108,11 +108,11 @@ def evaluate(fleet: list[Replica]) -> list[Evaluation]:
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("stretch", [7, 1 << 24])
-def test_mean_model_is_mean_of_slow_weights(replicas: int, stretch: int) -> None:
+@pytest.mark.parametrize("bucket", [7, BUCKET])
+def test_mean_model_is_mean_of_slow_weights(replicas: int, bucket: int) -> None:
     """The loss tells every weight from every other."""
     factors = torch.arange(float(sum(PIECES)))
-    fleet = build(replicas, loss=lambda weights: float(torch.cat(weights) @ factors), stretch=stretch)
+    fleet = build(replicas, loss=lambda weights: float(torch.cat(weights) @ factors), bucket=bucket)
     apart = torch.arange(float(replicas))
     slow = torch.randn(sum(PIECES), generator=torch.Generator().manual_seed(0)) + apart.unsqueeze(1)
     for replica, vector in zip(fleet, slow, strict=True):
@@ -186,7 +186,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_no_further_copy_of_the_model_is_made(replicas: int) -> None:
-    fleet = build(replicas, stretch=8)
+    fleet = build(replicas, bucket=8)
 
     def largest(replica: Replica) -> int:
         replica.outer.run_round(0)
@@ -195,7 +195,7 @@ def test_no_further_copy_of_the_model_is_made(replicas: int) -> None:
         return allocations.largest
 
     with ThreadPoolExecutor(replicas) as threads:
-        assert max(threads.map(largest, fleet)) <= CHUNK_BYTES < 4 * sum(PIECES)
+        assert max(threads.map(largest, fleet)) <= 64 < 4 * sum(PIECES)
 
 
 @pytest.mark.parametrize("stops_at", range(4))
@@ -218,7 +218,7 @@ def test_evaluation_ends_when_job_stops(stops_at: int) -> None:
 
 
 def test_a_replica_that_is_gone_is_named() -> None:
-    here, _ = loopback_world(2, CHUNK_BYTES)
+    here, _ = loopback_world(2)
     replica = Replica(here, 2, first, deadline_seconds=0.05)
     with pytest.raises(PartnerTimeoutError, match=r"^replica 0: no answer from partner 1 .* an evaluation "):
         replica.evaluator.evaluate(1)

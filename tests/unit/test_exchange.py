@@ -1,5 +1,6 @@
 """The exchange of one vector: pairs and groups, with and without waiting, what is poisoned, late or lost."""
 
+import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.job import activity
 from megatron_noloco.outer import (
-    CodedExchange,
-    Coding,
     Exchange,
     OuterOptimizer,
     PartnerLostError,
@@ -21,15 +22,14 @@ from megatron_noloco.outer import (
     TorchWeights,
     group_mean,
 )
-from megatron_noloco.outer.channels import CHANNELS, Contacts
+from megatron_noloco.outer.channels import CHANNELS, WINDOW, Contacts
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import NolocoSettings
+from megatron_noloco.transport.interface import Flight
 from tests.loopback import loopback_world
 from tests.unit.fleet import (
-    CHUNK_BYTES,
-    CODED_CHUNK_BYTES,
     SECONDS,
     Fleet,
     K,
@@ -72,12 +72,11 @@ def some_apart(members: int) -> Tensor:
 
 @in_any_payload
 @pytest.mark.parametrize("group", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)])
-@pytest.mark.parametrize("stretch", [600, 10_000])
-def test_each_element_arrives_once(bits: int | None, group: Group, stretch: int) -> None:
+@pytest.mark.parametrize("bucket", [BLOCK, 10 * BLOCK])
+def test_each_element_arrives_once(bits: int | None, group: Group, bucket: int) -> None:
     """First in threads that wait; then by progress alone, in one thread, which could wait for no other."""
     vectors = some_apart(len(group))
-    chunk_bytes = CHUNK_BYTES if bits is None else CODED_CHUNK_BYTES
-    exchanges = [made(t, len(group), bits, stretch=stretch) for t in loopback_world(len(group), chunk_bytes)]
+    exchanges = [made(t, len(group), bits, bucket=bucket) for t in loopback_world(len(group))]
     times, means = torch.zeros(2, len(group), 5000)
 
     def use(member: int, pieces: Any) -> None:
@@ -128,12 +127,12 @@ def test_pair_sends_one_vector_group_less_than_two(members: int, sent_vectors: f
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize(("members", "spoiled"), [(2, slice(16, 32)), (3, slice(0, 13))])
 def test_a_poisoned_replica_does_not_poison_its_group(members: int, spoiled: slice, poison: float) -> None:
-    """Its chunk of a pair, or its part of a group's first slice, is averaged over the others."""
+    """Its piece of a pair, or its part of a group's first bucket, is averaged over the others."""
     clean = noise(members, 40, seed=18)
     vectors, others = clean.clone(), torch.ones(40, dtype=torch.bool)
     vectors[-1, spoiled.start + 4] = poison
     others[spoiled] = False
-    means, exchanges = average(vectors, tuple(range(members)))
+    means, exchanges = average(vectors, tuple(range(members)), bucket=16 if members == 2 else 40)
     expected = clean.mean(0)
     expected[spoiled] = clean[:-1, spoiled].mean(0)
     assert_close(means, expected.expand(members, -1))
@@ -190,11 +189,11 @@ def test_the_deadline_counts_from_the_wait() -> None:
     """Flights are waited for since their posting: 100 s of local steps between must not use the deadline up."""
     waits: list[float] = []
     posted = time.monotonic() - 100
-    flight = SimpleNamespace(posted=posted, arrived=list, done=lambda: len(waits) > 0, wait=waits.append)
+    flight = SimpleNamespace(posted=posted, done=lambda: len(waits) > 0, wait=waits.append)
     exchange = made(SimpleNamespace(rank=0, post=lambda *_: flight), 2, seconds=10.0)
     exchange.begin(torch.zeros(3), (0, 1), 0, "round 0")
     assert list(exchange.progress()) == []
-    assert list(exchange.finish()) == []
+    assert len(list(exchange.finish())) == 1
     assert waits[0] >= 110.0
 
 
@@ -205,7 +204,7 @@ def test_the_deadline_counts_from_the_wait() -> None:
 def test_two_exchanges_under_way_do_not_mix(group: Group) -> None:
     """Same ranks, same number, different channels; the one begun first is finished last."""
     vectors = [noise(3, 101, seed=20), noise(3, 60, seed=21)]
-    transports = loopback_world(3, CHUNK_BYTES)
+    transports = loopback_world(3)
 
     def both(replica: int) -> list[Tensor]:
         place = Place(replica, 3)
@@ -221,6 +220,36 @@ def test_two_exchanges_under_way_do_not_mix(group: Group) -> None:
                 assert torch.equal(mean, average(of_all, group)[0][0])
 
 
+class Held:
+    """A flight that has arrived is seen only now and then."""
+
+    def __init__(self, inner: Flight, draw: random.Random) -> None:
+        self.inner, self.draw, self.posted = inner, draw, inner.posted
+
+    def done(self) -> bool:
+        return self.draw.random() < 0.2 and self.inner.done()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from((None, 8, 4)), st.integers(2, 3), st.integers(1, 5000), st.integers(0, 10**6))
+def test_buckets_never_take_each_others_messages(
+    bits: int | None, members: int, elements: int, seed: int
+) -> None:
+    """Each rank sees messages of its buckets in an order of its own, and goes on with them in that order."""
+    vectors, group, draw = some_apart(members)[:, :elements], tuple(range(members)), random.Random(seed)
+    expected, _ = average(vectors, group, bits, bucket=BLOCK)
+    exchanges = [made(transport, members, bits, bucket=BLOCK) for transport in loopback_world(members)]
+    means = torch.full((members, elements), torch.nan)
+    for exchange, vector in zip(exchanges, vectors, strict=True):
+        post = exchange.transport.post
+        exchange.transport.post = lambda *posted, post=post: Held(post(*posted), draw)
+        exchange.begin(vector.clone(), group, 3, "a test")
+    while not all(exchange.done for exchange in exchanges):
+        for start, stop, mean in exchanges[member := draw.randrange(members)].progress():
+            means[member, start:stop] = mean
+    assert torch.equal(means, expected)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("lengths", [(300, 200), (200, 300), (1301, 1300), (5000, 5000, 4900)])
 def test_vectors_of_other_lengths_are_refused(lengths: tuple[int, ...], bits: int) -> None:
@@ -230,7 +259,7 @@ def test_vectors_of_other_lengths_are_refused(lengths: tuple[int, ...], bits: in
 
     def end(rank: int) -> str:
         mine = vector[: lengths[rank]] + 0.01 * noise(lengths[rank], seed=rank)
-        exchange = CodedExchange(world[rank], Place(rank, len(group)), 0, 2.0, Coding(bits))
+        exchange = Exchange(world[rank], Place(rank, len(group)), 0, 2.0, bits)
         try:
             group_mean(exchange, mine, group, 0, "a test", out=torch.empty_like(mine))
         except PartnerLostError as error:
@@ -249,7 +278,7 @@ def test_every_exchange_has_tags_of_its_own() -> None:
     for channel in range(CHANNELS):
         for number in range(3):
             Exchange(here, Place(0, 2), channel).begin(torch.ones(2), (0, 1), number, "a test")
-    assert len({tag + phase for tag in here.tags for phase in range(6)}) == 6 * 3 * CHANNELS
+    assert len({tag + at for tag in here.tags for at in range(WINDOW)}) == WINDOW * 3 * CHANNELS
     fleet = fleet_of(2, fragments=K, overlap_steps=K)
     fleet.run(3 * K)
     assert all(len(set(transport.tags)) == 3 * K for transport in fleet.transports), "also of fragments"

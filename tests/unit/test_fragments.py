@@ -119,7 +119,7 @@ def test_copies_stay_bitwise_equal(
     )
     outer = [
         OuterOptimizer(WithCopies([weights[rank]], ranges[rank]), transport, topology.place(rank), settings)
-        for rank, transport in enumerate(loopback_world(2 * replicas, 1000))
+        for rank, transport in enumerate(loopback_world(2 * replicas))
     ]
     with ThreadPoolExecutor(2 * replicas) as threads:
         for done in range(1, 4 * K + 1):

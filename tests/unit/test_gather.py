@@ -18,7 +18,7 @@ def test_followers_end_transfer_of_failed_leader(asked: int) -> None:
     gives, gets = torch.arange(10.0).view(2, 5), torch.ones(2, 5)
     transfers = [
         Gather(movement).whole(gives[rank], gets[rank])
-        for rank, movement in enumerate(movements(HOLDINGS, [range(10)], slab=4))
+        for rank, movement in enumerate(movements(HOLDINGS, [range(10)], bucket=4))
     ]
     leader = transfers[0]
     assert isinstance(leader, Leader)
@@ -42,7 +42,7 @@ def test_a_lone_leader_leaves_no_thread() -> None:
     whole = Matrix(0, 1, 10)
     turned = Holding([Block(0, whole, 0, 5, 1, 5), Block(5, whole, 0, 0, 1, 5)])
     gives, gets = torch.arange(10.0), torch.ones(10)
-    (movement,) = movements([turned], [range(10)], slab=10)
+    (movement,) = movements([turned], [range(10)], bucket=10)
     leader = Gather(movement).whole(gives, gets)
     assert isinstance(leader, Leader)
     content = asyncio.run(leader.content(0))

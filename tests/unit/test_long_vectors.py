@@ -1,4 +1,4 @@
-"""Vectors of more than 2^32 elements: places, blocks, chunks and files, without the memory for one.
+"""Vectors of more than 2^32 elements: places, blocks, buckets and files, without the memory for one.
 
 Where only places count, a vector is on torch's device "meta", which has shapes and no memory. Where elements
 count, it is a sparse file that is mapped into memory: only the pages that a test touches take space.
@@ -24,15 +24,13 @@ from megatron_noloco.data.sources import Needs
 from megatron_noloco.federation.gather import Gather, Leader, bytes_of
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
-from megatron_noloco.outer.channels import CHANNELS, PHASES, tag_of
+from megatron_noloco.outer.bucket_exchange import Members
+from megatron_noloco.outer.channels import CHANNELS, WINDOW, tag_of
 from megatron_noloco.outer.payload import BLOCK, message_bytes, pieces
 from megatron_noloco.outer.round import cut as fragments_of
-from megatron_noloco.outer.stretch import divided
-from megatron_noloco.transport.chunks import cut
-from megatron_noloco.transport.interface import EXCHANGE_TAGS, Message
+from megatron_noloco.transport.interface import EXCHANGE_TAGS
 
 LONG = 2**32 + 1000
-MIB = 2**20
 
 
 def shape_only(elements: int) -> Tensor:
@@ -45,15 +43,6 @@ def sparse(tmp_path: Path) -> Tensor:
     return torch.from_file(str(tmp_path / "vector"), shared=True, size=LONG, dtype=torch.float32)
 
 
-def test_chunks_cover_a_message_and_lie_where_they_say() -> None:
-    chunks = cut([Message(1, shape_only(LONG))], 64 * MIB)
-    places = [chunk.arrival for chunk in chunks]
-    assert (places[0].start, places[-1].stop) == (0, LONG)
-    assert all(before.stop == after.start for before, after in pairwise(places))
-    assert [chunk.data.storage_offset() for chunk in chunks] == [4 * place.start for place in places]
-    assert sum(len(chunk.data) for chunk in chunks) == 4 * LONG
-
-
 def test_blocks_of_a_code_are_numbered_to_the_end() -> None:
     found = list(pieces(shape_only(LONG), blocks=2**15))
     assert [piece.storage_offset() for piece, _ in found] == [at.start * BLOCK for _, at in found]
@@ -63,8 +52,8 @@ def test_blocks_of_a_code_are_numbered_to_the_end() -> None:
 
 
 def test_members_of_a_group_divide_all_elements() -> None:
-    own, others = divided(LONG, SimpleNamespace(ranks=[0, 1, 2], place=SimpleNamespace(rank=1)))  # type: ignore[arg-type]
-    parts = [others[0], own, others[2]]
+    members: Any = SimpleNamespace(ranks=[0, 1, 2])
+    parts = [*Members.divide(members, LONG).values()]
     assert (parts[0].start, parts[-1].stop) == (0, LONG)
     assert all(before.stop == after.start for before, after in pairwise(parts))
 
@@ -104,16 +93,16 @@ def test_fragments_gather_and_scatter_beyond_2_to_the_31(sparse: Tensor) -> None
     assert (sparse[2**31 + 1].item(), sparse[-1].item()) == (2, 4)
 
 
-# Slabs of a federation
+# Buckets of a federation
 
 
-def test_slabs_cover_a_vector_and_lie_where_they_say(sparse: Tensor) -> None:
+def test_buckets_cover_a_vector_and_lie_where_they_say(sparse: Tensor) -> None:
     """Of the gives of a leader, nothing is copied."""
     transfer, numbers = Gather(alone(LONG)).whole(sparse, sparse), torch.arange(1.0, 9.0)
     assert isinstance(transfer, Leader)
-    assert (transfer.slabs[0].start, transfer.slabs[-1].stop) == (0, LONG)
-    assert all(before.stop == after.start for before, after in pairwise(transfer.slabs))
-    last = len(transfer.slabs) - 1
+    assert (transfer.buckets[0].start, transfer.buckets[-1].stop) == (0, LONG)
+    assert all(before.stop == after.start for before, after in pairwise(transfer.buckets))
+    last = len(transfer.buckets) - 1
     sparse[-8:] = numbers
     assert torch.equal(asyncio.run(transfer.content(last))[-8:], numbers)
     transfer.result(last)[-8:] = 2 * numbers
@@ -124,7 +113,7 @@ def test_slabs_cover_a_vector_and_lie_where_they_say(sparse: Tensor) -> None:
 def test_tags_of_late_exchanges_are_distinct() -> None:
     numbers = [early + number for early in (0, 2**31, 2**50) for number in (0, 1)]
     tags = [
-        [tag_of(number, channel) + phase for channel in range(CHANNELS) for phase in range(PHASES)]
+        [tag_of(number, channel) + bucket for channel in range(CHANNELS) for bucket in range(WINDOW)]
         for number in numbers
     ]
     assert len({tag for of_number in tags for tag in of_number}) == len(numbers) * EXCHANGE_TAGS

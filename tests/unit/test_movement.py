@@ -30,12 +30,12 @@ def holdings_of(layout: Layout) -> list[Holding]:
     ]
 
 
-def movements(holdings: Sequence[Holding], intervals: list[range], slab: int) -> list[Movement]:
+def movements(holdings: Sequence[Holding], intervals: list[range], bucket: int) -> list[Movement]:
     """Return those of the ranks of a replica."""
     if len(holdings) == 1:
-        return [Movement(holdings, intervals, slab=slab)]
+        return [Movement(holdings, intervals, bucket=bucket)]
     world = loopback_world(len(holdings))
-    return [Movement(holdings, intervals, transport, slab=slab) for transport in world]
+    return [Movement(holdings, intervals, transport, bucket=bucket) for transport in world]
 
 
 def part_of(canonical: Tensor, holding: Holding, interval: range) -> Tensor:
@@ -50,7 +50,7 @@ def part_of(canonical: Tensor, holding: Holding, interval: range) -> Tensor:
 @settings(max_examples=20)
 @given(two_layouts(), st.sampled_from((700, 10**6)))
 def test_a_replica_of_any_layout_gets_the_vector_of_another(
-    layouts: tuple[Layout, Layout], slab: int
+    layouts: tuple[Layout, Layout], bucket: int
 ) -> None:
     assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))
     giver, taker = (holdings_of(layout) for layout in layouts)
@@ -58,15 +58,15 @@ def test_a_replica_of_any_layout_gets_the_vector_of_another(
     vector, found = noise(length, seed=1), [torch.zeros(size_of(holding)) for holding in taker]
     giving: list[Any] = [
         Gather(movement).whole(scattered(vector, movement.own, range(length)), None)
-        for movement in movements(giver, [range(length)], slab)
+        for movement in movements(giver, [range(length)], bucket)
     ]
     taking: list[Any] = [
         Gather(movement).whole(None, found[movement.rank])
-        for movement in movements(taker, [range(length)], slab)
+        for movement in movements(taker, [range(length)], bucket)
     ]
 
     async def conversation() -> None:
-        for at in range(len(giving[0].slabs)):
+        for at in range(len(giving[0].buckets)):
             result = taking[0].result(at)
             await taking[0].hand_out(at, result.copy_(await giving[0].content(at)))
 

@@ -341,7 +341,7 @@ def test_silent_replica_is_lost_with_conversations() -> None:
 @pytest.mark.parametrize(
     ("arrives", "seconds", "is_alive", "is_named"),
     [
-        (8, 20.0, True, True),  # the length of a vector, and nothing of its first slab
+        (8, 20.0, True, True),  # the length of a vector, and nothing of its first bucket
         (0, 20.0, True, False),  # as where a giver has not come to its next step
         (2000, 20.0, True, False),  # slow, but large packets arrive
         (8, 5.0, True, False),
@@ -365,11 +365,11 @@ def test_lost_large_packets_are_named_where_small_ones_arrive(
         async with Nodes() as nodes:
             pair = [await nodes.add(0), await nodes.add(1, address_of(0))]
             await until(lambda: linked(*pair))
-            pair[1 - opener].serves["slabs"] = serve
+            pair[1 - opener].serves["buckets"] = serve
             if not is_alive:
                 await pair[1 - opener].links[opener]._sending.acquire()  # it says nothing from now on
             with pytest.raises((TimeoutError, StreamEndedError)):
-                async with asyncio.timeout(seconds), pair[opener].links[1 - opener].open("slabs") as stream:
+                async with asyncio.timeout(seconds), pair[opener].links[1 - opener].open("buckets") as stream:
                     await stream.receive(10_000)
 
     run(main())

@@ -128,7 +128,8 @@ def test_round_begins_after_step_and_reports_at_merge(overlap_steps: int, fragme
             assert max(map(len, vectors)) - min(map(len, vectors)) <= 1
 
 
-def test_progress_without_time_uses_one_piece() -> None:
+def test_progress_without_time_uses_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exchange, "bucket", 16)
     at_once, bit_by_bit = (fleet_of(2, overlap_steps=2) for _ in range(2))
     for fleet in (at_once, bit_by_bit):
         fleet.run(K)
@@ -136,7 +137,7 @@ def test_progress_without_time_uses_one_piece() -> None:
     for _ in range(4):
         left = bit_by_bit.each(lambda outer: outer.progress(0.0))
         moved.append(int((bit_by_bit.phi != before).all(0).sum()))
-    assert moved[:3] == [16, 32, ELEMENTS], "a chunk is 16 elements"
+    assert moved[:3] == [16, 32, ELEMENTS]
     assert left == [False, False]
     for fleet in (at_once, bit_by_bit):
         fleet.run(2)

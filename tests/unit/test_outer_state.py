@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config.round_memory import outer_state
-from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, TorchWeights
-from megatron_noloco.outer.exchange import STRETCH
+from megatron_noloco.outer import Exchange, NoRounds, OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
 from tests.unit.fleet import ELEMENTS, Fleet, K, assert_close, assert_equal, fleet_of
 
@@ -180,21 +180,21 @@ def test_nothing_is_allocated_from_round_to_round(group_size: int, method: dict[
     places = []
     for _ in range(3):
         fleet.run(K)
-        places.append(sorted(vector.data_ptr() for vector in fleet.memory))
+        places.append(sorted(vector.data_ptr() for vector in (*fleet.memory, *fleet.messages)))
     assert places[0] == places[1] == places[2]
 
 
 @pytest.mark.parametrize(
     ("method", "at_a_time", "total", "part"),
     [
-        ({}, 1, "16", "slow weights 4, outer momentum 4, combined vector 4"),
-        ({"overlap_steps": 2}, 1, "20", ""),
-        ({"fragments": K}, 1, "10", ""),
-        ({"fragments": K, "overlap_steps": 1}, 1, "11", ""),
-        ({"fragments": K, "overlap_steps": 2}, 2, "14", ""),
-        ({"fragments": K, "overlap_steps": K}, 4, "20", ""),
-        ({"payload": "int8"}, 1, "14.1", "quantized values 2, sketches and steps 0.1"),
-        ({"payload": "int4"}, 1, "13.1", "quantized values 1, sketches and steps 0.1"),
+        ({}, 1, "12", "slow weights 4, outer momentum 4, combined vector 4"),
+        ({"overlap_steps": 2}, 1, "16", ""),
+        ({"fragments": K}, 1, "9", ""),
+        ({"fragments": K, "overlap_steps": 1}, 1, "10", ""),
+        ({"fragments": K, "overlap_steps": 2}, 2, "12", ""),
+        ({"fragments": K, "overlap_steps": K}, 4, "16", ""),
+        ({"payload": "int8"}, 1, "12", ""),
+        ({"payload": "int4"}, 1, "12", ""),
     ],
 )
 def test_the_banner_has_the_bytes_of_the_outer_state(
@@ -208,8 +208,20 @@ def test_the_banner_has_the_bytes_of_the_outer_state(
     assert line.startswith(f"{total} bytes per parameter (")
     assert part in line
     in_groups = outer_state(fleet.settings.replace(group_size=4), Topology(replicas=4))
-    assert f"at most {2 * 4 * STRETCH // 2**20} MiB to receive in" in in_groups
+    assert "at most 128 MiB to receive in" in in_groups
     assert (f"for each of {at_a_time} rounds" in in_groups) == (at_a_time > 1)
     assert ("rounding errors 4, " in in_groups) == (fleet.settings.payload == "int4")
-    alone = outer_state(fleet.settings, Topology())
-    assert not any(vector in alone for vector in ("received vector", "sketches and steps"))
+    assert "to receive in" not in outer_state(fleet.settings, Topology())
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("members", [2, 4])
+def test_messages_take_the_memory_of_a_window(
+    members: int, payload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the vector is."""
+    monkeypatch.setattr(Exchange, "bucket", BLOCK)
+    fleet = fleet_of(members, members, elements=40 * BLOCK, payload=payload)
+    fleet.run(K)
+    of_rank = sum(buffer.nbytes for buffer in fleet.messages) / members
+    assert of_rank * BUCKET / BLOCK <= 128 * 2**20

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.outer import ExchangeReport
-from megatron_noloco.outer.exchange import STRETCH
+from megatron_noloco.outer.bucket_code import DIGITS
 from megatron_noloco.outer.payload import (
     BITS,
     BLOCK,
@@ -25,10 +25,10 @@ from megatron_noloco.outer.payload import (
     signs_of,
     wide_type,
 )
-from megatron_noloco.outer.stretch_code import DIGITS
+from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import pull_error
-from tests.unit.fleet import CODED_CHUNK_BYTES, average, fleet_of, noise
+from tests.unit.fleet import average, fleet_of, noise
 
 ERRORS = {8: 0.05, 4: 0.6, 3: 0.9}  # of the pull towards the group's mean; generous
 KEPT_ERROR = 0.8  # likewise, of groups that keep it
@@ -82,12 +82,12 @@ def test_replicas_in_one_group_stay_together_to_a_part_of_a_step(bits: int, repl
 
 
 @pytest.mark.parametrize("members", [3, 9])
-@pytest.mark.parametrize("stretch", [STRETCH, 3 * BLOCK])
-def test_kept_errors_leave_equal_bits(members: int, stretch: int) -> None:
+@pytest.mark.parametrize("bucket", [BUCKET, 3 * BLOCK])
+def test_kept_errors_leave_equal_bits(members: int, bucket: int) -> None:
     """Blocks that are sent in fp32 have no error; the others, also in next bits, have that which is reported."""
     vectors = alike(members, 9000)
     vectors[0, 600], exact = 7.0, (2000, 2100)  # a difference that does not fit
-    found, exchanges = average(vectors, tuple(range(members)), 4, stretch=stretch, exact=[exact])
+    found, exchanges = average(vectors, tuple(range(members)), 4, bucket=bucket, exact=[exact])
     rounding = torch.stack([exchange.rounding for exchange in exchanges])
     assert torch.equal(found, found[:1].expand(members, -1))
     in_fp32 = [blocks for blocks in range(18) if not rounding[:, blocks * BLOCK : (blocks + 1) * BLOCK].any()]
@@ -221,7 +221,7 @@ def test_several_differences_that_do_not_fit_are_found_as_well(bits: int) -> Non
 
 def plain_means(vectors: Tensor, group: Group) -> Tensor:
     """Return what the members take for the mean where fp32 travels."""
-    return average(vectors, group, chunk_bytes=CODED_CHUNK_BYTES)[0]
+    return average(vectors, group)[0]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -281,7 +281,7 @@ def test_exact_ranges_have_the_mean_of_fp32_bitwise(group: Group) -> None:
     """So do copies of them elsewhere in another rank's vector, whatever is around them."""
     vectors = alike(len(group), 4000)
     exact = [(100, 101), (2000, 2100), (3999, 4000)]
-    found, _ = average(vectors, group, 4, stretch=2048, exact=exact)
+    found, _ = average(vectors, group, 4, bucket=2048, exact=exact)
     plain = plain_means(vectors, group)
     for mean in found:
         for blocks in (slice(0, 512), slice(1536, 2560), slice(3584, 4000)):
@@ -376,7 +376,7 @@ def test_sixteen_members_keep_their_mean(bits: int) -> None:
 @pytest.mark.parametrize("elements", [1, 512, 513, 5000])
 def test_bytes_of_a_pair(bits: int, per_block: int, elements: int) -> None:
     vectors = noise(elements, seed=0).expand(2, -1)  # differences of 0 fit
-    for exchange in average(vectors, (0, 1), bits, stretch=1024)[1]:
+    for exchange in average(vectors, (0, 1), bits, bucket=1024)[1]:
         on_the_wire = sum(buffer.nbytes for _, buffer in exchange.transport.sent)
         assert exchange.report.bytes_sent == on_the_wire == message_bytes(elements, bits)
         assert exchange.report.resent_elements == 0

@@ -1,4 +1,4 @@
-"""A pair that swaps slabs on a stream gets the bits of an exchange inside one job, or an error on both sides."""
+"""A pair that swaps buckets on a stream gets the bits of an exchange inside one job, or an error on both sides."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron_noloco.federation.gather import Gather, Leader
 from megatron_noloco.federation.movement import Movement, alone
 from megatron_noloco.federation.streams import Serve, Stream
 from megatron_noloco.federation.swap import Swap
-from megatron_noloco.outer import CodedExchange, Coding, Exchange, ExchangeReport
+from megatron_noloco.outer import Exchange, ExchangeReport
 from megatron_noloco.outer.finite_mean import MEASURED
 from megatron_noloco.outer.payload import BLOCK, UnequalError
 from megatron_noloco.plans.topology import Place
@@ -26,7 +26,6 @@ from tests.unit.test_layouts import Layout, two_layouts
 from tests.unit.test_movement import MOST_RANKS, holdings_of, movements, part_of
 
 SECONDS = 60.0
-LARGE = 1 << 24  # bytes of a message that comes as a whole
 payloads = st.sampled_from((None, 8, 4))
 
 
@@ -84,28 +83,23 @@ def swapped(
     return [found[replica] for replica in range(2)]
 
 
-def single(length: int, slab: int, exact: Sequence[tuple[int, int]] = ()) -> list[Movement]:
-    return [Movement(alone(length).holdings, [range(length)], exact=exact, slab=slab)]
+def single(length: int, bucket: int, exact: Sequence[tuple[int, int]] = ()) -> list[Movement]:
+    return [Movement(alone(length).holdings, [range(length)], exact=exact, bucket=bucket)]
 
 
 def inside_one_job(
-    vectors: Sequence[Tensor], number: int, bits: int | None, slab: int, exact: Sequence[tuple[int, int]]
+    vectors: Sequence[Tensor], number: int, bits: int | None, bucket: int, exact: Sequence[tuple[int, int]]
 ) -> list[tuple[Tensor, ExchangeReport]]:
-    """Exchange the slabs of two vectors, one after the other, as the replicas of one job do."""
-    length, transports = len(vectors[0]), loopback_world(2, chunk_bytes=LARGE)
+    """Exchange the buckets of two vectors, one after the other, as the replicas of one job do."""
+    length, transports = len(vectors[0]), loopback_world(2)
 
     def one(replica: int) -> tuple[Tensor, ExchangeReport]:
-        place, coding = Place(replica, 2), Coding(bits or 8, slab)
-        exchange = (
-            Exchange(transports[replica], place, 0, SECONDS, slab)
-            if bits is None
-            else CodedExchange(transports[replica], place, 0, SECONDS, coding)
-        )
+        exchange = Exchange(transports[replica], Place(replica, 2), 0, SECONDS, bits)
         mean, report = torch.zeros(length), ExchangeReport((0, 1))
-        for start in range(0, length, slab):
+        for start in range(0, length, bucket):
             here = [(first - start, last - start) for first, last in exact]
             inside = [(max(first, 0), last) for first, last in here if last > 0]
-            exchange.begin(vectors[replica][start : start + slab], (0, 1), number, "a test", inside)
+            exchange.begin(vectors[replica][start : start + bucket].clone(), (0, 1), number, "a test", inside)
             for piece in exchange.finish():
                 mean[start + piece.start : start + piece.stop] = piece.mean
             report.add(exchange.report)
@@ -134,16 +128,16 @@ def test_a_swap_has_the_bits_of_an_exchange_inside_a_job(
     drawn: tuple[list[Tensor], list[tuple[int, int]]], bits: int | None, blocks: int, number: int
 ) -> None:
     vectors, exact = drawn
-    length, slab = len(vectors[0]), blocks * BLOCK
+    length, bucket = len(vectors[0]), blocks * BLOCK
     before = [vector.clone() for vector in vectors]
-    found = swapped([single(length, slab, exact)] * 2, vectors, number, bits)
-    expected = inside_one_job(vectors, number, bits, slab, exact)
+    found = swapped([single(length, bucket, exact)] * 2, vectors, number, bits)
+    expected = inside_one_job(vectors, number, bits, bucket, exact)
     for one, (mean, report), own in zip(found, expected, before, strict=True):
         assert one.error is None
         assert torch.equal(one.means[0].view(torch.int32), mean.view(torch.int32))
         for name in MEASURED:
             assert repr(getattr(one.report, name)) == repr(getattr(report, name)), name
-        parts = own.split(slab)
+        parts = own.split(bucket)
         assert repr(one.squared_norm) == repr(sum(float(torch.dot(part, part)) for part in parts))
     assert all(
         torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(vectors, before, strict=True)
@@ -156,13 +150,13 @@ def test_any_layout_gets_parts_of_the_single_rank_mean(
     layouts: tuple[Layout, Layout], fragments: int, blocks: int, bits: int | None
 ) -> None:
     assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))
-    held, slab = [holdings_of(layout) for layout in layouts], blocks * BLOCK
+    held, bucket = [holdings_of(layout) for layout in layouts], blocks * BLOCK
     length = max(holding.stop for holding in held[0])
-    single = alone(length, fragments, slab)
+    single = alone(length, fragments, bucket)
     vectors = [noise(length, seed=replica) for replica in range(2)]
     for number, interval in enumerate(single.intervals):
         expected = swapped([[single]] * 2, vectors, number, bits)
-        found = swapped([movements(one, [*single.intervals], slab) for one in held], vectors, number, bits)
+        found = swapped([movements(one, [*single.intervals], bucket) for one in held], vectors, number, bits)
         for replica in range(2):
             assert found[replica].error is None
             whole = torch.zeros(length)
@@ -175,10 +169,10 @@ def test_any_layout_gets_parts_of_the_single_rank_mean(
 @given(st.data(), payloads, st.booleans())
 def test_a_cut_at_any_byte_ends_both_sides(data: st.DataObject, bits: int | None, divided: bool) -> None:
     """The last bytes may be lost after one side has all, which is for the commit to find out."""
-    length, slab = 9000, 2 * BLOCK
+    length, bucket = 9000, 2 * BLOCK
     vectors = [noise(length, seed=0) + 0.01 * noise(length, seed=1 + replica) for replica in range(2)]
     vectors[0][5000] = 50.0
-    replicas = [[Movement(alone(length).holdings, [range(length)], slab=slab)]] * 2
+    replicas = [[Movement(alone(length).holdings, [range(length)], bucket=bucket)]] * 2
     total = swapped(replicas, vectors, 1, bits)[0].report.bytes_sent + 8
     limit = data.draw(st.integers(0, total - 1))
     cut = (limit, None) if divided else (None, limit)

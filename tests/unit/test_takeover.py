@@ -33,7 +33,7 @@ from tests.unit.nodes import NodeOfWorkers, Nodes, Worker, address_of, run, unti
 from tests.unit.test_layouts import Layout, two_layouts
 from tests.unit.test_movement import MOST_RANKS, holdings_of, movements, scattered, size_of
 
-LENGTH, SLAB = 50, 16
+LENGTH, BUCKET = 50, 16
 LARGE = 60_000  # elements that fit into no window
 REST = bytes(range(200))
 FACTS = {"who": "a test"}
@@ -50,7 +50,7 @@ class Kept:
     """The state of a job of one rank: vectors that follow from the local step."""
 
     def __init__(self, length: int = LENGTH, facts: Mapping[str, Any] = FACTS, wrong: float = 0.0) -> None:
-        self.movement = alone(length, slab=max(SLAB, length // 3))
+        self.movement = alone(length, bucket=max(BUCKET, length // 3))
         self.facts, self.wrong, self.length = dict(facts), wrong, length
         self.copied, self.used = list[int](), list[State]()
 
@@ -169,11 +169,11 @@ def test_cut_state_arrives_whole_or_from_another(
 
 @settings(max_examples=10)
 @given(two_layouts(), st.sampled_from((700, 10**6)))
-def test_takers_of_any_layout_get_the_vector_at_once(layouts: tuple[Layout, Layout], slab: int) -> None:
+def test_takers_of_any_layout_get_the_vector_at_once(layouts: tuple[Layout, Layout], bucket: int) -> None:
     assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))
     replicas = [holdings_of(layouts[0]), holdings_of(layouts[1]), holdings_of(layouts[0])]
     length = max(holding.stop for holding in replicas[0])
-    moved = [movements(holdings, [range(length)], slab) for holdings in replicas]
+    moved = [movements(holdings, [range(length)], bucket) for holdings in replicas]
     canonical = noise(length, seed=1)
     results = [[torch.zeros(size_of(holding)) for holding in holdings] for holdings in replicas]
     gives: list[Any] = [
@@ -227,7 +227,7 @@ def test_replicas_that_ask_together_are_given_one_copy() -> None:
     run(main())
 
 
-def test_stalled_taker_delays_others_by_one_slab() -> None:
+def test_stalled_taker_delays_others_by_one_bucket() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
             givers, taker = await among(nodes, 1)

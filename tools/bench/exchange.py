@@ -51,7 +51,6 @@ MODEL = Architecture(
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
     parser.add_argument("--model", action="store_true", help="a model's tensors instead")
-    parser.add_argument("--chunk-kib", type=int, default=4096, help="longest chunk of the transport")
     parser.add_argument("--repeats", type=int, default=15, help="timed repeats, after two to warm up")
 
 
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
         raise SystemExit(f"ranks are paired: start an even number of ranks, not {world.Get_size()}")
     tensors = [math.prod(row.shape) for row in table_of(MODEL)] if options.model else []
     elements = sum(tensors) or int(options.megabytes * 1e6) // 4
-    ways = make_ways(world, elements, options.chunk_kib * 1024)
+    ways = make_ways(world, elements)
     if tensors:
         ways["authors"] = authors_way(world, tensors)
     laps = Laps(options.repeats, 2, world.Barrier, lambda seconds: world.allreduce(seconds, op=MPI.MAX))
@@ -78,7 +77,6 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
         "library": library(),
         "ranks": world.Get_size(),
         "bytes": elements * 4,
-        "chunk_bytes": options.chunk_kib * 1024,
         "repeats": options.repeats,
         "median_seconds": rounded(medians, 6),
         "gb_per_second": {name: round(elements * 4 / value / 1e9, 3) for name, value in medians.items()},
@@ -88,9 +86,9 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Callable[[], None]]:
+def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
     """Return the variants to compare. Each brings the partner's vector here, or the pair's mean or sum."""
-    transport = MpiTransport(chunk_bytes=chunk_bytes)
+    transport = MpiTransport()
     partner = transport.rank ^ 1
     pair = world.Split(color=transport.rank // 2)
     outgoing, incoming = torch.full((elements,), float(transport.rank)), torch.zeros(elements)
@@ -99,10 +97,10 @@ def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Cal
 
     def swap() -> None:
         flight = transport.post([Message(partner, outgoing)], [Message(partner, incoming)], tag=2**20)
-        flight.finish(DEADLINE_SECONDS)
+        flight.wait(DEADLINE_SECONDS)
 
     place = Place(transport.rank, transport.world_size)
-    exchange = Exchange(transport, place, Channel.ROUNDS, DEADLINE_SECONDS, stretch=elements)
+    exchange = Exchange(transport, place, Channel.ROUNDS, DEADLINE_SECONDS)
     group, numbers = tuple(sorted((transport.rank, partner))), itertools.count()
 
     def mean() -> None:

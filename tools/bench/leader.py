@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.federation.movement import SLAB, movement_of
+from megatron_noloco.federation.movement import movement_of
 from megatron_noloco.outer import TorchWeights
+from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.canonical import Block, Matrix
 from megatron_noloco.settings import NolocoSettings
 from tools.bench.laps import Laps
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows = max(1, int(options.megabytes * 1e6 / 4) // _COLUMNS)
     report: dict[str, Any] = {
         "bytes": 4 * rows * _COLUMNS,
-        "slab_bytes": 4 * SLAB,
+        "bucket_bytes": 4 * BUCKET,
         "payload": options.payload,
         "repeats": options.repeats,
     }

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer.bucket_code import Code, PairCode
 from megatron_noloco.outer.finite_mean import ExchangeReport
-from megatron_noloco.outer.payload import BITS, BLOCK, Codec, blocks_in, message_bytes, signs_of
-from megatron_noloco.outer.stretch_code import Code, StretchCode
+from megatron_noloco.outer.payload import BITS, BLOCK, Codec, Coded, blocks_in, message_bytes, signs_of
 from megatron_noloco.outer.vectors import HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
 
@@ -99,9 +99,9 @@ def scaled(vector: Tensor) -> Tensor:
 
 
 def plain(mine: Tensor, theirs: Tensor, repeats: int, code: Callable[[Tensor], Tensor]) -> Figures:
-    my_code, encode_seconds = fastest(lambda: code(mine), repeats)
+    my_code, encode_seconds = fastest(lambda _: code(mine), repeats)
     their_code = code(theirs)
-    mean, decode_seconds = fastest(lambda: (my_code.float() + their_code.float()) / 2, repeats)
+    mean, decode_seconds = fastest(lambda _: (my_code.float() + their_code.float()) / 2, repeats)
     return Figures(mean, 0.0, encode_seconds, decode_seconds)
 
 
@@ -111,51 +111,60 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     memory, reports = (Buffers(), Buffers()), (ExchangeReport((0, 1)), ExchangeReport((0, 1)))
     mean = torch.empty_like(mine)
 
-    def begin(side: int) -> StretchCode:
+    def begin(side: int) -> PairCode:
         code = Code(codec, signs, torch.ones(blocks, dtype=torch.bool))
-        return StretchCode((mine, theirs)[side], code, slice(0, blocks), memory[side], reports[side])
+        return PairCode((mine, theirs)[side], code, memory[side], reports[side])
 
-    def sketch_and_encode(side: int) -> StretchCode:
+    def sketch_and_encode(side: int) -> tuple[PairCode, Coded]:
         code = begin(side)
         code.their_sketches[0].copy_(sketches[1 - side])
         code.find_steps()
-        code.encode(slice(0, blocks))
-        return code
+        return code, code.encode()
 
-    def decode() -> None:
-        for piece in own.pair_means(slice(0, own.blocks)):
-            mean[piece.start : piece.stop] = piece.mean
+    def swapped() -> list[PairCode]:
+        """Return both sides when they have received each other's codes."""
+        (own, mine), (other, theirs) = map(sketch_and_encode, range(2))
+        for code, received in ((own, theirs), (other, mine)):
+            receive(code, received)
+        return [own, other]
+
+    def decode(both: list[PairCode]) -> list[PairCode]:
+        both[0].use_codes(mean)
+        return both
 
     sketches = [begin(side).sketches.clone() for side in range(2)]
-    own, encode_seconds = fastest(lambda: sketch_and_encode(0), repeats, mine.device)
-    other = sketch_and_encode(1)
-    swap(own, other)
-    _, decode_seconds = fastest(decode, repeats, mine.device)
-    for code in (other, own):
-        list(code.pair_means(slice(0, blocks)))
-        code.next_digit()
-    for code in (other, own):
-        code.encode(slice(0, code.blocks))
-    swap(own, other)
-    decode()
-    return Figures(mean, reports[0].resent_elements / len(mine), encode_seconds, decode_seconds)
+    _, encode_seconds = fastest(lambda _: sketch_and_encode(0), repeats, mine.device)
+    (own, other), decode_seconds = fastest(decode, repeats, mine.device, swapped)
+    other.use_codes(torch.empty_like(mean))
+    receive(own, other.encode())
+    own.use_codes(mean)
+    next_bits = reports[0].resent_elements / repeats / len(mine)
+    return Figures(mean, next_bits, encode_seconds, decode_seconds)
 
 
-def swap(one: StretchCode, other: StretchCode) -> None:
-    """Let two members of a pair receive what they send."""
-    for mine, theirs in ((one.mine, other.theirs[0]), (other.mine, one.theirs[0])):
-        for part, place in zip(mine, theirs, strict=True):
-            place.copy_(part)
+def receive(code: PairCode, codes: Coded) -> None:
+    for place, part in zip(code.theirs[0], codes, strict=True):
+        place.copy_(part)
 
 
-def fastest(work: Callable[[], Any], repeats: int, device: torch.device = HOST) -> tuple[Any, float]:
-    """Return what the work returns, and the seconds of this thread's processor, or of the device."""
+def fastest(
+    work: Callable[[Any], Any],
+    repeats: int,
+    device: torch.device = HOST,
+    prepare: Callable[[], Any] = lambda: None,
+) -> tuple[Any, float]:
+    """Return what the work returns, and the seconds of this thread's processor, or of the device.
+
+    Args:
+        prepare: returns what the work is given; is not timed.
+    """
     clock = time.thread_time if device == HOST else time.perf_counter
     seconds = []
     for _ in range(repeats):
+        prepared = prepare()
         wait_for(device)
         started = clock()
-        outcome = work()
+        outcome = work(prepared)
         wait_for(device)
         seconds.append(clock() - started)
     return outcome, min(seconds)

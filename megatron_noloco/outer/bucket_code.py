@@ -1,0 +1,282 @@
+"""The arithmetic of a bucket that is exchanged in codes (payload.py), without its messages.
+
+A bucket is coded digit by digit. Its blocks are all *open* at first. After each digit those stay open in which a
+difference was larger than the digits so far hold; of the others the mean is known. What DIGITS digits do not hold
+is left over, as are the blocks that are not to be coded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer.finite_mean import ExchangeReport
+from megatron_noloco.outer.payload import (
+    BLOCK,
+    CELLS,
+    Codec,
+    Coded,
+    Received,
+    UnequalError,
+    blocks_in,
+    find_steps,
+    pieces,
+    wide_type,
+)
+from megatron_noloco.outer.vectors import HOST, Buffers, Ranges
+from megatron_noloco.outer.weights import wait_for
+
+DIGITS = 2
+
+
+@dataclass(frozen=True)
+class Code:
+    """Says how a bucket is coded.
+
+    Attributes:
+        signs: of the sketches.
+        coded: which blocks are, bool of shape [blocks], in host memory; the others are exact.
+        others: number of the other members.
+        rounding: to be filled with what the mean leaves out, beside the bucket; None: nothing is kept.
+    """
+
+    codec: Codec
+    signs: Tensor
+    coded: Tensor
+    others: int = 1
+    rounding: Tensor | None = None
+
+
+def blocks_to_code(bucket: range, exact: Ranges) -> Tensor:
+    """Return which blocks of a bucket have no element in the exact ranges, bool of shape [blocks].
+
+    Args:
+        bucket: its elements, counted as those of `exact` are.
+    """
+    coded = torch.ones(blocks_in(len(bucket)), dtype=torch.bool, device=HOST)
+    for start, stop in exact:
+        coded[max(0, start - bucket.start) // BLOCK : max(0, blocks_in(stop - bucket.start))] = False
+    return coded
+
+
+class BucketCode:
+    """Sketches a bucket, codes its open blocks, and notes which of them the codes hold.
+
+    The attributes from `blocks` on are of the open blocks alone, in their order.
+
+    Args:
+        part: of which blocks the other members send their codes.
+
+    Attributes:
+        sketches: of the bucket, fp32 of shape [blocks, CELLS], in host memory, as all messages are.
+        their_sketches: of `part` by each other member, to be filled.
+        blocks: how many are open.
+        digits: how many digits of them have been sent, with the next one.
+        vector: their elements.
+        steps: fp32; to be filled before the first `encode`, those of `part` by `find_steps`.
+        part: of which blocks the other members send their codes.
+        theirs: codes of the other members, to be filled.
+        held: bool, whether the codes hold all differences of a block.
+    """
+
+    def __init__(
+        self, bucket: Tensor, code: Code, part: slice, buffers: Buffers, report: ExchangeReport
+    ) -> None:
+        self.codec, self._code = code.codec, code
+        self._bucket, self._part, self._buffers, self._report = bucket, part, buffers, report
+        blocks, width = len(code.coded), part.stop - part.start
+        self.sketches = buffers.get("sketches", torch.float32, blocks, CELLS)
+        self.their_sketches = buffers.get("their sketches", torch.float32, code.others, width, CELLS)
+        self.steps = buffers.get("steps", torch.float32, blocks)
+        self.digits, self.vector = 1, bucket
+        self._left_over = torch.ones(blocks, dtype=torch.bool, device=HOST)
+        self._open(torch.arange(blocks, dtype=torch.int64, device=HOST), [[] for _ in range(code.others)])
+        self.codec.sketch(bucket, code.signs, self.sketches)
+        wait_for(bucket.device)
+
+    def _open(self, numbers: Tensor, lower: list[list[Tensor]]) -> None:
+        """Open the blocks of these numbers, of whose `part` the other members have sent the lower digits."""
+        self._numbers, self.blocks = numbers, len(numbers)
+        self.part = self.within(self._part)
+        self.held = torch.empty(self.blocks, dtype=torch.bool, device=HOST)
+        width = self.part.stop - self.part.start
+        self.theirs = [self._codes(f"their {member}", width) for member in range(len(lower))]
+        self._digits = [[*digits, codes] for digits, (codes, _) in zip(lower, self.theirs, strict=True)]
+
+    def _codes(self, name: str, blocks: int) -> Coded:
+        codes = self._buffers.get(f"{name} codes", torch.uint8, blocks, self.codec.block_bytes)
+        return codes, self._buffers.get(f"{name} checksums", torch.int32, blocks)
+
+    def find_steps(self) -> None:
+        """Fill `steps` of `part`. Call it before the first `encode`."""
+        steps = self.steps[self.part]
+        find_steps([self.sketches[self.part], *self.their_sketches], self.codec.bits, steps)
+        steps *= self._code.coded[self.part]
+
+    def within(self, part: slice) -> slice:
+        """Return which of the open blocks lie in a part of the bucket's blocks."""
+        return slice(*(int((self._numbers < edge).sum()) for edge in (part.start, part.stop)))
+
+    def encode(self) -> Coded:
+        """Return the next digit of the open blocks, and the checksums, which are to be sent."""
+        mine = self._codes("my", self.blocks)
+        self.codec.encode(self.vector, self._here(self.steps), self.digits - 1, mine)
+        wait_for(self.vector.device)
+        return mine
+
+    def left_over(self) -> Tensor:
+        """Return the elements that the codes do not hold, in host memory; complete when no block is open."""
+        return self._gather(self._left_over.nonzero().view(-1), "left over", HOST)
+
+    def fill(self, left_over: Tensor, mean: Tensor) -> None:
+        """Put the mean of the elements that are left over in its place."""
+        for ours, place in _places(self._left_over.nonzero().view(-1), len(mean)):
+            mean[place].copy_(left_over[ours], non_blocking=True)
+        wait_for(mean.device)
+
+    def _received(self, blocks: slice) -> list[Received]:
+        """Return what the other members have sent of these blocks of `part`, where the bucket lies."""
+        within = slice(blocks.start - self.part.start, blocks.stop - self.part.start)
+        return [
+            ([self._here(digit[within]) for digit in digits], self._here(checksums[within]))
+            for digits, (_, checksums) in zip(self._digits, self.theirs, strict=True)
+        ]
+
+    def _here(self, part: Tensor) -> Tensor:
+        """Return a part of a message where the bucket lies."""
+        return part.to(self._bucket.device, non_blocking=True)
+
+    def _note(self, found: tuple[Tensor, Tensor, Tensor], blocks: slice, elements: int) -> None:
+        """Fill `held` for a piece, and add it to the report, after a wait for the device.
+
+        Args:
+            found: which of its blocks are right, whether vectors differ in length, and the variance over the
+                group, summed over the elements of the blocks that are right.
+            blocks, elements: of the piece.
+
+        Raises UnequalError for vectors that differ in length.
+        """
+        right, unequal, squares = (one.to(HOST, non_blocking=True) for one in found)
+        wait_for(self.vector.device)
+        if unequal:
+            raise UnequalError
+        steps, held = self.steps[blocks], self.held[blocks]
+        held.copy_(right)
+        sizes = torch.full_like(steps, BLOCK).mul_(held)
+        if len(sizes):
+            sizes[-1] *= 1 - (len(steps) * BLOCK - elements) / BLOCK
+        error = float((steps.square() * sizes).sum()) / 12
+        self._report.squared_error += error
+        self._report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
+        self._report.compared_elements += round(float(sizes.sum()))
+
+    def _put(self, values: Tensor, blocks: slice, out: Tensor) -> None:
+        """Put those of a piece's blocks that the codes hold in their places in `out`, which is as the bucket."""
+        held = self.held[blocks].nonzero().view(-1)
+        for ours, place in _places(self._numbers[blocks][held], len(out), held):
+            out[place] = values[ours]
+
+    def _next_digit(self) -> None:
+        """Let the blocks be open whose differences the codes do not hold; none after the last digit."""
+        left_over = self._left_over
+        left_over[self._numbers[self.held]] = False
+        if self.digits == 1:
+            missing = int(left_over[-1]) * (-len(self._bucket) % BLOCK)
+            self._report.resent_elements += int(left_over.sum()) * BLOCK - missing
+        stay = ~self.held & (self.steps > 0) & (self.digits < DIGITS)
+        theirs = stay[self.part]
+        lower = [[digit[theirs] for digit in digits] for digits in self._digits]
+        self.digits, self.steps = self.digits + 1, self.steps[stay]
+        self._open(self._numbers[stay], lower)
+        self.vector = self._gather(self._numbers, "open", self._bucket.device)
+
+    def _gather(self, numbers: Tensor, name: str, device: torch.device) -> Tensor:
+        """Return the elements of the blocks of these numbers, in memory of this name."""
+        places = list(_places(numbers, len(self._bucket)))
+        length = places[-1][0].stop if places else 0
+        out = self._buffers.get(name, torch.float32, length, device=device)
+        for ours, place in places:
+            out[ours].copy_(self._bucket[place], non_blocking=True)
+        if places and device != self._bucket.device:
+            wait_for(self._bucket.device)
+        return out
+
+
+class PairCode(BucketCode):
+    """Codes of a pair, which finds from the partner's the mean of both."""
+
+    def __init__(self, bucket: Tensor, code: Code, buffers: Buffers, report: ExchangeReport) -> None:
+        super().__init__(bucket, code, slice(0, len(code.coded)), buffers, report)
+
+    def use_codes(self, mean: Tensor) -> None:
+        """Put the mean of the open blocks that the codes hold in its place, and go on to the next digit.
+
+        Args:
+            mean: as the bucket, which it may be.
+
+        Raises UnequalError for vectors that differ in length.
+        """
+        for piece, blocks in pieces(self.vector, self.codec.at_once):
+            steps = self._here(self.steps[blocks])
+            own, (theirs,) = self.codec.whole_steps(piece, steps), self._received(blocks)
+            m, fits, unequal = self.codec.differences(own, len(piece), theirs)
+            right = fits & (steps > 0)
+            moved, square = self.codec.from_difference(piece, m, steps * right / 2)
+            self._note((right, unequal, 2 * square), blocks, len(piece))
+            self._put(moved, blocks, mean)
+        self._next_digit()
+
+
+class GroupCode(BucketCode):
+    """Codes of a larger group, whose members each add up those of a part.
+
+    Attributes:
+        sums: of the open blocks, of `payload.wide_type`; those of the others' parts are to be filled, and `held`.
+    """
+
+    sums: Tensor
+
+    def add_up(self) -> None:
+        """Form the sums of the own part, and find which blocks the codes hold. Raises UnequalError."""
+        own, members = self.part, 1 + self._code.others
+        dtype = wide_type(self.codec.bits * self.digits, members)
+        self.sums = self._buffers.get(f"sums {self.digits}", dtype, self.blocks, BLOCK)
+        part = self.vector[own.start * BLOCK : own.stop * BLOCK]
+        for piece, blocks in pieces(part, self.codec.at_once, own.start):
+            steps = self._here(self.steps[blocks])
+            found = self.codec.sum_of(piece, steps, self._received(blocks), self.sums[blocks])
+            self._note(found, blocks, len(piece))
+
+    def use_sums(self, mean: Tensor) -> None:
+        """Put the mean of the open blocks that the codes hold in its place, and go on to the next digit.
+
+        Args:
+            mean: as the bucket, which it may be.
+        """
+        members, rounding = 1 + self._code.others, self._code.rounding
+        for piece, blocks in pieces(self.vector, self.codec.at_once):
+            summed = piece, self._here(self.steps[blocks]), self._here(self.sums[blocks]), members
+            if rounding is None:
+                found = self.codec.from_sum(*summed)
+            else:
+                found, left_out = self.codec.common_mean(*summed)
+                self._put(left_out, blocks, rounding)
+            self._put(found, blocks, mean)
+        self._next_digit()
+
+
+def _places(numbers: Tensor, length: int, rows: Tensor | None = None) -> Iterator[tuple[slice, slice]]:
+    """Yield where elements of some blocks lie, in as few runs as possible: in a vector of them, and in the bucket.
+
+    Args:
+        numbers: of the blocks in the bucket, ascending.
+        length: of the bucket.
+        rows: of the blocks in the vector; None: it has only them.
+    """
+    ends = (torch.diff(numbers) > 1).nonzero().view(-1).add_(1).tolist()
+    for first, last in pairwise([0, *ends, len(numbers)] if len(numbers) else []):
+        row, start = (first if rows is None else int(rows[first])) * BLOCK, int(numbers[first]) * BLOCK
+        stop = min(start + (last - first) * BLOCK, length)
+        yield slice(row, row + stop - start), slice(start, stop)
