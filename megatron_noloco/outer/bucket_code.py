@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.finite_mean import ExchangeReport
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.payload import (
     BLOCK,
     CELLS,
@@ -130,11 +130,10 @@ class BucketCode:
         """Return the elements that the codes do not hold, in host memory; complete when no block is open."""
         return self._gather(self._left_over.nonzero().view(-1), "left over", HOST)
 
-    def fill(self, left_over: Tensor, mean: Tensor) -> None:
-        """Put the mean of the elements that are left over in its place."""
-        for ours, place in _places(self._left_over.nonzero().view(-1), len(mean)):
-            mean[place].copy_(left_over[ours], non_blocking=True)
-        wait_for(mean.device)
+    def fill(self, left_over: Tensor) -> Iterator[MeanPiece]:
+        """Yield the mean of the elements that are left over, at its places in the bucket."""
+        for ours, place in _places(self._left_over.nonzero().view(-1), len(self._bucket)):
+            yield MeanPiece(place.start, place.stop, left_over[ours])
 
     def _received(self, blocks: slice) -> list[Received]:
         """Return what the other members have sent of these blocks of `part`, where the bucket lies."""
@@ -172,11 +171,11 @@ class BucketCode:
         self._report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
         self._report.compared_elements += round(float(sizes.sum()))
 
-    def _put(self, values: Tensor, blocks: slice, out: Tensor) -> None:
-        """Put those of a piece's blocks that the codes hold in their places in `out`, which is as the bucket."""
+    def _held(self, values: Tensor, blocks: slice) -> Iterator[MeanPiece]:
+        """Yield those of a piece's blocks that the codes hold, at their places in the bucket."""
         held = self.held[blocks].nonzero().view(-1)
-        for ours, place in _places(self._numbers[blocks][held], len(out), held):
-            out[place] = values[ours]
+        for ours, place in _places(self._numbers[blocks][held], len(self._bucket), held):
+            yield MeanPiece(place.start, place.stop, values[ours])
 
     def _next_digit(self) -> None:
         """Let the blocks be open whose differences the codes do not hold; none after the last digit."""
@@ -210,11 +209,8 @@ class PairCode(BucketCode):
     def __init__(self, bucket: Tensor, code: Code, buffers: Buffers, report: ExchangeReport) -> None:
         super().__init__(bucket, code, slice(0, len(code.coded)), buffers, report)
 
-    def use_codes(self, mean: Tensor) -> None:
-        """Put the mean of the open blocks that the codes hold in its place, and go on to the next digit.
-
-        Args:
-            mean: as the bucket, which it may be.
+    def means(self) -> Iterator[MeanPiece]:
+        """Yield the mean of the open blocks that the codes hold, and go on to the next digit.
 
         Raises UnequalError for vectors that differ in length.
         """
@@ -225,7 +221,7 @@ class PairCode(BucketCode):
             right = fits & (steps > 0)
             moved, square = self.codec.from_difference(piece, m, steps * right / 2)
             self._note((right, unequal, 2 * square), blocks, len(piece))
-            self._put(moved, blocks, mean)
+            yield from self._held(moved, blocks)
         self._next_digit()
 
 
@@ -249,21 +245,18 @@ class GroupCode(BucketCode):
             found = self.codec.sum_of(piece, steps, self._received(blocks), self.sums[blocks])
             self._note(found, blocks, len(piece))
 
-    def use_sums(self, mean: Tensor) -> None:
-        """Put the mean of the open blocks that the codes hold in its place, and go on to the next digit.
-
-        Args:
-            mean: as the bucket, which it may be.
-        """
+    def means(self) -> Iterator[MeanPiece]:
+        """Yield the mean of the open blocks that the codes hold, and go on to the next digit."""
         members, rounding = 1 + self._code.others, self._code.rounding
         for piece, blocks in pieces(self.vector, self.codec.at_once):
             summed = piece, self._here(self.steps[blocks]), self._here(self.sums[blocks]), members
             if rounding is None:
-                found = self.codec.from_sum(*summed)
+                mean = self.codec.from_sum(*summed)
             else:
-                found, left_out = self.codec.common_mean(*summed)
-                self._put(left_out, blocks, rounding)
-            self._put(found, blocks, mean)
+                mean, left_out = self.codec.common_mean(*summed)
+                for start, stop, one in self._held(left_out, blocks):
+                    rounding[start:stop] = one
+            yield from self._held(mean, blocks)
         self._next_digit()
 
 

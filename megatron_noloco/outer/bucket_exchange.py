@@ -1,8 +1,8 @@
 """The exchange of one bucket of a vector: generators that are read from top to bottom.
 
-Each posts messages, yields the `Flight` that it waits for, computes with what has come, and so on; it returns the
-mean. All messages of a bucket between two ranks have one tag, and both ranks post them in the order of the same
-generator, so they match whatever other buckets do meanwhile.
+Each posts messages, yields the `Flight` that it waits for, computes with what has come, yields pieces of the mean,
+and so on. All messages of a bucket between two ranks have one tag, and both ranks post them in the order of the
+same generator, so they match whatever other buckets do meanwhile.
 
 A pair swaps its buckets, one message each way. A larger group of n uses two phases, as the bandwidth-optimal
 all-reduce of Patarasuk and Yuan does ("Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
@@ -29,7 +29,7 @@ blocks sends 16 + 64 * bits + 4 bytes for each of the e - p others' blocks, and 
 then what is left over, as in fp32.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,12 +37,12 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.bucket_code import Code, GroupCode, PairCode
-from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
+from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece, finite_mean
 from megatron_noloco.outer.vectors import Buffers
 from megatron_noloco.transport.interface import Flight, Message, Transport
 
-BucketExchange = Generator[Flight, None, Tensor]
-"""Yields the flights that it waits for, one after the other, and returns the mean, in memory of its own."""
+BucketExchange = Iterator[Flight | MeanPiece]
+"""Yields the flights that it waits for, and the pieces of the mean, at their places in the bucket."""
 
 Parts = dict[int, slice]
 """The part of a bucket that each member owns, by rank."""
@@ -102,13 +102,13 @@ def _messages(buffers: Iterable[tuple[int, Tensor]]) -> list[Message]:
 
 
 def in_fp32(members: Members, bucket: Tensor) -> BucketExchange:
-    """Return what exchanges a bucket in fp32, which lies in host memory."""
+    """Exchange a bucket in fp32, which lies in host memory."""
     ways = {1: alone, 2: pair_in_fp32}
     return ways.get(len(members.ranks), group_in_fp32)(members, bucket)
 
 
 def in_codes(members: Members, bucket: Tensor, code: Code) -> BucketExchange:
-    """Return what exchanges a bucket in codes, wherever it lies. The mean takes its place."""
+    """Exchange a bucket in codes, wherever it lies."""
     if len(members.ranks) == 1:
         return alone(members, bucket)
     return (pair_in_codes if len(members.ranks) == 2 else group_in_codes)(members, bucket, code)
@@ -116,15 +116,14 @@ def in_codes(members: Members, bucket: Tensor, code: Code) -> BucketExchange:
 
 def alone(members: Members, bucket: Tensor) -> BucketExchange:
     """Exchange a bucket of a replica that is its own group."""
-    yield from ()
-    return bucket
+    yield MeanPiece(0, len(bucket), bucket)
 
 
 def pair_in_fp32(members: Members, bucket: Tensor) -> BucketExchange:
     """Swap the buckets of a pair. The mean takes the place of the partner's."""
     theirs = members.buffers.get("theirs", torch.float32, len(bucket))
     yield members.swap([bucket], [theirs])
-    return finite_mean([bucket, theirs], theirs, members.report)
+    yield from finite_mean([bucket, theirs], theirs, members.report)
 
 
 def group_in_fp32(members: Members, bucket: Tensor) -> BucketExchange:
@@ -136,9 +135,13 @@ def group_in_fp32(members: Members, bucket: Tensor) -> BucketExchange:
     mean = members.buffers.get("theirs", torch.float32, len(bucket))
     of_rank = dict(zip(members.others, theirs, strict=True))
     of_all = [of_rank.get(rank, bucket[own]) for rank in members.ranks]  # the same order everywhere
-    finite_mean(of_all, mean[own], members.report)
-    yield members.from_owners(parts, [mean])
-    return mean
+    for _ in finite_mean(of_all, mean[own], members.report):
+        pass
+    flight = members.from_owners(parts, [mean])
+    yield MeanPiece(own.start, own.stop, mean[own])
+    yield flight
+    for rank in members.others:
+        yield MeanPiece(parts[rank].start, parts[rank].stop, mean[parts[rank]])
 
 
 def pair_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchange:
@@ -148,10 +151,8 @@ def pair_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchange
     code.find_steps()
     while code.blocks:
         yield members.swap(code.encode(), code.theirs[0])
-        code.use_codes(bucket)
-    if len(left_over := code.left_over()):
-        code.fill((yield from pair_in_fp32(members, left_over)), bucket)
-    return bucket
+        yield from code.means()
+    yield from _left_over(members, code)
 
 
 def group_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchange:
@@ -166,7 +167,17 @@ def group_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchang
         yield members.to_owners(of_open, code.encode(), code.theirs)
         code.add_up()
         yield members.from_owners(of_open, [code.sums, code.held])
-        code.use_sums(bucket)
-    if len(left_over := code.left_over()):
-        code.fill((yield from group_in_fp32(members, left_over)), bucket)
-    return bucket
+        yield from code.means()
+    yield from _left_over(members, code)
+
+
+def _left_over(members: Members, code: PairCode | GroupCode) -> BucketExchange:
+    """Exchange in fp32 what the codes do not hold."""
+    if not len(left_over := code.left_over()):
+        return
+    for found in in_fp32(members, left_over):
+        if isinstance(found, MeanPiece):  # of what has been sent
+            left_over[found.start : found.stop] = found.mean
+        else:
+            yield found
+    yield from code.fill(left_over)

@@ -8,7 +8,8 @@ messages have come and gone. So `finish`, which also waits, has little to wait f
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -71,25 +72,34 @@ def group_mean(
 class _Bucket:
     """A bucket under way, of which `exchange` has posted the first messages.
 
-    Attributes:
+    Args:
         start: its first element in the vector.
-        flight: that it waits for; None at the end.
-        mean: at the end.
+
+    Attributes:
+        flight: that it waits for; None: it waits for nothing.
+        has_ended: whether all of its mean has been yielded.
     """
 
     def __init__(self, start: int, exchange: BucketExchange) -> None:
-        self.start = start
-        self._exchange = exchange
-        self.mean = NOTHING
-        self.flight: Flight | None
-        self.go_on()
+        first = next(exchange)
+        self._start = start
+        self._exchange = chain([first], exchange) if isinstance(first, MeanPiece) else exchange
+        self.flight: Flight | None = None if isinstance(first, MeanPiece) else first
+        self.has_ended = False
 
-    def go_on(self) -> None:
-        """Compute with what has come, and post what depends on it."""
-        try:
-            self.flight = next(self._exchange)
-        except StopIteration as end:
-            self.flight, self.mean = None, end.value
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can go on; moves messages."""
+        return not self.has_ended and (self.flight is None or self.flight.done())
+
+    def go_on(self) -> Iterator[MeanPiece]:
+        """Compute with what has come, and post what depends on it; yield pieces, at their places in the vector."""
+        for found in self._exchange:
+            if not isinstance(found, MeanPiece):
+                self.flight = found
+                return
+            yield MeanPiece(self._start + found.start, self._start + found.stop, found.mean)
+        self.flight, self.has_ended = None, True
 
 
 class Exchange:
@@ -159,8 +169,8 @@ class Exchange:
         """Post the first messages of this rank, and return without waiting for any.
 
         Args:
-            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. In codes the mean
-                takes its place. What is sent of a vector on an accelerator is copied to host memory.
+            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. What is sent of a
+                vector on an accelerator is copied to host memory.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
             what: names the exchange in errors.
@@ -242,15 +252,14 @@ class Exchange:
         """Yield the pieces of the mean; wait for those that are not there, `since` this time, or not (None)."""
         try:
             while self._under_way:
-                has_moved = self._go_on(until)
-                while self._under_way and self._under_way[0].flight is None:
-                    first = self._under_way.popleft()
-                    yield MeanPiece(first.start, first.start + len(first.mean), first.mean)
-                    self._open_buckets()
-                    has_moved = True
-                if since is None and (not has_moved or time.monotonic() >= until):
+                ready = [bucket for bucket in self._under_way if bucket.is_ready]
+                yield from _available(ready, until)
+                while self._under_way and self._under_way[0].has_ended:
+                    self._under_way.popleft()
+                self._open_buckets()
+                if since is None and (not ready or time.monotonic() >= until):
                     return
-                if since is not None and not has_moved:
+                if since is not None and not ready:
                     self._wait(since)
         except BaseException as error:  # also where the caller takes no more
             self._begun = False
@@ -262,17 +271,6 @@ class Exchange:
             if named := self._named(error):
                 raise named from error
             raise
-
-    def _go_on(self, until: float) -> bool:
-        """Go on with each bucket whose messages have come and gone; return whether there was one."""
-        has_moved = False
-        for bucket in self._under_way:
-            if bucket.flight is not None and bucket.flight.done():
-                bucket.go_on()
-                has_moved = True
-                if time.monotonic() >= until:
-                    break
-        return has_moved
 
     def _wait(self, since: float) -> None:
         """Wait for the messages that were posted first."""
@@ -303,3 +301,14 @@ class Exchange:
         if isinstance(error, ConnectionError):
             return PartnerLostError(f"replica {self.place.replica} lost a partner in {self._what}: {error}")
         return None
+
+
+def _available(ready: Sequence[_Bucket], until: float) -> Iterator[MeanPiece]:
+    """Go on with buckets, and yield pieces of the mean, until this time."""
+    for bucket in ready:
+        for piece in bucket.go_on():
+            yield piece
+            if time.monotonic() >= until:
+                return
+        if time.monotonic() >= until:
+            return

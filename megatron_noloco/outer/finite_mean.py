@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,7 +96,7 @@ class ExchangeReport:
         return math.sqrt(self.squared_error / self.squared_deviation)
 
 
-def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:
+def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Iterator[MeanPiece]:
     """Average the members' vectors, each of shape [elements], in the order given: equal inputs, equal bits, also
     at other places of a vector.
 
@@ -104,12 +104,13 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
     is: the first), so that a poisoned replica does not spread. The deviation of finite pieces and the
     number of poisoned elements are added to `report`.
 
-    Returns `out`, which may be one of the members.
+    Yields pieces of `out`, which may be one of the members; it is filled when they are exhausted.
     """
     for start in range(0, len(out), _AT_ONCE):
         piece = slice(start, start + _AT_ONCE)
-        _mean_of_piece([member[piece] for member in members], out[piece], report)
-    return out
+        mean = out[piece]
+        _mean_of_piece([member[piece] for member in members], mean, report)
+        yield MeanPiece(start, start + len(mean), mean)
 
 
 def _mean_of_piece(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> None:

@@ -134,10 +134,10 @@ def test_progress_without_time_uses_one_bucket(monkeypatch: pytest.MonkeyPatch) 
     for fleet in (at_once, bit_by_bit):
         fleet.run(K)
     before, moved = bit_by_bit.phi.clone(), []
-    for _ in range(4):
+    for _ in range(6):
         left = bit_by_bit.each(lambda outer: outer.progress(0.0))
         moved.append(int((bit_by_bit.phi != before).all(0).sum()))
-    assert moved[:3] == [16, 32, ELEMENTS]
+    assert sorted({*moved}) == [16, 32, ELEMENTS]
     assert left == [False, False]
     for fleet in (at_once, bit_by_bit):
         fleet.run(2)

@@ -129,15 +129,20 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
         return [own, other]
 
     def decode(both: list[PairCode]) -> list[PairCode]:
-        both[0].use_codes(mean)
+        put(both[0])
         return both
+
+    def put(code: PairCode) -> None:
+        for start, stop, piece in code.means():
+            mean[start:stop] = piece
 
     sketches = [begin(side).sketches.clone() for side in range(2)]
     _, encode_seconds = fastest(lambda _: sketch_and_encode(0), repeats, mine.device)
     (own, other), decode_seconds = fastest(decode, repeats, mine.device, swapped)
-    other.use_codes(torch.empty_like(mean))
+    for _ in other.means():
+        pass
     receive(own, other.encode())
-    own.use_codes(mean)
+    put(own)
     next_bits = reports[0].resent_elements / repeats / len(mine)
     return Figures(mean, next_bits, encode_seconds, decode_seconds)
 
