@@ -197,9 +197,7 @@ class BucketCode:
         length = places[-1][0].stop if places else 0
         out = self._buffers.get(name, torch.float32, length, device=device)
         for ours, place in places:
-            out[ours].copy_(self._bucket[place], non_blocking=True)
-        if places and device != self._bucket.device:
-            wait_for(self._bucket.device)
+            out[ours].copy_(self._bucket[place])
         return out
 
 

@@ -43,7 +43,7 @@ class ExchangeReport:
         seconds: from `begin` until this rank has seen that everything is received and sent.
         squared_deviation: sum over the elements of the unbiased variance over the group.
         compared_elements: elements in that sum.
-        poisoned_elements: elements in pieces (2^18) where some member was not finite.
+        poisoned_elements: elements in pieces of 2^18 where some member was not finite.
         squared_error: of the code, likewise: s^2 / 12 of each coded element, the variance of its rounding.
         resent_elements: in blocks that the code did not hold, of which more bits were sent, or fp32.
         missed: the partner that was not exchanged with, and why; empty if the round took place.

@@ -71,7 +71,7 @@ MUTANTS = {
     ),
     "sketches are sent before they are computed": Mutant(
         "outer/bucket_code.py",
-        "wait_for(vector.device)\n\n",
+        "wait_for(bucket.device)\n\n",
         "pass\n\n",
         ("simulated_gpu/test_outer.py", "are_those_of_a_cpu and int4"),
     ),
@@ -117,8 +117,8 @@ MUTANTS = {
     "a vector is sent before it is formed": Mutant("outer/vectors.py", "wait_for(self.home)", "pass", ROUNDS),
     "codes are sent before they are computed": Mutant(
         "outer/bucket_code.py",
-        "wait_for(self.vector.device)\n        return",
-        "pass\n        return",
+        "wait_for(self.vector.device)\n        return mine",
+        "pass\n        return mine",
         ROUNDS,
     ),
     "verdicts are read before they are there": Mutant(
