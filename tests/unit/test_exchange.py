@@ -23,7 +23,7 @@ from megatron_noloco.outer import (
     group_mean,
 )
 from megatron_noloco.outer.channels import CHANNELS, WINDOW, Contacts
-from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.outer.payload import BITS, BLOCK
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import NolocoSettings
@@ -45,7 +45,7 @@ from tests.unit.fleet import (
 
 SHORT_SECONDS = 0.05  # only where no answer comes
 
-in_any_payload = pytest.mark.parametrize("bits", [None, 8, 4])
+in_any_payload = pytest.mark.parametrize("bits", [None, *BITS])
 
 
 # The mean
@@ -231,7 +231,7 @@ class Held:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from((None, 8, 4)), st.integers(2, 3), st.integers(1, 5000), st.integers(0, 10**6))
+@given(st.sampled_from((None, *BITS)), st.integers(2, 3), st.integers(1, 5000), st.integers(0, 10**6))
 def test_buckets_never_take_each_others_messages(
     bits: int | None, members: int, elements: int, seed: int
 ) -> None:
