@@ -31,7 +31,7 @@ then what is left over, as in fp32.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -99,6 +99,39 @@ class Members:
 
 def _messages(buffers: Iterable[tuple[int, Tensor]]) -> list[Message]:
     return [Message(rank, buffer.view(-1)) for rank, buffer in buffers]
+
+
+class UnderWay:
+    """The exchange of a bucket that is under way: its first messages are posted.
+
+    Args:
+        start: its first element in the vector.
+
+    Attributes:
+        flight: that it waits for; None: it waits for nothing.
+        has_ended: whether all of its mean has been yielded.
+    """
+
+    def __init__(self, start: int, exchange: BucketExchange) -> None:
+        first = next(exchange)
+        self._start = start
+        self._exchange = chain([first], exchange) if isinstance(first, MeanPiece) else exchange
+        self.flight: Flight | None = None if isinstance(first, MeanPiece) else first
+        self.has_ended = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can go on; moves messages."""
+        return not self.has_ended and (self.flight is None or self.flight.done())
+
+    def go_on(self) -> Iterator[MeanPiece]:
+        """Compute with what has come, and post what depends on it; yield pieces, at their places in the vector."""
+        for found in self._exchange:
+            if not isinstance(found, MeanPiece):
+                self.flight = found
+                return
+            yield MeanPiece(self._start + found.start, self._start + found.stop, found.mean)
+        self.flight, self.has_ended = None, True
 
 
 def in_fp32(members: Members, bucket: Tensor) -> BucketExchange:

@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megatron_noloco.job.activity import now
 from megatron_noloco.outer.bucket_code import Code, blocks_to_code
-from megatron_noloco.outer.bucket_exchange import BucketExchange, Members, in_codes, in_fp32
+from megatron_noloco.outer.bucket_exchange import BucketExchange, Members, UnderWay, in_codes, in_fp32
 from megatron_noloco.outer.channels import CHANNELS, WINDOW, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.payload import Codec, signs_of
@@ -25,7 +24,7 @@ from megatron_noloco.outer.vectors import BUCKET, HOST, NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import keeps_rounding
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.interface import ExchangeTimeoutError, Flight, Transport
+from megatron_noloco.transport.interface import ExchangeTimeoutError, Transport
 
 _NAMED = 3  # of those that an exchange waits for
 
@@ -67,39 +66,6 @@ def group_mean(
     for start, stop, mean in exchange.finish():
         out[start:stop] = mean
     return out
-
-
-class _Bucket:
-    """A bucket under way, of which `exchange` has posted the first messages.
-
-    Args:
-        start: its first element in the vector.
-
-    Attributes:
-        flight: that it waits for; None: it waits for nothing.
-        has_ended: whether all of its mean has been yielded.
-    """
-
-    def __init__(self, start: int, exchange: BucketExchange) -> None:
-        first = next(exchange)
-        self._start = start
-        self._exchange = chain([first], exchange) if isinstance(first, MeanPiece) else exchange
-        self.flight: Flight | None = None if isinstance(first, MeanPiece) else first
-        self.has_ended = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can go on; moves messages."""
-        return not self.has_ended and (self.flight is None or self.flight.done())
-
-    def go_on(self) -> Iterator[MeanPiece]:
-        """Compute with what has come, and post what depends on it; yield pieces, at their places in the vector."""
-        for found in self._exchange:
-            if not isinstance(found, MeanPiece):
-                self.flight = found
-                return
-            yield MeanPiece(self._start + found.start, self._start + found.stop, found.mean)
-        self.flight, self.has_ended = None, True
 
 
 class Exchange:
@@ -159,7 +125,7 @@ class Exchange:
         self._what, self._tag = "", 0
         self._exact: Ranges = ()
         self._posted = 0  # buckets
-        self._under_way = deque[_Bucket]()  # in the order of the vector
+        self._under_way = deque[UnderWay]()  # in the order of the vector
         self._own = Buffers()
         self._buffers = [
             Buffers() for _ in range(WINDOW)
@@ -187,6 +153,7 @@ class Exchange:
         self._vector, self._what, self._exact = vector, what, exact
         self._tag = tag_of(number, self.channel)
         self._posted, self.done = 0, False
+        self._under_way.clear()
         if self._bits is not None:
             self._prepare_codes(self._bits, number)
         self._open_buckets()
@@ -228,7 +195,7 @@ class Exchange:
     def _open_buckets(self) -> None:
         """Post the first messages of the next buckets, as far as there is room."""
         while len(self._under_way) < WINDOW and (start := self._posted * self.bucket) < len(self._vector):
-            self._under_way.append(_Bucket(start, self._exchange(slice(start, start + self.bucket))))
+            self._under_way.append(UnderWay(start, self._exchange(slice(start, start + self.bucket))))
             self._posted += 1
         if not self._under_way:
             self.done = True
@@ -303,7 +270,7 @@ class Exchange:
         return None
 
 
-def _available(ready: Sequence[_Bucket], until: float) -> Iterator[MeanPiece]:
+def _available(ready: Sequence[UnderWay], until: float) -> Iterator[MeanPiece]:
     """Go on with buckets, and yield pieces of the mean, until this time."""
     for bucket in ready:
         for piece in bucket.go_on():
