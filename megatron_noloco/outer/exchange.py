@@ -84,7 +84,7 @@ class Exchange:
         channel: 0 to CHANNELS - 1, the same for the counterparts.
         deadline_seconds: how long to wait for a message, from when it was posted, or from the call of `finish` if
             that was later.
-        bits: of codes, 8 or 4, the same for the counterparts; None: fp32.
+        bits: of codes (`payload.BITS`), the same for the counterparts; None: fp32.
 
     Attributes:
         deadline_seconds: may be changed between two exchanges.
