@@ -29,7 +29,9 @@ from pydantic_core import CoreSchema
 from megatron_noloco.errors import UserError
 
 Path = tuple[str, ...]
-_NEAR = 0.8  # ratio of difflib: misspellings reach it, keys of DeepSpeed that do nothing here do not
+_TYPO_SIMILARITY = (
+    0.8  # ratio of difflib: misspellings reach it, keys of DeepSpeed that do nothing here do not
+)
 
 
 def _checked_path(path: str) -> str:
@@ -223,7 +225,7 @@ Hint = Callable[[Path, Iterable[str]], str]
 def nearest(path: Path, known: Iterable[str]) -> str:
     """Return the question for the known name that is nearest to the last one of a path; "" if none is."""
     spellings = {key.lower(): key for key in known}
-    near = difflib.get_close_matches(path[-1].lower(), spellings, n=1, cutoff=_NEAR)
+    near = difflib.get_close_matches(path[-1].lower(), spellings, n=1, cutoff=_TYPO_SIMILARITY)
     return f"did you mean {dotted((*path[:-1], spellings[near[0]]))}?" if near else ""
 
 

@@ -19,7 +19,7 @@ from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.rendezvous import Folder, rendezvous_of
 from megatron_noloco.federation.rounds import Leading, Replica
 from megatron_noloco.federation.store import Store
-from megatron_noloco.job.agreement import found_by_rank_0
+from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.outer import OuterOptimizer, Weights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -57,7 +57,7 @@ def outer_of(
         behind = FederationSettings().rounds_behind * settings.fragments
         leading = Leading(thread, Partners(thread.node, deadline, deadline, behind))
     # A job may have several replicas of one rank each.
-    tell: Callable[[Callable[[], Any]], Any] = _call if movement.transport is None else found_by_rank_0
+    tell: Callable[[Callable[[], Any]], Any] = _call if movement.transport is None else computed_by_rank_0
     replica = Replica(Gather(movement), place, Pairing(settings, SEED), leading, tell)
     return OuterOptimizer(weights, None, place, settings, SEED, replica)
 

@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.job.leaving import leave
 from megatron_noloco.job.start_up import before_engines, importing
 from tools.options import command_line
@@ -63,7 +63,7 @@ def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]]
     run.stopping.before_step = look  # type: ignore[method-assign]
     run.train()
     looks.append({"steps": config.training.train_iters, **held()})
-    ranks = of_all_ranks({name: [one[name] for one in looks] for name in looks[0]})
+    ranks = gather_from_all_ranks({name: [one[name] for one in looks] for name in looks[0]})
     return ranks if prepared.world.rank == 0 else None
 
 

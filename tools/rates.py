@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_noloco.preflight.search import TOO_HIGH, best_factor
+from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor
 from tools.options import command_line
 from tools.simulator.report import as_rows, finite
 from tools.study import read
@@ -126,7 +126,7 @@ def on_texts(found: ByText, method: str, steps: int) -> list[OnText]:
         if complete(losses) and complete(others):
             short, best, least = own.get(steps // 10, {}), min(losses.values()), min(others.values())
             rates = (
-                best_factor(short) / TOO_HIGH if complete(short) else None,
+                best_factor(short) / SHORT_RUN_RATE_RATIO if complete(short) else None,
                 rate_of_first if text != texts[0] else None,
             )
             # Between two runs the parabola may be below both.

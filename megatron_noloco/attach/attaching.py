@@ -24,7 +24,7 @@ from megatron_noloco.attach.replica_groups import this_rank, topology_of
 from megatron_noloco.attach.shards import Engine, copies_in
 from megatron_noloco.attach.torch_module import torch_engine
 from megatron_noloco.errors import UserError
-from megatron_noloco.job.agreement import of_all_ranks, vote
+from megatron_noloco.job.agreement import gather_from_all_ranks, vote
 from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import JobPeers
@@ -33,7 +33,7 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_noloco.federation.compatibility import Alike
+    from megatron_noloco.federation.compatibility import RunIdentity
 
 # What jobs compare where a rank exchanges with the rank at its place; the name stands in the line of a refusal.
 _SAME_RANKS = "ranks and parallel sizes. This engine needs the same in all jobs"
@@ -109,7 +109,7 @@ def attach(
     place = topology.place(rank)
     alike = settings.model_dump() | {"seed": seed, "slot": topology.slot}
     problem = groups_problem(settings, place.replicas)
-    starts = of_all_ranks(start_report(weights, topology, rank, alike, state, problem))
+    starts = gather_from_all_ranks(start_report(weights, topology, rank, alike, state, problem))
     check_start(starts, rank, topology)
     replica = starts[rank - rank % topology.replica_size :][: topology.replica_size]
     digests = digests_of(replica)
@@ -151,9 +151,9 @@ def attach(
 
 def _compared(
     weights: Engine, seed: int, digests: Mapping[str, list[str]], starts: Sequence[StartReport]
-) -> "Alike":
+) -> "RunIdentity":
     """Return what jobs of a federation compare."""
-    from megatron_noloco.federation.compatibility import Alike
+    from megatron_noloco.federation.compatibility import RunIdentity
 
     shared = {
         "seed": seed,
@@ -166,7 +166,7 @@ def _compared(
         "buffers": digests["buffers"],
         _SAME_RANKS: None if weights.placed else [one.lengths for one in starts],
     }
-    return Alike(shared, "attach", own)
+    return RunIdentity(shared, "attach", own)
 
 
 def _engine_of(engine: Any) -> Engine:

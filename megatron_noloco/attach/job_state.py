@@ -35,7 +35,7 @@ _ABSENT = "it was not given to attach there"
 class JobState:
     """The outer optimizer's state, the inner's, weights, buffers, and what is registered.
 
-    Implements `federation.states.Keeper`.
+    Implements `federation.states.StateAdapter`.
 
     Args:
         inner: None: in a state of another job it begins anew.
@@ -106,13 +106,13 @@ class JobState:
         rest = {"problem": problem, "states": states, "buffers": buffers_of(self._engine)}
         return State(done, facts, dict(sorted(vectors.items())), bytes_of(rest))
 
-    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         if not {*names} >= _NEEDED:
             raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
         length = self._engine.length
         return {name: torch.zeros(length, dtype=torch.float32, device=HOST) for name in names}
 
-    def use(self, state: State) -> None:
+    def load(self, state: State) -> None:
         try:
             rounds = rounds_from_lists(state.facts["rounds"])
             rest = read(state.rest) if state.rest else dict.fromkeys(("problem", "states", "buffers"))

@@ -15,7 +15,7 @@ from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.engine.state import PREFIXES
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.model.dropout import seed_dropout, set_random_state
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.outer import VECTORS, Rounds
@@ -39,7 +39,7 @@ def restore(saved: Ensemble, engine: ReplicaEngine, outer: Rounds, settings: Che
     state = {name: reader.vector(name) for name in VECTORS if reader.has_vector(name)}
     state |= reader.tensors("delayed_")
     # Fragments are cut alike in all stages, so all merge at once if one has to.
-    outer.restore(state, moved=any(of_all_ranks(reader.moved)))
+    outer.restore(state, moved=any(gather_from_all_ranks(reader.moved)))
     if reader.moved or at != place:  # there is no saved random state for this position
         seed_dropout(settings.seed, groups, saved.manifests[0].step)
     else:

@@ -13,7 +13,7 @@ from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Incomplet
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.errors import UserError
-from megatron_noloco.job.agreement import of_all_ranks, of_rank_0, wait_for_all
+from megatron_noloco.job.agreement import broadcast_from_rank_0, gather_from_all_ranks, wait_for_all
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -53,13 +53,13 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
         found = [*catalog.continued_from(settings.folder, settings.load), explicit]
     refused = ""
     # Rank 0 decides: other ranks may see an older state of a shared file system.
-    folders, (complete, note) = of_rank_0((found, catalog.latest(settings.folder)))
+    folders, (complete, note) = broadcast_from_rank_0((found, catalog.latest(settings.folder)))
     notes = [note] if note and explicit is None else []
     for folder in folders:
         if folder == explicit and refused:
             break  # starting there again would leave out what the run has done since
         saved, problem = _examine(folder, topology)
-        problems = [error for error in of_all_ranks(problem) if error]
+        problems = [error for error in gather_from_all_ranks(problem) if error]
         if not problems:
             if explicit not in (None, folder):
                 notes.append(

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from megatron_noloco.cli.exit_codes import StoppedError, naming
+from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.job.start_up import importing
@@ -41,7 +41,7 @@ def _config(args: argparse.Namespace) -> int:
     elif args.schema:
         sys.stdout.write(schema())
     elif args.check:
-        with naming(args.check):
+        with prefix_errors_with(args.check):
             _check(args.check, args.world_size, args.dry_run)
     else:
         raise UserError("megatron_noloco config: give --explain, --schema or --check FILE")
@@ -60,7 +60,7 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
     topology = None if world_size is None else config.topology(world_size)
     by_recipe = dict[str, Any]()
     if topology is not None:
-        config, by_recipe = resolve(config, topology.ensemble)
+        config, by_recipe = resolve(config, topology.total_replicas)
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.data.auto_tokenizer import check_folder

@@ -37,7 +37,7 @@ class LostError(StoppedError):
 
 
 @contextmanager
-def naming(path: str) -> Iterator[None]:
+def prefix_errors_with(path: str) -> Iterator[None]:
     """Begin each line of a UserError that leaves the context with the file that it is about."""
     try:
         yield

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.exit_codes import naming
+from megatron_noloco.cli.exit_codes import prefix_errors_with
 from megatron_noloco.cli.options import (
     Commands,
     add_command,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
     from megatron_noloco.model.architecture import Architecture
     from megatron_noloco.preflight.accelerators import Accelerator
-    from megatron_noloco.preflight.departures import Departures
+    from megatron_noloco.preflight.departures import PreemptionCost
     from megatron_noloco.preflight.plan import Plan
     from megatron_noloco.preflight.schemes import Network
 
@@ -104,9 +104,9 @@ def _plan(args: argparse.Namespace) -> int:
         raise UserError(f'{args.config}: parallel.replicas is "auto": give the number of ranks with --gpus')
     if args.gpus is not None:
         config = config.replace(parallel=config.parallel.replace(replicas="auto"))
-    with naming(args.config):
+    with prefix_errors_with(args.config):
         topology = config.topology(ranks)
-        config = resolve(config, topology.ensemble).config
+        config = resolve(config, topology.total_replicas).config
         architecture = architecture_of_run(config)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)
     step, peak = args.step, None if accelerator is None else accelerator.peak(config.precision)
@@ -154,7 +154,7 @@ def _departures(
     architecture: "Architecture",
     plan: "Plan",
     step: float | None,
-) -> "list[Departures]":
+) -> "list[PreemptionCost]":
     """Return the costs of `--preemptions` without and with notice; raises UserError where they are not known."""
     from megatron_noloco.preflight.departures import departures_of
 

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_noloco.cli.exit_codes import StoppedError, naming
+from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
 from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
@@ -54,7 +54,7 @@ def _tune(args: argparse.Namespace) -> int:
         )
     command = args.launcher or [sys.executable, "-m", "megatron_noloco", "train"]
     folder = args.output or Path(f"{Path(config.training.output_dir)}-tune")  # without a slash at its end
-    with naming(args.config):
+    with prefix_errors_with(args.config):
         trials = Trials(config, command, folder, say)
     if trials.steps < _FEW_STEPS:
         say(

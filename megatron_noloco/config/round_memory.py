@@ -15,7 +15,7 @@ def bytes_of_state(noloco: NolocoSettings, replicas: int | None) -> dict[str, fl
 def bytes_of_rounds(noloco: NolocoSettings, topology: Topology) -> dict[str, float]:
     """Return the bytes per parameter of all rounds that are in progress at a time."""
     of_round = {"combined vector": 4.0}
-    if noloco.among(topology.ensemble).keeps_rounding:
+    if noloco.among(topology.total_replicas).keeps_rounding:
         of_round["new rounding errors"] = 4
     if topology.separate_jobs:
         of_round["mean"] = 4  # which waits until it is certain
@@ -37,9 +37,9 @@ def on_accelerator(noloco: NolocoSettings, topology: Topology) -> set[str]:
 
 def outer_state(noloco: NolocoSettings, topology: Topology) -> str:
     """Return what `outer` keeps beside the weights, in words."""
-    vectors = bytes_of_state(noloco, topology.ensemble) | bytes_of_rounds(noloco, topology)
+    vectors = bytes_of_state(noloco, topology.total_replicas) | bytes_of_rounds(noloco, topology)
     there = [vector for vector in vectors if vector in on_accelerator(noloco, topology)]
-    alone = topology.ensemble == 1  # which receives nothing
+    alone = topology.total_replicas == 1  # which receives nothing
     at_a_time = _rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
     return (

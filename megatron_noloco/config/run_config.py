@@ -136,7 +136,7 @@ class RunConfig(DeepSpeedConfig):
         topology = parallel_block.lay_out(self.parallel, world_size, separate_jobs)
         if separate_jobs:
             topology = replace(topology, slot=slot, separate_jobs=True)
-        if problem := groups_problem(self.noloco, topology.ensemble):
+        if problem := groups_problem(self.noloco, topology.total_replicas):
             raise UserError(f"noloco.{problem}")
         return topology
 

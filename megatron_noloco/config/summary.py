@@ -40,10 +40,10 @@ def describe_data(config: RunConfig, topology: Topology) -> list[str]:
 def facts_in_words(config: RunConfig, topology: Topology) -> dict[str, str]:
     """Return what the run is, by label: lines of the banner, which `run.json` keeps as well."""
     facts = {"parallel": _layout(config, topology)}
-    if topology.ensemble is not None:
-        facts["batch in total"] = _total_batch(config, topology.ensemble)
+    if topology.total_replicas is not None:
+        facts["batch in total"] = _total_batch(config, topology.total_replicas)
     return facts | {
-        "method": _method(config.noloco, topology.ensemble),
+        "method": _method(config.noloco, topology.total_replicas),
         "optimizer": _optimizer(config, None),
         "schedule": _schedule(config.as_deepspeed().get("scheduler")),
     }
@@ -68,7 +68,7 @@ def describe(
         f"batch per replica: {_replica_batch(config, topology)}",
         *([said["batch in total"]] if "batch in total" in said else []),
         said["method"],
-        *_by_recipe(by_recipe or {}, topology.ensemble),
+        *_by_recipe(by_recipe or {}, topology.total_replicas),
         f"routing: {_routing(config.routing(topology))}",
         said["optimizer"],
         said["schedule"],
@@ -78,11 +78,11 @@ def describe(
     if topology.separate_jobs:
         lines.insert(1, f"federation: {_federation(config.federation, topology)}")
     if config.noloco.enabled:
-        if config.noloco.method == "noloco" and topology.ensemble != 1:
-            lines.append(f"spread: {_spread(config.noloco, topology.ensemble)}")
+        if config.noloco.method == "noloco" and topology.total_replicas != 1:
+            lines.append(f"spread: {_spread(config.noloco, topology.total_replicas)}")
         if config.noloco.fragments > 1:
             lines.append(f"fragments: {_fragments(config.noloco)}")
-        if topology.ensemble != 1:
+        if topology.total_replicas != 1:
             lines.append(f"overlap: {_overlap(config.noloco)}")
         lines.append(f"outer state: {outer_state(config.noloco, topology)}")
     lines.append(f"checkpoints: {_checkpoints(config.checkpoint)}")

@@ -196,7 +196,7 @@ class FastTokenizer:
         }
         (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
-    def keep_in(self, folder: Path) -> None:
+    def copy_to(self, folder: Path) -> None:
         """Copy the files from which the tokenizer can be built again, unless they are there."""
         try:
             kept = FastTokenizer(folder)

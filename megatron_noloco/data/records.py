@@ -28,7 +28,7 @@ class _Text(NamedTuple):
     answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
-    spelled_out: int = 0  # special tokens in the texts that were given
+    special_tokens_in_text: int = 0  # special tokens in the texts that were given
     read_bytes: int = 0  # of the input on disk since the line before
 
 
@@ -97,7 +97,7 @@ def _encode(
             _, learnt = found.pop()
             answer[: len(learnt)] = learnt
         found.append((np.append(before, tokens).astype(prompt.dtype), answer))
-    counts[spelled_as(tokenizer, text.from_template)] += text.spelled_out
+    counts[spelled_as(tokenizer, text.from_template)] += text.special_tokens_in_text
     counts["empty_answers"] += text.empty
     return [_with_beginning(tokens, answer, tokenizer) for tokens, answer in found]
 
@@ -153,8 +153,8 @@ def _read(item: Input, tokenizer: Tokenizer) -> Iterator[_Text]:
             text = _text_of(record, tokenizer)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        spelled_out = sum(map(tokenizer.count_special, _strings(record)))
-        yield text._replace(spelled_out=spelled_out, read_bytes=read_bytes)
+        special_tokens_in_text = sum(map(tokenizer.count_special, _strings(record)))
+        yield text._replace(special_tokens_in_text=special_tokens_in_text, read_bytes=read_bytes)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -76,7 +76,7 @@ class ByteTokenizer:
             tokenizer.save(f"{made}/tokenizer.json")
             FastTokenizer(Path(made)).save(folder, max_length)
 
-    def keep_in(self, folder: Path) -> None:
+    def copy_to(self, folder: Path) -> None:
         pass
 
 

@@ -20,7 +20,7 @@ from megatron_noloco.engine.layout import EXPERTS, parameter_groups
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.schedules import build_schedule
 from megatron_noloco.errors import UserError
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.job.start_up import quiet
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
@@ -154,9 +154,9 @@ def all_have_fused_adam() -> bool:
     if not torch.cuda.is_available():
         return False
     host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
-    first = of_all_ranks(host).index(host) == rank
-    of_all_ranks(first and fused_adam_loads())
-    return all(of_all_ranks(fused_adam_loads()))
+    first = gather_from_all_ranks(host).index(host) == rank
+    gather_from_all_ranks(first and fused_adam_loads())
+    return all(gather_from_all_ranks(fused_adam_loads()))
 
 
 def load_kernel(builder: str) -> None:

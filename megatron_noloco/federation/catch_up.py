@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_noloco.federation.links import Seen
+from megatron_noloco.federation.links import PeerStatus
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.partners import is_far_behind
 from megatron_noloco.plans.fragments import due_after, next_after
@@ -109,11 +109,11 @@ class CatchUp:
         due = self._due(statistics.median_low(begun))
         return due if self._steps is None else min(due, self._steps)
 
-    def at_end(self, done: int) -> "AtItsEnd":
+    def at_end(self, done: int) -> "WaitAtEnd":
         """Announce the end of this replica, after `done` local steps, and look at the others from then on."""
         own = self.last_round(done)
         self._thread.do(self._node.go_on, own, "ended")
-        return AtItsEnd(self._thread, own, self._noloco.deadline_seconds, self._left_out)
+        return WaitAtEnd(self._thread, own, self._noloco.deadline_seconds, self._left_out)
 
     def _left_out(self, last: Mapping[int, int]) -> dict[int, str]:
         """Return why slots are not in the mean that have come: those that ended far behind the furthest.
@@ -152,7 +152,7 @@ class _Awaited:
         since: when it began that round; or when it was lost, or began again, for the first time after that.
     """
 
-    seen: Seen
+    seen: PeerStatus
     furthest: int
     since: float
     spared: bool = False
@@ -173,7 +173,7 @@ class _Awaited:
             return "has left"
         return f"began no round for {seconds:g} s" if self.seen.present else "is not there"
 
-    def look(self, seen: Seen, at: float) -> None:
+    def look(self, seen: PeerStatus, at: float) -> None:
         before, self.seen = self.seen, seen
         if seen.status.begun > self.furthest:
             self.furthest, self.since, self.spared = seen.status.begun, at, False
@@ -181,7 +181,7 @@ class _Awaited:
             self.since, self.spared = at, True  # once: a replica that comes and goes must not hold others up
 
 
-class AtEnd(NamedTuple):
+class MeanGroup(NamedTuple):
     """Who forms the mean at the end.
 
     Attributes:
@@ -195,7 +195,7 @@ class AtEnd(NamedTuple):
     links: dict[int, set[int]]
 
 
-class AtItsEnd:
+class WaitAtEnd:
     """Waits for the others at the end of this replica.
 
     A replica that trains is waited for until `seconds` after the last round that it began, and a replica whose
@@ -217,7 +217,7 @@ class AtItsEnd:
         self._awaited = dict[int, _Awaited]()
         self._links, self._since, self._first = dict[int, set[int]](), -math.inf, math.inf
 
-    def look(self) -> AtEnd | None:
+    def look(self) -> MeanGroup | None:
         """Look at the others; return who forms the mean, or None where others are still waited for."""
         at = time.monotonic()
         for slot, seen in self._thread.seen().items():
@@ -236,7 +236,7 @@ class AtItsEnd:
             *came
         } | self._links.keys() - self._awaited.keys()  # with the replicas that only others reach
         why = {slot: one.why_away(self._seconds) for slot, one in self._awaited.items() if slot not in group}
-        return AtEnd(tuple(sorted(group)), why | self._why_not(came), self._links)
+        return MeanGroup(tuple(sorted(group)), why | self._why_not(came), self._links)
 
     def _is_settled(self, at: float) -> bool:
         """Return whether all have links to each other, or who has has not changed for a while.

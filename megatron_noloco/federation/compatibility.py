@@ -18,7 +18,7 @@ _MOST_NAMED = 8
 _NAME = re.compile(r"[A-Za-z0-9_. ]{1,80}")  # it is written to the terminal of another job
 
 
-class Alike(NamedTuple):
+class RunIdentity(NamedTuple):
     """What a job must have as the others have it, by name; values are anything that JSON can hold.
 
     Attributes:

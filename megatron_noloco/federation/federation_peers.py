@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron_noloco.federation.catch_up import AtEnd, AtItsEnd, UntrainedError
+from megatron_noloco.federation.catch_up import MeanGroup, UntrainedError, WaitAtEnd
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.rounds import Replica
-from megatron_noloco.federation.states import Keeper
-from megatron_noloco.federation.takeover import Taken
+from megatron_noloco.federation.states import StateAdapter
+from megatron_noloco.federation.takeover import Takeover
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import found_by_rank_0, of_rank_0
+from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport
 from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import Average, Boundary
@@ -32,7 +32,12 @@ class FederationPeers:
     """
 
     def __init__(
-        self, membership: Membership, replica: Replica, outer: OuterOptimizer, keeper: Keeper, health: Health
+        self,
+        membership: Membership,
+        replica: Replica,
+        outer: OuterOptimizer,
+        keeper: StateAdapter,
+        health: Health,
     ) -> None:
         self._membership, self._replica, self.outer = membership, replica, outer
         self._keeper, self._health = keeper, health
@@ -54,7 +59,7 @@ class FederationPeers:
     def catch_up(self, done: int) -> Boundary:
         """Return where the training goes on; gives the state to jobs that wait for it. Raises UntrainedError."""
         started = time.perf_counter()
-        told = of_rank_0(self._look(done))
+        told = broadcast_from_rank_0(self._look(done))
         assert told is not None
         wanted, step, problem = told
         if problem:
@@ -132,7 +137,7 @@ class FederationPeers:
         """Disconnect, without waiting for other ranks of this job."""
         self._membership.leave()
 
-    def _take_over(self, done: int) -> Taken | None:
+    def _take_over(self, done: int) -> Takeover | None:
         membership = self._membership
         least = done + membership.federation.rounds_behind * membership.noloco.local_steps + 1
         with now.doing("taking over the state of another replica"):
@@ -155,18 +160,18 @@ class FederationPeers:
             self._membership.announce(step)
         return wanted, step, ""
 
-    def _wait_at_end(self, done: int) -> AtEnd | None:
+    def _wait_at_end(self, done: int) -> MeanGroup | None:
         """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
         waiting = None if self._catch_up is None else self._catch_up.at_end(done)
         now.part("waiting for the other replicas at the end")
         while True:
-            wanted, end = found_by_rank_0(partial(self._look_at_end, waiting, done))
+            wanted, end = computed_by_rank_0(partial(self._look_at_end, waiting, done))
             if wanted:
                 self._states.give(self._keeper, done)
             if end is not None or not wanted:
                 return end
 
-    def _look_at_end(self, waiting: AtItsEnd | None, done: int) -> tuple[bool, AtEnd | None]:
+    def _look_at_end(self, waiting: WaitAtEnd | None, done: int) -> tuple[bool, MeanGroup | None]:
         """Wait for news; return whether a state is wanted, and who forms the mean; neither if this job stops."""
         leading = self._membership.leading
         assert waiting is not None
@@ -184,7 +189,7 @@ def _left_out(done: int, step: int, lines: tuple[str, ...], rounds: Sequence[Rou
     return Boundary(step, step - done, rounds, lines, numbers)
 
 
-def _taken_over(done: int, taken: Taken, lines: tuple[str, ...] = ()) -> Boundary:
+def _taken_over(done: int, taken: Takeover, lines: tuple[str, ...] = ()) -> Boundary:
     own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
     numbers = {"handover/giver": taken.slot, "total/skipped_ahead": taken.step - done}
     return Boundary(taken.step, lines=(*lines, f" {taken}{own} |"), numbers=numbers)

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from megatron_noloco.federation.catch_up import AtEnd
+from megatron_noloco.federation.catch_up import MeanGroup
 from megatron_noloco.federation.delivery import (
     EVERYTHING,
     Taker,
@@ -43,7 +43,7 @@ from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
 from megatron_noloco.federation.streams import Changes, Stream
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges
 from megatron_noloco.plans.grouping import Group
@@ -130,7 +130,7 @@ class FinalMean:
     rounding = None
     done = False  # before `finish`
 
-    def __init__(self, replica: Replica, end: AtEnd | None, seconds: float) -> None:
+    def __init__(self, replica: Replica, end: MeanGroup | None, seconds: float) -> None:
         self._replica, leading = replica, replica.leading
         self._gather = Gather(replica.movement, _PASSES)
         self._tree = None
@@ -208,7 +208,9 @@ class FinalMean:
         A collective of the replica.
         """
         own = float((mean - self._vector).square().sum()), float(self._vector.square().sum())
-        squared_distance, squared_norm = (sum(parts) for parts in zip(*of_all_ranks(own), strict=True))
+        squared_distance, squared_norm = (
+            sum(parts) for parts in zip(*gather_from_all_ranks(own), strict=True)
+        )
         try:
             report = ExchangeReport((), squared_deviation=squared_distance / 2)
             check_plausible(math.sqrt(squared_norm), report)
@@ -233,7 +235,7 @@ class _Tree:
         sent: vectors.
     """
 
-    def __init__(self, thread: NodeThread, end: AtEnd, seconds: float, length: int) -> None:
+    def __init__(self, thread: NodeThread, end: MeanGroup, seconds: float, length: int) -> None:
         self._thread, self._node, self._seconds = thread, thread.node, seconds
         self.left_out, self.sent = end.left_out, 0
         tree = parents({*end.group}, end.links)

@@ -50,7 +50,7 @@ _SILENCE_SECONDS, _SILENCE_PULSES = 10.0, 4  # the longer of both
 _SMALL_BYTES = 1200  # pass on any route
 
 
-class Seen(NamedTuple):
+class PeerStatus(NamedTuple):
     """What is known of another replica; for other threads.
 
     Attributes:
@@ -144,7 +144,7 @@ class Link:
 
     def __init__(self, node: Owner, peer: int) -> None:
         self.node, self.peer = node, peer
-        self.seen = Seen()
+        self.seen = PeerStatus()
         self.ledger = Ledger()
         self.rows: deque[str] = deque(maxlen=_MOST_ROWS)
         self.is_dialled, self.silent_ticks = False, 0
@@ -163,7 +163,7 @@ class Link:
         """Listen to a link until its end. Raises ConnectionError."""
         if hello.address.incarnation > self.seen.incarnation:
             self.end("was started anew")
-            self.ledger, self.is_dialled, self.seen = Ledger(), False, Seen(hello.address.incarnation)
+            self.ledger, self.is_dialled, self.seen = Ledger(), False, PeerStatus(hello.address.incarnation)
         self.is_dialled |= dialled
         self._streams.append(stream)
         self.told = Told()

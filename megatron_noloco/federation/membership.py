@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.catch_up import CatchUp
-from megatron_noloco.federation.compatibility import Alike, run_number
+from megatron_noloco.federation.compatibility import RunIdentity, run_number
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Member
@@ -21,7 +21,7 @@ from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.rounds import Leading, Replica
 from megatron_noloco.federation.takeover import TakeOver
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import found_by_rank_0, of_rank_0
+from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Place
@@ -89,7 +89,7 @@ class Membership:
         Raises UserError where the rendezvous has only led to jobs with which a new job can never exchange.
         """
         self.states.trains_from(done)
-        came, refusal = found_by_rank_0(partial(self._wait_for_others, done))
+        came, refusal = computed_by_rank_0(partial(self._wait_for_others, done))
         if refusal:
             self.leave()
             raise UserError(refusal)
@@ -148,7 +148,7 @@ def join_federation(
     federation: FederationSettings,
     noloco: NolocoSettings,
     place: Place,
-    alike: Alike,
+    alike: RunIdentity,
     steps: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Membership:
@@ -173,12 +173,12 @@ def join_federation(
             leading = Leading(thread, Partners(thread.node, *seconds, behind))
         except (ValueError, OSError) as error:
             problem = error
-    if (found := of_rank_0(problem)) is not None:
+    if (found := broadcast_from_rank_0(problem)) is not None:
         raise found
     return Membership(leading, place, noloco, federation, steps)
 
 
-def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Alike) -> Network:
+def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: RunIdentity) -> Network:
     """Return how this job's ranks reach the others; opens nothing. Raises UserError as `join_federation` does."""
     assert federation.rendezvous is not None
     alike = alike._replace(shared={"noloco": shared(noloco), **alike.shared})

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.outer.vectors import BUCKET, Ranges
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.canonical import Block, Holding, Matrix
@@ -80,7 +80,7 @@ def movement_of(weights: Weights, fragments: int, held: Held | None = None) -> M
         weights: of this rank.
         held: of this rank; None: the canonical vector is that of the ranks, one after the other.
     """
-    ranges = of_all_ranks((weights.length, list(weights.copied())))
+    ranges = gather_from_all_ranks((weights.length, list(weights.copied())))
     exact: list[tuple[int, int]] = []
     if held is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -92,7 +92,7 @@ def movement_of(weights: Weights, fragments: int, held: Held | None = None) -> M
             for start, (_, copied) in zip(starts, ranges, strict=False)
             for first, last in copied
         ]
-    holdings = [Holding(*one) for one in of_all_ranks(held)]
+    holdings = [Holding(*one) for one in gather_from_all_ranks(held)]
     length = max(holding.stop for holding in holdings)
     transport = TorchTransport() if len(holdings) > 1 else None
     own = sorted((block.own, block.own + block.size) for block in held[0])

@@ -20,7 +20,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, fit
 from megatron_noloco.federation.dialling import Carriers, Dialling
 from megatron_noloco.federation.directory import Directory, is_sound
-from megatron_noloco.federation.links import TICK_SECONDS, Link, Seen, Serve
+from megatron_noloco.federation.links import TICK_SECONDS, Link, PeerStatus, Serve
 from megatron_noloco.federation.messages import (
     Address,
     Header,
@@ -145,7 +145,7 @@ class Node:
 
     # For other threads
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, PeerStatus]:
         """Return what is known of the other replicas that were ever heard of, by slot."""
         return {slot: link.seen for slot, link in list(self.links.items()) if link.seen.incarnation}
 

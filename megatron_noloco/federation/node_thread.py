@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.links import Seen
+from megatron_noloco.federation.links import PeerStatus
 from megatron_noloco.federation.messages import LONGEST_ROW, Row
 from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.rendezvous import Rendezvous
@@ -81,7 +81,7 @@ class NodeThread:
                 "continues from its newest checkpoint"
             ) from failure
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, PeerStatus]:
         """Return what is known of the other replicas, by slot. Raises as `check` does."""
         self.check()
         return self.node.seen()

@@ -28,7 +28,7 @@ from megatron_noloco.settings import SITE_INTERVAL, NolocoSettings, grouping_of
 
 
 @dataclass(frozen=True)
-class Others:
+class Candidates:
     """The other replicas, as a replica knows them when it begins a round.
 
     Attributes:
@@ -67,7 +67,7 @@ class Pairing:
     noloco: NolocoSettings
     seed: int
 
-    def choose(self, replica: int, at: tuple[int, int], others: Others) -> int | None:
+    def choose(self, replica: int, at: tuple[int, int], candidates: Candidates) -> int | None:
         """Return the partner of a replica in a round; None: it skips the round.
 
         A replica that waits for this one already is preferred to those that have not begun the round.
@@ -75,30 +75,32 @@ class Pairing:
         Args:
             at: round and fragment.
         """
-        planned, rows = self.planned(at, others), self._rows(at, others)
-        if planned.get(replica) in others.free:
+        planned, rows = self.planned(at, candidates), self._rows(at, candidates)
+        if planned.get(replica) in candidates.free:
             return planned[replica]
-        if others.waiting:
-            return min(others.waiting, key=lambda other: rows.row(replica, other))
-        there = {replica, *others.present, *others.elsewhere}
-        left_over = {other for other in others.free if planned.get(other) not in there - {replica}}
+        if candidates.waiting:
+            return min(candidates.waiting, key=lambda other: rows.row(replica, other))
+        there = {replica, *candidates.present, *candidates.elsewhere}
+        left_over = {other for other in candidates.free if planned.get(other) not in there - {replica}}
         return rows.pairs({replica, *left_over}, there).get(replica)
 
-    def planned(self, at: tuple[int, int], others: Others) -> dict[int, int]:
+    def planned(self, at: tuple[int, int], candidates: Candidates) -> dict[int, int]:
         """Return the planned partner of each member that has one, whoever is there."""
-        if others.several_sites or others.hidden:
-            known = others.sites.keys() if others.several_sites else others.members
-            return self._rows(at, others).pairs(known, known)
-        members = sorted(others.members)
+        if candidates.several_sites or candidates.hidden:
+            known = candidates.sites.keys() if candidates.several_sites else candidates.members
+            return self._rows(at, candidates).pairs(known, known)
+        members = sorted(candidates.members)
         groups = grouping_of(self.noloco, len(members), self.seed).groups(at[0], fragment=at[1])
         return {members[one]: members[two] for group in groups for one, two in permutations(group, 2)}
 
-    def _rows(self, at: tuple[int, int], others: Others) -> "_Rows":
+    def _rows(self, at: tuple[int, int], candidates: Candidates) -> "_Rows":
         interval = self.noloco.site_interval or SITE_INTERVAL
-        crosses = others.several_sites and goes_across(sum(at), interval)
-        labels = draw_permutation(len(others.members), self.seed, Stream.CHOICES, *at).tolist()
-        sites = others.sites if others.several_sites else {}
-        return _Rows(dict(zip(sorted(others.members), labels, strict=True)), others.hidden, sites, crosses)
+        crosses = candidates.several_sites and goes_across(sum(at), interval)
+        labels = draw_permutation(len(candidates.members), self.seed, Stream.CHOICES, *at).tolist()
+        sites = candidates.sites if candidates.several_sites else {}
+        return _Rows(
+            dict(zip(sorted(candidates.members), labels, strict=True)), candidates.hidden, sites, crosses
+        )
 
 
 class _Kind(IntEnum):
@@ -115,7 +117,7 @@ class _Rows:
 
     Attributes:
         labels: of all members.
-        hidden: see `Others`.
+        hidden: see `Candidates`.
         sites: of all replicas; empty where all are at one.
         crosses: whether the round goes across sites.
     """

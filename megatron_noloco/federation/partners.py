@@ -3,15 +3,15 @@
 from collections import deque
 from enum import IntEnum
 
-from megatron_noloco.federation.links import NO_PART, Seen
+from megatron_noloco.federation.links import NO_PART, PeerStatus
 from megatron_noloco.federation.node import Node
-from megatron_noloco.federation.pairing import Others
+from megatron_noloco.federation.pairing import Candidates
 
 _REMEMBERED = 8  # rounds, whose slowest says how long the next may take
 _LONGER = 2.0  # times the slowest
 
 
-class Standing(IntEnum):
+class Availability(IntEnum):
     """How available another replica is for a round."""
 
     AWAY = 0  # not there, avoided, not training, or too far behind
@@ -64,33 +64,35 @@ class Partners:
         seen = self._node.seen()[slot]
         self._avoided[slot] = seen.incarnation, seen.status.begun + rounds, why
 
-    def others(self, number: int) -> tuple[Others, dict[int, str]]:
+    def candidates(self, number: int) -> tuple[Candidates, dict[int, str]]:
         """Return the other replicas as a round begins; and why each is not available, "" where it is."""
         node, seen = self._node, self._node.seen()
         addresses = node.directory.addresses
-        standing = {slot: self._standing(slot, seen.get(slot, Seen()), number) for slot in addresses}
+        standing = {
+            slot: self._availability(slot, seen.get(slot, PeerStatus()), number) for slot in addresses
+        }
         del standing[node.slot]
         present, free, waiting = (
             {slot for slot, (found, _) in standing.items() if found >= least}
-            for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
+            for least in (Availability.BUSY, Availability.FREE, Availability.WAITING)
         )
         hidden = node.hidden()
         sees = {slot for status in node.present().values() for slot in status.sees or ()}
         sites = {slot: address.site for slot, address in addresses.items()}
         elsewhere = (sees & hidden) - {node.slot}
-        known = Others({*addresses}, present, free, waiting, hidden, elsewhere, sites)
+        known = Candidates({*addresses}, present, free, waiting, hidden, elsewhere, sites)
         return known, {slot: why for slot, (_, why) in standing.items()}
 
-    def _standing(self, slot: int, seen: Seen, number: int) -> tuple[Standing, str]:
+    def _availability(self, slot: int, seen: PeerStatus, number: int) -> tuple[Availability, str]:
         if reason := self._why_away(slot, seen, number):
-            return Standing.AWAY, reason
+            return Availability.AWAY, reason
         status = seen.status
         if status.open_from > number:
-            return Standing.BUSY, "is ahead" if status.begun > number else NO_PART
+            return Availability.BUSY, "is ahead" if status.begun > number else NO_PART
         is_waiting = status.begun >= number and status.open_from == number
-        return (Standing.WAITING if is_waiting else Standing.FREE), ""
+        return (Availability.WAITING if is_waiting else Availability.FREE), ""
 
-    def _why_away(self, slot: int, seen: Seen, number: int) -> str:
+    def _why_away(self, slot: int, seen: PeerStatus, number: int) -> str:
         status = seen.status
         if not seen.present:
             return "is not there"

@@ -36,7 +36,7 @@ from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.streams import StreamEndedError
 from megatron_noloco.federation.swap import Swap
-from megatron_noloco.job.agreement import found_by_rank_0
+from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.round import Fragment
@@ -107,7 +107,7 @@ class Replica:
     place: Place
     pairing: Pairing
     leading: Leading | None
-    tell: Callable[[Callable[[], Any]], Any] = found_by_rank_0
+    tell: Callable[[Callable[[], Any]], Any] = computed_by_rank_0
 
     @property
     def movement(self) -> Movement:
@@ -205,11 +205,11 @@ class PairExchange:
         assert leading is not None
         leading.thread.check()
         at = divmod(number, len(replica.movement.intervals))
-        others, why_not = leading.partners.others(number)
-        partner = replica.pairing.choose(replica.place.replica, at, others)
+        candidates, why_not = leading.partners.candidates(number)
+        partner = replica.pairing.choose(replica.place.replica, at, candidates)
         if partner is not None:
             return partner, ""
-        planned = replica.pairing.planned(at, others).get(replica.place.replica)
+        planned = replica.pairing.planned(at, candidates).get(replica.place.replica)
         why = "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}"
         return None, why
 

@@ -38,7 +38,7 @@ class State(NamedTuple):
     rest: bytes = b""
 
 
-class Keeper(Protocol):
+class StateAdapter(Protocol):
     """What a job does with states. All methods are called on all ranks of the replica.
 
     Attributes:
@@ -51,10 +51,10 @@ class Keeper(Protocol):
         """Return a copy of the state after `done` local steps."""
         ...
 
-    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         """Return where the vectors of these names go; raises NotTakenError where such a state does not fit."""
         ...
 
-    def use(self, state: State) -> None:
+    def load(self, state: State) -> None:
         """Continue with a state that has come as a whole. Raises NotTakenError where `rest` does not fit."""
         ...

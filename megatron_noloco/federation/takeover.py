@@ -37,11 +37,11 @@ from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import LARGEST, Text, packed, receive_json
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.node_thread import NodeThread, ThreadFailedError
-from megatron_noloco.federation.states import Keeper, NotTakenError, State
+from megatron_noloco.federation.states import NotTakenError, State, StateAdapter
 from megatron_noloco.federation.streams import Stream, StreamEndedError, within
 from megatron_noloco.files import outside
 from megatron_noloco.job.activity import line_of
-from megatron_noloco.job.agreement import found_by_rank_0, of_all_ranks
+from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 
 STATE = "state"  # the kind of conversation
 _BACK_SECONDS = 10.0  # for a replica that was lost to come back
@@ -51,7 +51,7 @@ _NO_STATE = "has no state to give"
 Value = TypeVar("Value")
 
 
-class Taken(NamedTuple):
+class Takeover(NamedTuple):
     """Whose state was taken over; its bytes on this rank, and how long it took."""
 
     slot: int
@@ -120,7 +120,7 @@ class TakeOver:
             self._thread.do(self._set_step, done)
         return bool(self._waiting) and (self._giving is None or self._giving.done())
 
-    def give(self, keeper: Keeper, done: int) -> bool:
+    def give(self, keeper: StateAdapter, done: int) -> bool:
         """Give the present state to the replicas that wait for it; return whether it could be copied.
 
         All ranks call it between the same two local steps, where it is `wanted`.
@@ -128,7 +128,7 @@ class TakeOver:
         state = None
         with _complaining():  # the training goes on, and the replicas that ask are answered
             state = keeper.copy(done)
-        made = all(of_all_ranks(state is not None))
+        made = all(gather_from_all_ranks(state is not None))
         self._giving = self._sender.submit(self._send, state if made else None, keeper.movement)
         return made
 
@@ -181,8 +181,8 @@ class TakeOver:
     # To take
 
     def take_over(
-        self, keeper: Keeper, least: int, seconds: float, tell: Callable[[str], object]
-    ) -> Taken | None:
+        self, keeper: StateAdapter, least: int, seconds: float, tell: Callable[[str], object]
+    ) -> Takeover | None:
         """Take the state of the replica that is furthest, else of the next one. A collective of the replica.
 
         A replica whose connection is lost meanwhile is asked once more, when it is there again.
@@ -197,7 +197,7 @@ class TakeOver:
         given_up, lost, again = set[int](), set[int](), None
         while True:
             started = time.monotonic()
-            slot = found_by_rank_0(partial(self._choose, least, given_up, again))
+            slot = computed_by_rank_0(partial(self._choose, least, given_up, again))
             if slot is None:
                 return None
             try:
@@ -211,7 +211,7 @@ class TakeOver:
                 if self._thread is not None:
                     tell(outside(f"the state of replica {slot} was not taken over: {error}"))
             else:
-                return Taken(slot, step, size, time.monotonic() - started)
+                return Takeover(slot, step, size, time.monotonic() - started)
 
     def _choose(self, least: int, given_up: Collection[int], again: int | None) -> int | None:
         """Return the slot whose state to take; None: there is no such, or this job is to stop. On the leader."""
@@ -222,7 +222,7 @@ class TakeOver:
         steps = {slot: status.step for slot, status in node.present().items()}
         return None if node.is_leaving else furthest(steps, node.slot, least, given_up)
 
-    def _take(self, slot: int, keeper: Keeper, least: int, seconds: float) -> tuple[int, int]:
+    def _take(self, slot: int, keeper: StateAdapter, least: int, seconds: float) -> tuple[int, int]:
         """Take the state of a replica, as a whole; return its local step, and its bytes on this rank.
 
         A collective; raises NotTakenError on all ranks.
@@ -231,15 +231,15 @@ class TakeOver:
         offer, rest = self._go_on(conversation, None)
         gather = Gather(keeper.movement, _TAKING)
         try:
-            vectors = _agreed(lambda: keeper.room(offer.facts, offer.vectors))
+            vectors = _agreed(lambda: keeper.allocate(offer.facts, offer.vectors))
         except NotTakenError as error:
             self._go_on(conversation, error)
             raise
         with _finishing([gather.whole(None, vectors[name]) for name in offer.vectors]) as transfers:
             self._go_on(conversation, transfers)
-        if not all(of_all_ranks(all(bool(vector.isfinite().all()) for vector in vectors.values()))):
+        if not all(gather_from_all_ranks(all(bool(vector.isfinite().all()) for vector in vectors.values()))):
             raise NotTakenError("its numbers are not finite")
-        _agreed(lambda: keeper.use(State(offer.step, offer.facts, vectors, rest)))
+        _agreed(lambda: keeper.load(State(offer.step, offer.facts, vectors, rest)))
         return offer.step, sum(vector.nbytes for vector in vectors.values()) + len(rest)
 
     async def _receive(self, slot: int, least: int, seconds: float) -> _Conversation:
@@ -277,7 +277,7 @@ class TakeOver:
             assert self._thread is not None
             return self._thread.call(step()).result()
 
-        found = found_by_rank_0(lead)
+        found = computed_by_rank_0(lead)
         if isinstance(found, NotTakenError):
             raise found
         return found
@@ -308,7 +308,7 @@ def _agreed(work: Callable[[], Value]) -> Value:
         found.append(work())
     except NotTakenError as error:
         why = line_of(error)
-    for text in of_all_ranks(why):
+    for text in gather_from_all_ranks(why):
         if text:
             raise NotTakenError(text)
     return found[0]

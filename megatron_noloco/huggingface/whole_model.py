@@ -23,7 +23,7 @@ from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import family_of, table_of
 from megatron_noloco.plans.topology import Topology
 
-_SPACIOUS = 1.2  # of the memory of a model's weights: its cache of keys and values, and products
+_MEMORY_HEADROOM = 1.2  # of the memory of a model's weights: its cache of keys and values, and products
 
 
 class WholeModel:
@@ -110,7 +110,10 @@ def generate(
             f"--prompt: the tokenizer of {folder} reads token {max(ids)}, the model's vocabulary has "
             f"{model.config.vocab_size} (from 0 on)"
         )
-    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > _SPACIOUS * model.get_memory_footprint():
+    if (
+        torch.cuda.is_available()
+        and torch.cuda.mem_get_info()[0] > _MEMORY_HEADROOM * model.get_memory_footprint()
+    ):
         model = model.to("cuda")
     inputs = torch.tensor([ids], device=model.device)
     context = model.config.max_position_embeddings

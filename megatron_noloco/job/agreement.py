@@ -1,10 +1,11 @@
 """Lets the ranks of a job agree on small values, by one of two mechanisms.
 
-- Collectives: for what all ranks do at the same place of the program. `of_all_ranks` and `of_rank_0`, at the start
-  and between local phases, carry any value that can be pickled, and fail at once when a process has ended.
-  `found_by_rank_0` does where rank 0 first waits for others. `vote` carries a few integers, for what ranks agree
-  on in each round; `wait_for_all` carries none. All use a gloo group of their own: the default group may be
-  NCCL's, which makes the host wait for the GPU, and ends the job where a rank waits for ten minutes.
+- Collectives: for what all ranks do at the same place of the program. `gather_from_all_ranks` and
+  `broadcast_from_rank_0`, at the start and between local phases, carry any value that can be pickled, and fail at
+  once when a process has ended. `computed_by_rank_0` does if rank 0 first waits for others. `vote` carries a few
+  integers, for what ranks agree on in each round; `wait_for_all` carries no value. All use a gloo group of their
+  own: the default group may be NCCL's, which makes the host wait for the GPU, and ends the job if a rank waits for
+  ten minutes.
 - The job's key-value store: for what ranks do at different times, or from a thread while the main thread is
   inside a library. `announce` and `announced` carry a number of each rank (stopping, the delay of an overlapped
   exchange), `claim` and `claimed` the text of the first rank that has one (a failure, a request to stop).
@@ -26,7 +27,7 @@ _HEARTBEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0  # a rank that has not answered by then hangs
 
 
-def of_all_ranks(value: Value) -> list[Value]:
+def gather_from_all_ranks(value: Value) -> list[Value]:
     """Return the values of all ranks, in rank order; `[value]` without torch.distributed. A collective."""
     values = [value]
     if dist.is_initialized():
@@ -35,12 +36,12 @@ def of_all_ranks(value: Value) -> list[Value]:
     return values
 
 
-def of_rank_0(value: Value) -> Value:
+def broadcast_from_rank_0(value: Value) -> Value:
     """Return rank 0's value on every rank; `value` itself without torch.distributed. A collective."""
     return value if _is_alone() else _broadcast(value)
 
 
-def found_by_rank_0(find: Callable[[], Value]) -> Value:
+def computed_by_rank_0(find: Callable[[], Value]) -> Value:
     """Return on every rank what `find` returns on rank 0, which may wait for as long as it likes. A collective.
 
     The other ranks hear from rank 0 every few seconds, so that their waits never come to the group's time-out.

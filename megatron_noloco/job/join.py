@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.job import launcher
-from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.job.launcher import Environ, World
 from megatron_noloco.transport.interface import Transport
 from megatron_noloco.transport.mpi import MpiTransport, finalize, library
@@ -39,7 +39,7 @@ if TorchVersion(torch.__version__) < "2.9":
 def cores_on_this_host() -> list[set[int]]:
     """Return the cores that each rank of this rank's host may use. A collective, for the start only."""
     host = socket.gethostname()
-    return [cores for where, cores in of_all_ranks((host, os.sched_getaffinity(0))) if where == host]
+    return [cores for where, cores in gather_from_all_ranks((host, os.sched_getaffinity(0))) if where == host]
 
 
 def threads_among(own: set[int], ranks: Sequence[set[int]]) -> float:
@@ -59,7 +59,7 @@ def check_gpus(replica_size: int) -> int:
     one rank may share one: none of their groups has ranks of two replicas.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    sharing = of_all_ranks(own).count(own)
+    sharing = gather_from_all_ranks(own).count(own)
     if replica_size > 1 and sharing > 1:
         raise UserError(
             f"rank {dist.get_rank()}: {sharing} ranks use one GPU, and a replica has {replica_size} ranks; "

@@ -11,7 +11,7 @@ from megatron_noloco import __version__
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.numbers import BYTES, Row, numbers_in, shown
 from megatron_noloco.monitor.plots import Plot, plots_of_one, plots_of_several
-from megatron_noloco.monitor.run_log import SAID, RunLog
+from megatron_noloco.monitor.run_log import RUN_FACTS, RunLog
 from megatron_noloco.monitor.watch import notes
 
 _STYLE = """
@@ -58,7 +58,7 @@ def _facts(run: RunLog) -> dict[str, str]:
     found = {"folder": str(run.folder.resolve())}
     if written := max(log.written for log in run.replicas):
         found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-    found |= {label: facts[label] for label in SAID if label in facts}
+    found |= {label: facts[label] for label in RUN_FACTS if label in facts}
     if run.separate_jobs:  # whose jobs may differ
         found["parallel"] = f"{len(run.replicas)} replicas as separate jobs"
     if parameters := facts.get("parameters"):

@@ -11,10 +11,10 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.numbers import TABLE, Row
 from megatron_noloco.monitor.writers import METRICS, OTHERS, is_row, parsed
 
-SAID = ("parallel", "batch in total", "method", "optimizer", "schedule")  # facts in words
+RUN_FACTS = ("parallel", "batch in total", "method", "optimizer", "schedule")  # facts in words
 _FACTS = {  # of `run.json` that readers rely on, if they are there
     **dict.fromkeys(("steps", "replicas", "parameters", "synchronous_bytes_per_step"), (int, float)),
-    **dict.fromkeys(SAID, (str,)),
+    **dict.fromkeys(RUN_FACTS, (str,)),
     "config": (dict,),
 }
 

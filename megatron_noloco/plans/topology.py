@@ -93,7 +93,7 @@ class Topology:
             raise UserError(f"slot {self.slot} must be that of one replica, from 0")
 
     @property
-    def ensemble(self) -> int | None:
+    def total_replicas(self) -> int | None:
         """Replicas of all jobs together; None in a federation, where their number changes."""
         return None if self.separate_jobs else self.replicas
 
@@ -165,4 +165,4 @@ class Topology:
         """Return the place of a rank for its outer optimizer; raises UserError as `position` does."""
         at = self.position(rank)
         number = self.slot * self.replica_size + rank  # in the federation
-        return Place(at.replica, self.ensemble, number, self.replica_size)
+        return Place(at.replica, self.total_replicas, number, self.replica_size)

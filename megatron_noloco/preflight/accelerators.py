@@ -13,8 +13,8 @@ class Accelerator:
     """A model of GPU.
 
     Attributes:
-        words: words that CUDA's name of the device must contain; beside them it may have only those of `_BESIDE`
-            and the size of the memory.
+        words: words that CUDA's name of the device must contain; beside them it may have only `_IGNORED_WORDS` and
+            the size of the memory.
         tflops: peak of dense bf16 and fp16 products accumulated in fp32, in 10^12 operations per second.
         gigabytes: memory in 10^9 bytes.
     """
@@ -47,8 +47,8 @@ ACCELERATORS = (
 )
 # Words that do not tell two models apart. A "4090 D" and a "4090 Laptop GPU" have other figures than a 4090.
 # GH200 is named by the memory of its CPU.
-_BESIDE = {"nvidia", "geforce", "rtx", "tesla", "gpu", "pcie", "sxm", "sxm4", "sxm5", "sxm6"}
-_BESIDE |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "480gb"}
+_IGNORED_WORDS = {"nvidia", "geforce", "rtx", "tesla", "gpu", "pcie", "sxm", "sxm4", "sxm5", "sxm6"}
+_IGNORED_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "480gb"}
 
 
 def find_accelerator(name: str) -> Accelerator | None:
@@ -59,7 +59,7 @@ def find_accelerator(name: str) -> Accelerator | None:
     words = set(re.findall(r"\w+", name.lower()))
     for kind in ACCELERATORS:
         own = set(kind.words.lower().split())
-        if own <= words <= own | _BESIDE | {f"{kind.gigabytes:g}gb"}:
+        if own <= words <= own | _IGNORED_WORDS | {f"{kind.gigabytes:g}gb"}:
             return kind
     return None
 

@@ -11,7 +11,7 @@ _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Departures:
+class PreemptionCost:
     """What departures cost, all replicas together.
 
     Attributes:
@@ -32,13 +32,13 @@ def departures_of(
     step_seconds: float,
     per_second: float,
     notice_seconds: float = 0.0,
-) -> Departures:
+) -> PreemptionCost:
     """Return the costs of so many departures per second, of all replicas together."""
     noloco = config.noloco
     seconds = min(notice_seconds, config.federation.leave_seconds)
     lost = lost_steps(noloco.local_steps, step_seconds, seconds)
     kept = _FP32 * (1 + config.optimizer.moments) + sum(bytes_of_state(noloco, replicas).values())
-    return Departures(
+    return PreemptionCost(
         lost, lost * per_second * step_seconds / replicas, round(table_of(architecture).exported_count * kept)
     )
 

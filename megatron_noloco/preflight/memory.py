@@ -173,7 +173,7 @@ def memory_of(
     nccl = _nccl(topology, routed, shares_embedding, stage)
     if not config.noloco.enabled:
         return Memory(device, {}, nccl)
-    state = bytes_of_state(config.noloco, topology.ensemble)
+    state = bytes_of_state(config.noloco, topology.total_replicas)
     rounds = bytes_of_rounds(config.noloco, topology)
     there = on_accelerator(config.noloco, topology)
 

@@ -55,7 +55,7 @@ def offered(config: RunConfig, tokenizer: Tokenizer, fingerprint: str) -> Offer:
 def _files_of(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the files of a tokenizer in base64, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.keep_in(kept := Path(folder) / "tokenizer")
+        tokenizer.copy_to(kept := Path(folder) / "tokenizer")
         files = [path for path in kept.rglob("*") if path.is_file()]
         return {str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in files}
 

@@ -64,7 +64,7 @@ class Plan:
         """Return the plan for scripts."""
         return {
             "ranks": self.topology.world_size,
-            "replicas": self.topology.ensemble,
+            "replicas": self.topology.total_replicas,
             "stage": self.stage,
             "weights_of_rank": asdict(self.held),
             "memory_bytes": asdict(self.memory),
@@ -152,7 +152,7 @@ def core_seconds(noloco: NolocoSettings, weights: int, topology: Topology) -> fl
     in_pairs, in_groups = _CORE_SECONDS[noloco.payload]
     if noloco.codes_on_device(topology.separate_jobs):
         in_pairs = in_groups = _CORE_SECONDS_OF_STEPS
-    return weights / 1e9 * (in_pairs if noloco.among(topology.ensemble).in_pairs else in_groups)
+    return weights / 1e9 * (in_pairs if noloco.among(topology.total_replicas).in_pairs else in_groups)
 
 
 def bus_bytes(noloco: NolocoSettings, weights: int, topology: Topology) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def bus_bytes(noloco: NolocoSettings, weights: int, topology: Topology) -> tuple
         return _FP32 * weights, _FP32 * weights
     codes, elements = message_bytes(weights, bits), blocks_in(weights) * BLOCK
     to_host, to_gpu = [], []
-    for members in noloco.among(topology.ensemble).sizes:
+    for members in noloco.among(topology.total_replicas).sizes:
         sums = elements * wide_type(bits, members).itemsize if members > 2 else 0
         to_host.append(codes + sums / members)
         to_gpu.append((codes * (1 - 1 / members) if members > 2 else codes) + sums)

@@ -9,7 +9,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.monitor.figures import megabytes, percent
 from megatron_noloco.preflight.accelerators import Accelerator
-from megatron_noloco.preflight.departures import Departures
+from megatron_noloco.preflight.departures import PreemptionCost
 from megatron_noloco.preflight.fit import changes_that_save
 from megatron_noloco.preflight.memory import USABLE
 from megatron_noloco.preflight.plan import Plan
@@ -67,7 +67,7 @@ def time_lines(plan: Plan, on_gpu: bool) -> Iterator[str]:
     if step is not None:
         yield ""
         yield f"a local step computes for {step:.3g} s"
-    if plan.round_core_seconds and plan.topology.ensemble != 1:
+    if plan.round_core_seconds and plan.topology.total_replicas != 1:
         seconds = f"{plan.round_core_seconds:.2g}"
         yield f"a round takes {seconds} s of one core of the host, less if a rank has more cores"
         if on_gpu:
@@ -120,7 +120,9 @@ def _scheme_lines(plan: Plan) -> Iterator[str]:
     yield _table(head, rows)
 
 
-def departure_lines(departures: Sequence[Departures], notice: float, leave_seconds: float) -> Iterator[str]:
+def departure_lines(
+    departures: Sequence[PreemptionCost], notice: float, leave_seconds: float
+) -> Iterator[str]:
     """Yield the costs of machines that are taken away, without notice and with seconds of notice."""
     rows = [
         (name, f"{found.lost_steps:.2f}", percent(found.share_lost))

@@ -126,7 +126,7 @@ def schemes(
     averages gradients in each local step, in the working precision, by a reduce-scatter and an all-gather of
     halves, quarters and so on (Rabenseifner): 2 log2 R messages one after the other.
     """
-    replicas, noloco = topology.ensemble, config.noloco
+    replicas, noloco = topology.total_replicas, config.noloco
     if replicas == 1:
         return []
 
@@ -181,7 +181,7 @@ def scheme_of(
     step_seconds: float | None = None,
 ) -> Scheme:
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
-    sizes, coded = noloco.among(topology.ensemble).sizes, noloco.payload != "fp32"
+    sizes, coded = noloco.among(topology.total_replicas).sizes, noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
     if topology.separate_jobs:  # a stream is opened, answered, and both are prepared (`federation.rounds`)
         trips = 3.0 + 2 * coded

@@ -7,7 +7,7 @@ from megatron_noloco.errors import UserError
 
 # So many times the best rates of the whole run are those of a run of a tenth of its local steps: 1.4 to 6.7 times
 # on four texts, with rounds and without (`python -m tools.tables choices`).
-TOO_HIGH = 2.7
+SHORT_RUN_RATE_RATIO = 2.7
 _STEP = 2.0  # between the factors that are tried; a parabola through three losses finds the best one between
 _MOST = 2.0**10  # that the learning rates of the file may be too high, or too low
 

@@ -15,7 +15,7 @@ from megatron_noloco.config.optimizer_block import schedule_as_deepspeed, warm_u
 from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.monitor.writers import parsed
-from megatron_noloco.preflight.search import TOO_HIGH, best_factor, bracket
+from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
 
 _FRACTION = 10  # a short run has a tenth of the local steps
 _FEWEST_STEPS, _FEWEST_ROUNDS = 20, 2  # of a short run; fewer say nothing
@@ -78,7 +78,7 @@ class Trials:
 
         Raises UserError where all runs diverge, RuntimeError as `loss` does.
         """
-        return best_factor(bracket(self.loss, TOO_HIGH)) / TOO_HIGH
+        return best_factor(bracket(self.loss, SHORT_RUN_RATE_RATIO)) / SHORT_RUN_RATE_RATIO
 
     def block(self, factor: float) -> dict[str, Any]:
         """Return the blocks of the file that have learning rates, with these times `factor`, in three digits."""

@@ -59,7 +59,7 @@ class Evaluator:
         self._done, self._parts = 0, count()
         topology = engine.groups.topology
         self.replicas = topology.replicas  # of this job: one in a federation
-        self.alone = topology.ensemble == 1  # a run of one replica, which is its own mean model
+        self.alone = topology.total_replicas == 1  # a run of one replica, which is its own mean model
 
     @torch.no_grad()
     def evaluate(self, done: int) -> Evaluation | None:

@@ -26,7 +26,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.job import activity
-from megatron_noloco.job.agreement import announce, announced, found_by_rank_0, of_all_ranks
+from megatron_noloco.job.agreement import announce, announced, computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.job.join import (
     check_gpus,
     choose_transport,
@@ -86,18 +86,18 @@ def join_job(prepared: Prepared) -> Joined:
     notes, host = _join_ranks(prepared)
     data, validation = _wait_for_data(prepared)
     check_ranks(prepared, data)
-    hosts = of_all_ranks(socket.gethostname())[:: topology.replica_size]
+    hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
-    training_data = found_by_rank_0(lambda: data.checksums)
+    training_data = computed_by_rank_0(lambda: data.checksums)
     settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
     tokenizer_copy = tokenizer_folder(settings.folder.parent)
     notes += _check_tokenizer(prepared, tokenizer_copy)
-    if taken := found_by_rank_0(lambda: occupy(settings.folder.parent)):
+    if taken := computed_by_rank_0(lambda: occupy(settings.folder.parent)):
         raise UserError(taken)
     start = find_start(settings, topology)
     saved = None if start.saved is None else start.saved.manifests[0].config
-    config, by_recipe = resolve(config, topology.ensemble, hosts, saved)
+    config, by_recipe = resolve(config, topology.total_replicas, hosts, saved)
     settings = replace(settings, run=config.to_dict())
     _warn_of_shortage(prepared, config, host)
     # From here on no signal ends this process at once: what follows must look.
@@ -109,7 +109,7 @@ def join_job(prepared: Prepared) -> Joined:
         link = meet(prepared, config, stopping)
         if not link.wait_for_start(start.step):
             notes.append("started, though fewer replicas than federation.start_with are there")
-        if any(of_all_ranks(stopping.is_requested())):
+        if any(gather_from_all_ranks(stopping.is_requested())):
             link.leave()
             stopping.close(start.step)
             raise StoppedAtStartError(stopping.reason)
@@ -117,7 +117,7 @@ def join_job(prepared: Prepared) -> Joined:
         link = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
     if dist.get_rank() == 0:
-        prepared.tokenizer.keep_in(tokenizer_copy)
+        prepared.tokenizer.copy_to(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
     return Joined(config, by_recipe, link, start, stopping, data, validation, settings)
 
@@ -129,7 +129,7 @@ def check_ranks(prepared: Prepared, data: Data) -> None:
     another rank has read.
     """
     compared = {"noloco": shared(prepared.config.noloco), "data": data.fingerprint}
-    told = of_all_ranks(digests_of(compared) | prepared.alike.digests)
+    told = gather_from_all_ranks(digests_of(compared) | prepared.alike.digests)
     for rank, digests in enumerate(told):
         if names := differences(told[0], digests):
             raise UserError(
@@ -192,7 +192,7 @@ def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
     Raises UserError, on all ranks, where AutoTokenizer would read other tokens.
     """
     # It imports transformers: one rank of the job does.
-    if problem := found_by_rank_0(lambda: folder_problem(prepared.tokenizer)):
+    if problem := computed_by_rank_0(lambda: folder_problem(prepared.tokenizer)):
         raise UserError(problem)
     place = prepared.config.data.tokenizer_model
     if place is None or Path(place).exists():

@@ -74,7 +74,7 @@ def _throughput(prepared: Prepared) -> Throughput:
     samples = config.replica_batch
     return Throughput(
         tokens=samples * architecture.seq_length,
-        replicas=topology.ensemble,
+        replicas=topology.total_replicas,
         flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
         peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
     )
@@ -85,7 +85,7 @@ def _synchronous_bytes_per_step(prepared: Prepared) -> float:
 
     In a federation their number is not known, and 2 stands for it: with more each would send more.
     """
-    replicas = prepared.topology.ensemble or 2
+    replicas = prepared.topology.total_replicas or 2
     bytes_per_weight = 4 if prepared.config.precision == "fp32" else 2
     return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
 
@@ -107,8 +107,8 @@ def _write_facts(prepared: Prepared, start_step: int) -> None:
         "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
         "config": prepared.config.to_dict(),
     }
-    if prepared.topology.ensemble is not None:
-        facts["replicas"] = prepared.topology.ensemble
+    if prepared.topology.total_replicas is not None:
+        facts["replicas"] = prepared.topology.total_replicas
     folder.mkdir(parents=True, exist_ok=True)  # its replicas' folders are made by other ranks
     write_text(path, json.dumps(facts, indent=2))
 

@@ -24,7 +24,7 @@ from megatron_noloco.data.opening import Data, check_source, open_data
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.compatibility import Alike
+from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import check_writable
@@ -51,7 +51,7 @@ class Prepared:
     topology: Topology
     architecture: Architecture
     plan: BatchPlan
-    alike: Alike  # what the jobs of a federation must have alike besides the settings of the method
+    alike: RunIdentity  # what the jobs of a federation must have alike besides the settings of the method
 
     @property
     def who(self) -> str:
@@ -155,7 +155,7 @@ def _slot(config: RunConfig, replica: int | None) -> int:
     return replica
 
 
-def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> Alike:
+def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> RunIdentity:
     """Return what decides what a weight means, and where the training ends. `first_weights` are added later."""
     model = architecture.of_function
     shared = {
@@ -175,7 +175,7 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
         if isinstance(config.data.source, RecordSource)
         else None,
     }
-    return Alike(shared, "trainer", own)
+    return RunIdentity(shared, "trainer", own)
 
 
 def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
@@ -204,7 +204,7 @@ def network_for(config: RunConfig) -> Network:
     return network_of(config.federation, config.noloco, alike)
 
 
-def with_first_weights(alike: Alike, digest: str | None) -> Alike:
+def with_first_weights(alike: RunIdentity, digest: str | None) -> RunIdentity:
     """Return what jobs must have alike, with the digest that `first_weights` returns."""
     return alike._replace(shared={**alike.shared, "first weights": [digest]})
 
@@ -217,7 +217,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_machine(config)
     check_writable(Path(config.training.output_dir), "training.output_dir")
     if config.federation.exists:
-        network_of(config.federation, config.noloco, Alike({}))
+        network_of(config.federation, config.noloco, RunIdentity({}))
     tokenizer = _tokenizer(config)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:

@@ -44,7 +44,7 @@ _FACTS = TypeAdapter(Facts)
 
 
 class ReplicaState:
-    """Copies the state of this rank, and uses that of another replica; implements `federation.states.Keeper`.
+    """Copies the state of this rank, and uses that of another replica; a `federation.states.StateAdapter`.
 
     The state is the fast weights, the vectors of the outer and the inner optimizer, and their numbers: counters,
     schedule, loss scale. The counters of the monitor and the place in the data stay the job's own.
@@ -94,7 +94,7 @@ class ReplicaState:
         )
         return State(done, asdict(facts), {name: vectors[name] for name in sorted(vectors)})
 
-    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         try:
             found = _facts(facts)
         except ValidationError:
@@ -104,7 +104,7 @@ class ReplicaState:
             raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
         return {name: torch.zeros(self._engine.weights.length) for name in names}
 
-    def use(self, state: State) -> None:
+    def load(self, state: State) -> None:
         found = _facts(state.facts)
         vectors = state.vectors
         inner, line = self._known_inner(found, vectors)

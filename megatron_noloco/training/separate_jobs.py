@@ -15,7 +15,7 @@ from megatron_noloco.federation.keys import fingerprint_of
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.files import outside
-from megatron_noloco.job.agreement import found_by_rank_0
+from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.monitor.numbers import Row
@@ -30,7 +30,7 @@ from megatron_noloco.training.replica_state import ReplicaState
 
 def meet(prepared: Prepared, config: RunConfig, stopping: Stopping) -> Membership:
     """Connect this job to the others, and let newcomers in. Raises as `join_federation` does."""
-    digest = found_by_rank_0(lambda: first_weights(config, prepared.architecture))
+    digest = computed_by_rank_0(lambda: first_weights(config, prepared.architecture))
     membership = join_federation(
         config.federation,
         config.noloco,

@@ -156,6 +156,6 @@ def by_way_of_a_handover(engine: Engine, optimizer: Stateful, step: Callable[[in
         step(4)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the inner optimizer begins anew
-            JobState(engine, outer, inner, {}, {}).use(state)
+            JobState(engine, outer, inner, {}, {}).load(state)
         found.append(step(3))
     return found

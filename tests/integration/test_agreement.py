@@ -33,7 +33,7 @@ def waits(rank: int, world_size: int) -> tuple[Any, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_HEARTBEAT_SECONDS", 0.01)
         patch.setattr(agreement, "_broadcast", counted)
-        found = agreement.found_by_rank_0(find)
+        found = agreement.computed_by_rank_0(find)
     dist.barrier()
     return found, heard
 
@@ -77,9 +77,9 @@ def test_a_host_waits_for_the_dataset_of_another_and_says_so(tmp_path: Path) -> 
 
 def all_ways(rank: int, world_size: int) -> list[Any]:
     return [
-        agreement.of_all_ranks(rank),
-        agreement.of_rank_0(rank),
-        agreement.found_by_rank_0(lambda: rank),
+        agreement.gather_from_all_ranks(rank),
+        agreement.broadcast_from_rank_0(rank),
+        agreement.computed_by_rank_0(lambda: rank),
         agreement.vote([rank, -rank]),
         agreement.wait_for_all(),
         world_size == 1 or agreement._control() is agreement._control(),

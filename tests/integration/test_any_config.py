@@ -31,7 +31,7 @@ from tests.unit.datasets import write_dataset
 STEPS = 6
 MOST_RANKS = 8
 # All with rounds. 40 along routes, with virtual stages, bf16 and int4; 47 with tensor parallelism, records packed,
-# overlap and fragments; 36 with experts, documents told apart and int8. Others like them have up to 8 ranks.
+# overlap and fragments; 36 with experts, documents told apart and int8. Candidates like them have up to 8 ranks.
 QUICK = (36, 40, 47)
 SEEDS = [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 

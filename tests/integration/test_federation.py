@@ -211,13 +211,13 @@ def test_two_stage_replica_without_disk_takes_over_and_ends(
 
 def writes_what_it_takes(folder: Path) -> None:
     """Write the engine's tensors as soon as a state was taken over."""
-    original = ReplicaState.use
+    original = ReplicaState.load
 
-    def use(self: ReplicaState, state: State) -> None:
+    def load(self: ReplicaState, state: State) -> None:
         original(self, state)
         torch.save(self._engine.tensors(), folder / f"taken_by_{dist.get_rank()}")
 
-    ReplicaState.use = use  # type: ignore[method-assign]
+    ReplicaState.load = load  # type: ignore[method-assign]
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [

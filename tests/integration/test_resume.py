@@ -54,7 +54,7 @@ STAGES = {"parallel": {"pipeline_model_parallel_size": 2}}
 TIED = {"model": {"untie_embeddings_and_output_weights": False}}
 OFF = {"noloco": {"enabled": False}}
 
-# name: (changes of the tiny config, ranks). Others go on to the last bit as well: plain replicas in
+# name: (changes of the tiny config, ranks). Candidates go on to the last bit as well: plain replicas in
 # test_launched_runs.py, routed stages with dropout in test_stopping.py and test_chaos.py, and tensor and sequence
 # parallelism in test_any_config.py.
 RUNS: dict[str, tuple[dict[str, Any], int]] = {

@@ -41,10 +41,10 @@ class Job:
         self.state = JobState(self.engine, self.outer, parts, registered, {})
 
     def take(self, given: State) -> None:
-        vectors = self.state.room(given.facts, given.vectors)
+        vectors = self.state.allocate(given.facts, given.vectors)
         for name, vector in given.vectors.items():
             vectors[name].copy_(vector)
-        self.state.use(given._replace(facts=json.loads(json.dumps(given.facts)), vectors=vectors))
+        self.state.load(given._replace(facts=json.loads(json.dumps(given.facts)), vectors=vectors))
 
 
 def test_state_has_weights_outer_and_registered_parts() -> None:
@@ -122,9 +122,9 @@ def test_a_state_with_other_buffers_is_not_taken() -> None:
 def test_what_is_no_state_is_refused() -> None:
     own, given = Job(0.0), Job(2.0).state.copy(20)
     with pytest.raises(NotTakenError, match="its vectors weights are not those of a state"):
-        own.state.room({}, ["weights"])
+        own.state.allocate({}, ["weights"])
     with pytest.raises(NotTakenError, match="it is not a state: "):
-        own.state.use(given._replace(rest=b"no state"))
+        own.state.load(given._replace(rest=b"no state"))
     assert not own.engine.read().any()
 
 

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation import catch_up as module
 from megatron_noloco.federation.catch_up import CatchUp, UntrainedError
-from megatron_noloco.federation.links import Seen
+from megatron_noloco.federation.links import PeerStatus
 from megatron_noloco.federation.messages import Phase, Status
-from megatron_noloco.federation.partners import Partners, Standing
+from megatron_noloco.federation.partners import Availability, Partners
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 ENDED, LEFT = -2, -3  # in place of the round that a replica has begun last
 
 
-def seen_at(begun: int, present: bool = True) -> Seen:
+def seen_at(begun: int, present: bool = True) -> PeerStatus:
     """A replica that has begun a round, is at its end or has left."""
     phase: Phase = {ENDED: "ended", LEFT: "left"}.get(begun, "training")  # type: ignore[assignment]
-    return Seen(1, present, Status(phase, max(begun, -1), max(begun, -1) + 1))
+    return PeerStatus(1, present, Status(phase, max(begun, -1), max(begun, -1) + 1))
 
 
-class Others:
+class Candidates:
     """The thread of a leader, and its node, where the others have begun these rounds."""
 
     slot = 0
@@ -44,7 +44,7 @@ class Others:
     def go_on(self, *told: Any) -> None:
         self.told.append(told)
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, PeerStatus]:
         return {slot: seen_at(begun) for slot, begun in enumerate(self.numbers, 1)}
 
     def present(self) -> dict[int, Status]:
@@ -56,8 +56,8 @@ class Others:
 
 def catch_up(
     begun: list[int], fragments: int = 1, adapts: bool = False, steps: int | None = 95
-) -> tuple[CatchUp, Others]:
-    others = Others(begun)
+) -> tuple[CatchUp, Candidates]:
+    others = Candidates(begun)
     noloco = NolocoSettings(local_steps=10, fragments=fragments, deadline_seconds=1.0)
     federation = FederationSettings(rounds_behind=2, skip_local_steps=adapts)
     return CatchUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
@@ -134,10 +134,10 @@ def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragment
         seen = seen_at(last_exchange(behind))
         node: Any = SimpleNamespace(seen=lambda: {1: seen})
         partners = Partners(node, 1.0, 1.0, federation.rounds_behind * fragments)
-        return partners._standing(1, seen, last_exchange(ahead))[0] != Standing.AWAY
+        return partners._availability(1, seen, last_exchange(ahead))[0] != Availability.AWAY
 
     def goes_on(ahead: int, behind: int) -> bool:
-        others: Any = Others([last_exchange(ahead)])
+        others: Any = Candidates([last_exchange(ahead)])
         return CatchUp(others, noloco, federation).next_step(behind) != behind
 
     for lag in range(6 * k + 1):
@@ -207,14 +207,14 @@ def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pyt
     assert own.next_step(20) is None
 
 
-class AtTheEnd(Others):
+class AtTheEnd(Candidates):
     """What slot 0 of two sees of the other in one look after the other, again and again."""
 
     def __init__(self, looks: list[tuple[int, bool]]) -> None:
         super().__init__([])
         self._looks, self.at = looks, 0.0
 
-    def seen(self) -> dict[int, Seen]:
+    def seen(self) -> dict[int, PeerStatus]:
         return {1: seen_at(*self._looks[round(self.at) % len(self._looks)])}
 
 

@@ -409,7 +409,7 @@ def test_a_job_of_a_federation_is_one_replica() -> None:
     assert topology == Topology(pp=2, slot=3, separate_jobs=True)
     assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
     assert topology.place(1) == Place(replica=3, replicas=None, rank=7, ranks_per_replica=2)
-    assert topology.ensemble is None
+    assert topology.total_replicas is None
     with pytest.raises(
         UserError,
         match=r"4 ranks are not 1 replica x pipeline 2 .*change the sizes in this job's block parallel$",

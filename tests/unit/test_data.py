@@ -254,7 +254,7 @@ class TestCorpus:
     def test_a_folder_is_a_cache_only_if_the_hub_would_write_it(
         self, name: str, read: int, tmp_path: Path
     ) -> None:
-        """Others may have folders of the same names."""
+        """Candidates may have folders of the same names."""
         (tmp_path / name).mkdir()
         write_cache(tmp_path / name)
         shutil.rmtree(tmp_path / name / "refs")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.federation.catch_up import AtEnd
+from megatron_noloco.federation.catch_up import MeanGroup
 from megatron_noloco.federation.final_mean import FINAL, FinalMean, parents
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.movement import alone
@@ -90,7 +90,7 @@ def test_linked_tree_has_logarithmic_shape(count: int, gone: set[int]) -> None:
     assert max(map([*tree.values()].count, range(count))) <= (count - 1).bit_length()
 
 
-def final(thread: Any, vector: Tensor, end: AtEnd) -> tuple[Tensor, ExchangeReport]:
+def final(thread: Any, vector: Tensor, end: MeanGroup) -> tuple[Tensor, ExchangeReport]:
     """Return what a replica of one rank gets."""
     partners: Any = None
     replica = Replica(
@@ -108,7 +108,7 @@ def final(thread: Any, vector: Tensor, end: AtEnd) -> tuple[Tensor, ExchangeRepo
 
 def means(
     vectors: Mapping[int, Tensor],
-    end: AtEnd,
+    end: MeanGroup,
     faults: Faults,
     absent: Sequence[int] = (),
     late_seconds: float = 0.0,
@@ -182,7 +182,7 @@ def test_all_get_one_mean_over_any_graph_with_losses(links: dict[int, set[int]],
         return (cut, None) if draws.random() < 0.5 else (None, cut)
 
     vectors = vectors_of(links.keys())
-    all_have(means(vectors, AtEnd(tuple(vectors), {}, links), faults), vectors)
+    all_have(means(vectors, MeanGroup(tuple(vectors), {}, links), faults), vectors)
 
 
 def complete(slots: int) -> dict[int, set[int]]:
@@ -196,7 +196,7 @@ def test_a_child_that_is_early_asks_twice_a_second() -> None:
         streams.append(number)
         return None, None
 
-    found = means(vectors, AtEnd((0, 1), {}, complete(2)), counted, late_seconds=10.0)
+    found = means(vectors, MeanGroup((0, 1), {}, complete(2)), counted, late_seconds=10.0)
     all_have(found, vectors)
     assert 20 <= len(streams) < 30
     assert found[1][1].bytes_sent == 4 * LENGTH, "of the sum that counts"
@@ -204,7 +204,7 @@ def test_a_child_that_is_early_asks_twice_a_second() -> None:
 
 def test_a_child_that_is_lost_is_left_out_and_reported() -> None:
     vectors = vectors_of({*range(4)})
-    found = means(vectors, AtEnd((0, 1, 2, 3), {}, complete(4)), nothing_lost, absent=[3])
+    found = means(vectors, MeanGroup((0, 1, 2, 3), {}, complete(4)), nothing_lost, absent=[3])
     del vectors[3]
     all_have(found, vectors)
     missed = "without replica 3, which was lost, or is not finite"
@@ -213,7 +213,7 @@ def test_a_child_that_is_lost_is_left_out_and_reported() -> None:
 
 def test_replica_without_parent_roots_its_own_tree() -> None:
     vectors = vectors_of({*range(4)})
-    found = means(vectors, AtEnd((0, 1, 2, 3), {}, complete(4)), nothing_lost, absent=[0])
+    found = means(vectors, MeanGroup((0, 1, 2, 3), {}, complete(4)), nothing_lost, absent=[0])
     all_have({1: found[1]}, {1: vectors[1]})
     all_have({slot: found[slot] for slot in (2, 3)}, {slot: vectors[slot] for slot in (2, 3)})
 
@@ -221,7 +221,7 @@ def test_replica_without_parent_roots_its_own_tree() -> None:
 @pytest.mark.parametrize("slot", range(4))
 def test_replica_far_behind_gets_mean_without_being_in_it(slot: int) -> None:
     vectors = vectors_of({*range(4)})
-    found = means(vectors, AtEnd((0, 1, 2, 3), {slot: "ended early"}, complete(4)), nothing_lost)
+    found = means(vectors, MeanGroup((0, 1, 2, 3), {slot: "ended early"}, complete(4)), nothing_lost)
     del vectors[slot]
     all_have(found, vectors)
     assert {report.missed for _, report in found.values()} == {f"without replica {slot}, which ended early"}
@@ -231,6 +231,6 @@ def test_replica_far_behind_gets_mean_without_being_in_it(slot: int) -> None:
 def test_absurd_numbers_are_left_out(wrong: float) -> None:
     vectors = vectors_of({*range(3)})
     vectors[1] = vectors[1] * wrong
-    found = means(vectors, AtEnd((0, 1, 2), {}, complete(3)), nothing_lost)
+    found = means(vectors, MeanGroup((0, 1, 2), {}, complete(3)), nothing_lost)
     del found[1], vectors[1]
     all_have(found, vectors)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_noloco.federation.pairing import Others, Pairing
+from megatron_noloco.federation.pairing import Candidates, Pairing
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import NolocoSettings, grouping_of
 
@@ -19,12 +19,12 @@ def known(
     hidden: Set[int] = frozenset(),
     elsewhere: Set[int] = frozenset(),
     sites: Mapping[int, str] | None = None,
-) -> Others:
-    return Others(set(), free | busy, free, waiting, hidden, elsewhere, sites or {})
+) -> Candidates:
+    return Candidates(set(), free | busy, free, waiting, hidden, elsewhere, sites or {})
 
 
 def choose(
-    grouping: Grouping, replica: int, at: tuple[int, int], others: Others, interval: int | None = None
+    grouping: Grouping, replica: int, at: tuple[int, int], others: Candidates, interval: int | None = None
 ) -> int | None:
     """Return the partner where the members are as many replicas as the groups are drawn among."""
     noloco = NolocoSettings(pairing=grouping.pairing, site_interval=interval)
@@ -46,7 +46,7 @@ def test_numbers_of_members_have_gaps(members: set[int], round_index: int, fragm
     for replica in members:
         others = members - {replica}
         partner = Pairing(noloco, 3).choose(
-            replica, (round_index, fragment), Others(members, others, others, set())
+            replica, (round_index, fragment), Candidates(members, others, others, set())
         )
         if partner is not None:
             found.add((min(replica, partner), max(replica, partner)))
@@ -60,7 +60,7 @@ def test_members_that_have_left_cost_no_round(count: int, round_index: int, data
     members = set(range(count))
     partners = {
         one: Pairing(NolocoSettings(), 3).choose(
-            one, (round_index, 0), Others(members, there - {one}, there - {one}, set())
+            one, (round_index, 0), Candidates(members, there - {one}, there - {one}, set())
         )
         for one in there
     }

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_noloco.federation.links import Seen
+from megatron_noloco.federation.links import PeerStatus
 from megatron_noloco.federation.messages import Address, Status
-from megatron_noloco.federation.partners import Partners, Standing
+from megatron_noloco.federation.partners import Availability, Partners
 
 BEHIND = 3  # rounds that a partner may be behind
 OWN = 9  # slot
@@ -17,7 +17,7 @@ SHORTEST, LONGEST = 10.0, 60.0
 waits = st.floats(0.0, 100.0)
 
 
-def partners(seen: dict[int, Seen] | None = None, hidden: tuple[int, ...] = ()) -> Partners:
+def partners(seen: dict[int, PeerStatus] | None = None, hidden: tuple[int, ...] = ()) -> Partners:
     """Return the partners of a replica that sees these others."""
     known = seen or {}
     addresses = {
@@ -34,8 +34,8 @@ def partners(seen: dict[int, Seen] | None = None, hidden: tuple[int, ...] = ()) 
     return Partners(node, SHORTEST, LONGEST, BEHIND)
 
 
-def there(begun: int, open_from: int | None = None, incarnation: int = 1, **status: Any) -> Seen:
-    return Seen(incarnation, True, Status(begun=begun, open_from=open_from or begun + 1, **status))
+def there(begun: int, open_from: int | None = None, incarnation: int = 1, **status: Any) -> PeerStatus:
+    return PeerStatus(incarnation, True, Status(begun=begun, open_from=open_from or begun + 1, **status))
 
 
 @given(st.lists(waits, max_size=20), st.lists(waits, min_size=8, max_size=8))
@@ -80,29 +80,29 @@ def test_missed_deadlines_double_the_next_one_up_to_the_longest() -> None:
 @pytest.mark.parametrize(
     ("seen", "standing", "why"),
     [
-        (Seen(1, False, Status(begun=20)), Standing.AWAY, "is not there"),
-        (there(20, phase="behind"), Standing.AWAY, "takes over a state"),
-        (there(20, phase="ended"), Standing.AWAY, "is at its end"),
-        (there(20, phase="left"), Standing.AWAY, "is at its end"),
-        (there(15), Standing.AWAY, "is behind"),
-        (there(16), Standing.FREE, ""),  # three rounds behind the round before
-        (there(-1), Standing.AWAY, "is behind"),  # it may be about to take over a state
-        (there(19), Standing.FREE, ""),
-        (there(20, open_from=20), Standing.WAITING, ""),
-        (there(20), Standing.BUSY, "has no part in this round"),
-        (there(21), Standing.BUSY, "is ahead"),
-        (there(21, open_from=20), Standing.WAITING, ""),  # round 20 is still under way, with this replica
+        (PeerStatus(1, False, Status(begun=20)), Availability.AWAY, "is not there"),
+        (there(20, phase="behind"), Availability.AWAY, "takes over a state"),
+        (there(20, phase="ended"), Availability.AWAY, "is at its end"),
+        (there(20, phase="left"), Availability.AWAY, "is at its end"),
+        (there(15), Availability.AWAY, "is behind"),
+        (there(16), Availability.FREE, ""),  # three rounds behind the round before
+        (there(-1), Availability.AWAY, "is behind"),  # it may be about to take over a state
+        (there(19), Availability.FREE, ""),
+        (there(20, open_from=20), Availability.WAITING, ""),
+        (there(20), Availability.BUSY, "has no part in this round"),
+        (there(21), Availability.BUSY, "is ahead"),
+        (there(21, open_from=20), Availability.WAITING, ""),  # round 20 is still under way, with this replica
     ],
 )
-def test_the_standing_of_another_replica(seen: Seen, standing: Standing, why: str) -> None:
+def test_the_standing_of_another_replica(seen: PeerStatus, standing: Availability, why: str) -> None:
     own = partners({1: seen})
     known, reasons = own.others(20)
     assert reasons == {1: why}
     assert {
-        Standing.WAITING: known.waiting,
-        Standing.FREE: known.free - known.waiting,
-        Standing.BUSY: known.present - known.free,
-        Standing.AWAY: known.members - known.present - {OWN},
+        Availability.WAITING: known.waiting,
+        Availability.FREE: known.free - known.waiting,
+        Availability.BUSY: known.present - known.free,
+        Availability.AWAY: known.members - known.present - {OWN},
     }[standing] == {1}
 
 
@@ -124,7 +124,7 @@ def test_replica_is_avoided_for_rounds_or_until_restart(
 
 
 def test_hidden_replicas_that_others_reach_are_elsewhere() -> None:
-    own = partners({1: there(3, sees=[2, 5, OWN]), 2: Seen()}, hidden=(2, OWN))
+    own = partners({1: there(3, sees=[2, 5, OWN]), 2: PeerStatus()}, hidden=(2, OWN))
     known, _ = own.others(4)
     assert known.members == {1, 2, OWN}
     assert known.hidden == {2, OWN}

@@ -36,7 +36,7 @@ def saved_by(run: RunConfig) -> dict[str, Any]:
 )
 def test_replicas_choose_groups_by_recipe(replicas: int, chosen: tuple[int, str]) -> None:
     assert groups_of(left_out(replicas)) == chosen
-    found = resolve(left_out("auto"), left_out("auto").topology(2 * replicas).ensemble)
+    found = resolve(left_out("auto"), left_out("auto").topology(2 * replicas).total_replicas)
     assert (found.config.noloco.group_size, found.config.noloco.payload) == chosen
     assert found.by_recipe == recommended(replicas)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_noloco.federation import network as module
-from megatron_noloco.federation.compatibility import Alike
+from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.federation.directory import Directory, endpoint_of, split
 from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.messages import LARGEST, Address, Member
@@ -138,7 +138,7 @@ def test_a_seed_may_have_either_kind_of_address(address: str) -> None:
 def test_job_announces_its_route_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
     federation = FederationSettings(rendezvous="tcp://first:29600", encryption="none")
-    assert network_of(federation, NolocoSettings(), Alike({})).host() == "10.77.0.2"
+    assert network_of(federation, NolocoSettings(), RunIdentity({})).host() == "10.77.0.2"
 
 
 @pytest.mark.parametrize(

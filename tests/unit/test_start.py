@@ -16,7 +16,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import Needs, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.federation.compatibility import Alike, differences
+from megatron_noloco.federation.compatibility import RunIdentity, differences
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training import joined, outputs
@@ -220,11 +220,11 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         files = {"tokenizer": "a", "data": "a"} | read
         return SimpleNamespace(
             config=SimpleNamespace(noloco=NolocoSettings()),
-            alike=Alike({}, "", {"tokenizer": files["tokenizer"]}),
+            alike=RunIdentity({}, "", {"tokenizer": files["tokenizer"]}),
         ), SimpleNamespace(fingerprint=files["data"])
 
     told: list[dict[str, str]] = []
-    monkeypatch.setattr(joined, "of_all_ranks", lambda own: told.append(own) or told)
+    monkeypatch.setattr(joined, "gather_from_all_ranks", lambda own: told.append(own) or told)
     check_ranks(*rank())
     check_ranks(*rank())
     with pytest.raises(ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job"):

@@ -26,7 +26,7 @@ from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.states import NotTakenError, State
 from megatron_noloco.federation.streams import Serve, Stream
-from megatron_noloco.federation.takeover import _OFFER, STATE, Offer, Taken, TakeOver, furthest
+from megatron_noloco.federation.takeover import _OFFER, STATE, Offer, TakeOver, Takeover, furthest
 from tests.unit.fleet import noise
 from tests.unit.memory_streams import Faults, MemoryCarrier
 from tests.unit.nodes import NodeOfWorkers, Nodes, Worker, address_of, run, until
@@ -59,12 +59,12 @@ class Kept:
         vectors = {name: vector(name, done, self.length) + self.wrong for name in NAMES}
         return State(done, self.facts, vectors, REST)
 
-    def room(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         if facts != FACTS:
             raise NotTakenError("its facts are others")
         return {name: torch.zeros(self.length) for name in names}
 
-    def use(self, state: State) -> None:
+    def load(self, state: State) -> None:
         assert (state.facts, state.rest) == (FACTS, REST)
         assert state.vectors.keys() == {*NAMES}
         for name, found in state.vectors.items():
@@ -93,7 +93,7 @@ def giving(node: Node, kept: Kept, since: int) -> TakeOver:
 class Outcome(NamedTuple):
     """What a replica has taken over, and the lines about states that it has not."""
 
-    taken: Taken | None
+    taken: Takeover | None
     used: list[State]
     lines: list[str]
 
@@ -352,10 +352,10 @@ def test_a_state_that_does_not_fit_or_is_not_finite_is_not_used() -> None:
     """Nor is a state that turns out in its use not to fit."""
 
     class Picky(Kept):
-        def use(self, state: State) -> None:
+        def load(self, state: State) -> None:
             if state.step < 2000:
                 raise NotTakenError("it is\nno state")
-            super().use(state)
+            super().load(state)
 
     async def main() -> None:
         async with Nodes() as nodes:

@@ -352,17 +352,17 @@ class TestCopy:
         original = write_tokenizer(tmp_path / "tok", chat_template="{{ messages }}")
         run = run_with(original, tmp_path / "run")
         settings, copy = settings_of(run, original), tokenizer_folder(tmp_path / "run")
-        FastTokenizer(original).keep_in(copy)
+        FastTokenizer(original).copy_to(copy)
         shutil.rmtree(original)
         after = _tokenizer(run)
         assert {TOKENS: after.digest, TEMPLATE: after.chat_template.digest} == settings.tokenizer
-        after.keep_in(copy)  # which is its own place
+        after.copy_to(copy)  # which is its own place
         assert FastTokenizer(copy).digest == after.digest
 
     def test_another_tokenizer_takes_its_place(self, tmp_path: Path) -> None:
         original, other = write_tokenizer(tmp_path / "tok"), write_tokenizer(tmp_path / "other", pieces=21)
         for folder in (original, other):
-            FastTokenizer(folder).keep_in(tmp_path / "copy")
+            FastTokenizer(folder).copy_to(tmp_path / "copy")
             assert FastTokenizer(tmp_path / "copy").digest == FastTokenizer(folder).digest
 
     def test_a_saved_run_takes_the_place_that_has_its_tokens(self, tmp_path: Path) -> None:

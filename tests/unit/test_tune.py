@@ -13,7 +13,7 @@ import pytest
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.engine.schedules import rates_in
-from megatron_noloco.preflight.search import TOO_HIGH, best_factor, bracket
+from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
 from megatron_noloco.preflight.trials import shortened
 from tests.unit.configs import SMALLEST, edited
 
@@ -58,7 +58,7 @@ def test_the_block_to_paste_has_the_rate_of_the_files_length(
     assert "diverged" in shown
     found = json.loads(shown.splitlines()[-1])["optimizer"]
     assert found["type"] == "AdamW"
-    assert found["params"]["lr"] == pytest.approx(0.1 / TOO_HIGH, rel=0.02)
+    assert found["params"]["lr"] == pytest.approx(0.1 / SHORT_RUN_RATE_RATIO, rel=0.02)
     # What was run is not run again.
     assert tune(file, "false") == 0
     assert capsys.readouterr().out.splitlines()[-1] == shown.splitlines()[-1]

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.node_thread import NodeThread
-from megatron_noloco.job.agreement import of_rank_0
+from megatron_noloco.job.agreement import broadcast_from_rank_0
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.leaving import leave
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     join(world, "gloo")
     if options.transport == "federation":
         with TemporaryDirectory() as folder:
-            shared = Path(of_rank_0(folder))
+            shared = Path(broadcast_from_rank_0(folder))
             measure(options, join_as_jobs(world.rank, world.world_size, shared, dist.barrier))
     else:
         measure(options, choose_transport(options.transport, world))
