@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         load_config(tmp_path / "absent.json")
     (tmp_path / "latin.json").write_bytes(b'{"\xe9": 1}')
-    with pytest.raises(UserError, match="byte 2 is 0xe9"):
+    with pytest.raises(UserError, match="byte 0xe9 at offset 2"):
         load_config(tmp_path / "latin.json")
 
 
