@@ -96,7 +96,7 @@ def test_missed_deadlines_double_the_next_one_up_to_the_longest() -> None:
 )
 def test_the_standing_of_another_replica(seen: PeerStatus, standing: Availability, why: str) -> None:
     own = partners({1: seen})
-    known, reasons = own.others(20)
+    known, reasons = own.candidates(20)
     assert reasons == {1: why}
     assert {
         Availability.WAITING: known.waiting,
@@ -108,7 +108,7 @@ def test_the_standing_of_another_replica(seen: PeerStatus, standing: Availabilit
 
 @pytest.mark.parametrize("begun", [0, 1, 2])
 def test_a_replica_that_begins_with_this_one_is_not_behind(begun: int) -> None:
-    assert partners({1: there(-1)}).others(begun)[1] == {1: ""}
+    assert partners({1: there(-1)}).candidates(begun)[1] == {1: ""}
 
 
 @given(st.integers(0, 50), st.integers(1, 10), st.integers(0, 12), st.integers(1, 2))
@@ -120,12 +120,12 @@ def test_replica_is_avoided_for_rounds_or_until_restart(
     own.avoid(1, rounds, "sent absurd numbers")
     seen[1] = there(begun + later, incarnation=incarnation)
     is_avoided = incarnation == 1 and later < rounds
-    assert own.others(begun + later + 1)[1] == {1: "sent absurd numbers" if is_avoided else ""}
+    assert own.candidates(begun + later + 1)[1] == {1: "sent absurd numbers" if is_avoided else ""}
 
 
 def test_hidden_replicas_that_others_reach_are_elsewhere() -> None:
     own = partners({1: there(3, sees=[2, 5, OWN]), 2: PeerStatus()}, hidden=(2, OWN))
-    known, _ = own.others(4)
+    known, _ = own.candidates(4)
     assert known.members == {1, 2, OWN}
     assert known.hidden == {2, OWN}
     assert known.elsewhere == {2}
