@@ -71,7 +71,6 @@ _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of
 _FINEST = 2.0**-22  # of the root mean square of c: a finer step is below the resolution of fp32
 _SMALLEST = 2.0**-100  # step where all is zero
 _AT_ONCE = 8192  # blocks in which steps are found; and that a GPU works on at a time: few, long kernels
-_NONE = torch.zeros(1, dtype=torch.int8, device=HOST)
 
 
 class UnequalError(ConnectionError):
@@ -315,12 +314,6 @@ def _divided(steps: Tensor, members: int) -> Tensor:
 def _sum_of_differences(own: Tensor, total: Tensor, members: int) -> Tensor:
     """Return the sum over the group of n less this member's n, `own`, which is overwritten."""
     return torch.mul(own, -members, out=own).add_(total).to(total.dtype)
-
-
-def runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges first..last in which a bool vector is true, ascending."""
-    edges = torch.diff(chosen.to(torch.int8), prepend=_NONE, append=_NONE).nonzero().view(-1).tolist()
-    return zip(edges[::2], edges[1::2], strict=True)
 
 
 def slices(length: int, step: int) -> Iterator[slice]:
