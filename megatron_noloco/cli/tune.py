@@ -22,9 +22,6 @@ the path of a config is appended to it:
 A run of one rank needs no such command. A search that was stopped continues when `tune` is called again."""
 
 
-_FEW_STEPS = 100  # of a short run
-
-
 def add_commands(commands: Commands) -> None:
     tune = add_command(
         commands,
@@ -56,10 +53,6 @@ def _tune(args: argparse.Namespace) -> int:
     folder = args.output or Path(f"{Path(config.training.output_dir)}-tune")  # without a slash at its end
     with prefix_errors_with(args.config):
         trials = Trials(config, command, folder, say)
-    if trials.steps < _FEW_STEPS:
-        say(
-            f"runs of {trials.steps} local steps say little of a long run: tune with some thousand train_iters"
-        )
     with writing(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
     try:

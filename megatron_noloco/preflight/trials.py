@@ -19,6 +19,7 @@ from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, 
 
 _FRACTION = 10  # a short run has a tenth of the local steps
 _FEWEST_STEPS, _FEWEST_ROUNDS = 20, 2  # of a short run; fewer say nothing
+_FEW_STEPS = 100  # of a short run; fewer say little
 _PHASES = ("decay_num_steps", "total_num_steps")  # of schedules, beside the warm-up
 _PEAKS = ("warmup_min_lr", "warmup_max_lr")  # of schedules: learning rates in place of the optimizer's
 
@@ -78,6 +79,10 @@ class Trials:
 
         Raises UserError where all runs diverge, RuntimeError as `loss` does.
         """
+        if self.steps < _FEW_STEPS:
+            self.show(
+                f"runs of {self.steps} local steps say little of a long run: tune with some thousand train_iters"
+            )
         return best_factor(bracket(self.loss, SHORT_RUN_RATE_RATIO)) / SHORT_RUN_RATE_RATIO
 
     def block(self, factor: float) -> dict[str, Any]:
