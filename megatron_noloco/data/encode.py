@@ -37,15 +37,15 @@ class Sequence(NamedTuple):
 
 
 class Counts(Counter[str]):
-    """Counts of what is read, and the files that are left out: each with its bytes, by the name of their count."""
+    """Counts of what is read, and the files that are left out, in their order, by the name of their count."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left_out: dict[str, dict[Input, int]] = {}
+        self.left_out: dict[str, dict[Input, None]] = {}
 
     def leave_out(self, name: str, item: Input) -> None:
         files = self.left_out.setdefault(name, {})
-        files[item] = item.bytes
+        files[item] = None
         self[name] = len(files)  # a file is read once for each key
 
 

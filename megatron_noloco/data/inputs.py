@@ -98,16 +98,16 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
     return Inputs([Input(path, folders[path]) for path in further], notes)
 
 
-def left_out(files: Mapping[Input, int], words: str) -> str:
+def left_out(files: Collection[Input], words: str) -> str:
     """Return files that are left out in words: how many, the names of the first ones, the bytes of all.
 
     Args:
-        files: with the bytes of each.
         words: what they are, with {} for the "s" of several.
     """
     names = [outside(item.name) for item in islice(files, _NAMED)] + ["..."] * (len(files) > _NAMED)
-    size = f"; {sum(files.values()):,} bytes" * any(files.values())
-    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({', '.join(names)}{size})"
+    size = sum(item.bytes for item in files)
+    names_and_size = ", ".join(names) + f"; {size:,} bytes" * (size > 0)
+    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({names_and_size})"
 
 
 def find_standard_library() -> Inputs:

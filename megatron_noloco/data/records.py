@@ -38,7 +38,7 @@ def find_records(path: str) -> Inputs:
     Raises UserError when there is none.
     """
     files, notes = find_inputs([path], "data.sft_data_path")
-    others = {item: item.bytes for item in files if item.folder is not None and item.kind == "text"}
+    others = [item for item in files if item.folder is not None and item.kind == "text"]
     records = [item for item in files if item.folder is None or item.kind != "text"]
     if not records:
         kinds = ", ".join((*JSON_LINES, PARQUET))
