@@ -191,11 +191,11 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.latency and args.bandwidth is None:
         raise UserError("--latency: give --bandwidth as well")
     link = None if args.bandwidth is None else LinkSpeed(args.bandwidth, args.latency)
+    folder = [] if args.rendezvous is None else [machine.check_folder(args.rendezvous)]
     findings = [*machine.check_machine(link)]
     if args.seconds:
         findings += check_mpi(args.hostfile, args.seconds)
-    if args.rendezvous is not None:
-        findings.append(machine.check_folder(args.rendezvous))
+    findings += folder
     ready = machine.is_ready(findings)
     if args.json:
         say(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}))
