@@ -19,8 +19,8 @@ from megatron_noloco.federation.store import Store, seconds_of_calls
 
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFERS = {f"net.ipv4.{name}": Path("/proc/sys/net/ipv4") / name for name in ("tcp_wmem", "tcp_rmem")}
-_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-_LONG_LINK_BYTES = 5e5  # under way, from which rounds are visibly longer where TCP begins slowly
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_LONG_LINK_BYTES = 5e5  # under way, from which congestion control makes a visible difference
 _GB = 1e9
 
 State = Literal["ok", "note", "problem"]
@@ -168,17 +168,20 @@ def _leaves_host(address: str) -> bool:
 
 
 def check_buffers(bytes_per_second: float, latency: float) -> Iterator[Finding]:
-    """Report whether the kernel lets a TCP connection fill a link, at once after a pause.
+    """Report whether the kernel lets a TCP connection fill a link.
 
-    What is under way in a round trip waits in a buffer on both sides until it is acknowledged.
+    What is under way in a round trip waits in a buffer on both sides until it is acknowledged. Most kinds of
+    congestion control take a lost packet for a full link, and begin slowly after the pause between two rounds.
+    BBR does neither (Cardwell et al., "BBR: Congestion-based congestion control", ACM Queue 14(5), 2016).
 
     Args:
         latency: seconds, one way.
     """
     under_way = bytes_per_second * 2 * latency
-    if under_way >= _LONG_LINK_BYTES and _IDLE.exists() and _IDLE.read_text().strip() != "0":
-        what = "TCP: after the pause between two rounds a connection begins slowly on this link"
-        yield Finding("network", "note", what, "sysctl -w net.ipv4.tcp_slow_start_after_idle=0")
+    control = _CONGESTION.read_text().strip() if _CONGESTION.exists() else "bbr"
+    if under_way >= _LONG_LINK_BYTES and not control.startswith("bbr"):
+        what = f"TCP: its congestion control, {control}, is slow on this link after pauses and lost packets"
+        yield Finding("network", "note", what, "sysctl -w net.ipv4.tcp_congestion_control=bbr")
     limits = {name: int(path.read_text().split()[2]) for name, path in _BUFFERS.items() if path.exists()}
     if not limits:
         return

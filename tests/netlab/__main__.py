@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tests.netlab import check, nat, rounds
-from tests.netlab.lab import LabUnavailableError, Tcp, lab
+from tests.netlab.lab import CUBIC, LabUnavailableError, lab
 from tests.netlab.network import Link
 from tools.options import command_line
 
@@ -69,12 +69,14 @@ def chosen_ways(names: str | None) -> list[str]:
     return chosen
 
 
-def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: list[str]) -> Iterator[str]:
+def run(
+    hosts: list[int], link: Link, congestion: str, options: list[str], command: list[str]
+) -> Iterator[str]:
     """Yield the output of the command on each number of hosts."""
     if not command:
         raise ValueError("run needs --module MODULE, with its arguments, as the last option")
     for number in hosts:
-        with lab([link] * number, tcp) as there:
+        with lab([link] * number, congestion) as there:
             yield there.mpirun(options, *command)
 
 
@@ -88,12 +90,7 @@ def main() -> None:
         "--jitter", type=float, default=0.0, help="standard deviation of the delay over its mean"
     )
     parser.add_argument("--loss", type=float, default=0.0, help="share of the packets")
-    parser.add_argument(
-        "--congestion", default="cubic", help="TCP's congestion control, such as cubic or bbr"
-    )
-    parser.add_argument(
-        "--keep-window", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0 on all hosts"
-    )
+    parser.add_argument("--congestion", default=CUBIC, help="TCP's congestion control, such as cubic or bbr")
     parser.add_argument("--bytes", default="1MB", help="of the vector (rounds)")
     parser.add_argument("--ways", help="what to measure, separated by semicolons; default: all (rounds)")
     parser.add_argument("--repeats", type=int, default=8, help="the first is left out (rounds)")
@@ -106,20 +103,23 @@ def main() -> None:
             quantity("rate", options.rate), quantity("delay", options.delay), options.jitter, options.loss
         )
         hosts = host_numbers(options.hosts)
-        tcp = Tcp(options.congestion, slow_start_after_idle=not options.keep_window)
         if options.measurement == "run":
-            print(*run(hosts, link, tcp, options.mpi_options.split(), options.module), sep="", end="")
+            print(
+                *run(hosts, link, options.congestion, options.mpi_options.split(), options.module),
+                sep="",
+                end="",
+            )
             return
         if options.measurement == "nat":
-            rows: Iterable[dict[str, Any]] = nat.measure(link, tcp)
+            rows: Iterable[dict[str, Any]] = nat.measure(link, options.congestion)
         elif options.measurement == "check":
-            rows = check.measure(hosts, link, tcp)
+            rows = check.measure(hosts, link, options.congestion)
         elif options.repeats < 2:
             raise ValueError(f"--repeats {options.repeats} leaves nothing: the first is left out; at least 2")
         else:
             rows = rounds.measure(
                 hosts, link, chosen_ways(options.ways), int(quantity("bytes", options.bytes)), options.repeats,
-                options.pause, options.mpi_options.split(), tcp,
+                options.pause, options.mpi_options.split(), options.congestion,
             )  # fmt: skip
         print(json.dumps({**vars(options), "rows": list(rows)}))
     except (ValueError, LabUnavailableError) as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.netlab.lab import Lab, Tcp, lab
+from tests.netlab.lab import Lab, lab
 from tests.netlab.network import Link
 from tests.netlab.relay import address_of
 
@@ -19,14 +19,14 @@ _SETTLED_SECONDS = 2.0  # of these, until the sender has found the rate
 _CONNECT_SECONDS = 30.0
 
 
-def measure(hosts: Sequence[int], link: Link, tcp: Tcp) -> Iterator[dict[str, Any]]:
+def measure(hosts: Sequence[int], link: Link, congestion: str) -> Iterator[dict[str, Any]]:
     """Yield a row per number of hosts. All even hosts stream to the next one, at the same time.
 
     "rate_share": bits of data received a second, over the rate of the link, median and smallest of the streams;
     "round_trip_seconds": of opening a connection, median.
     """
     for number in hosts:
-        with lab([link] * number, tcp) as there:
+        with lab([link] * number, congestion) as there:
             streams = _stream(there)
         shares = [8 * stream["bytes_per_second"] / link.rate for stream in streams]
         trips = [stream["round_trip_seconds"] for stream in streams]

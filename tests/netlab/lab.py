@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
@@ -38,19 +38,7 @@ done
 """
 _SECONDS = 60.0  # for a command that prepares a host
 _JOB_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Tcp:
-    """TCP settings of the hosts' kernels.
-
-    Attributes:
-        congestion: congestion control; cubic is what most systems come with.
-        slow_start_after_idle: whether a connection that was silent for a while starts slowly again, as is usual.
-    """
-
-    congestion: str = "cubic"
-    slow_start_after_idle: bool = True
+CUBIC = "cubic"  # what most systems come with
 
 
 class LabUnavailableError(RuntimeError):
@@ -185,16 +173,15 @@ def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
 
 
 @contextmanager
-def lab(links: Sequence[Link], tcp: Tcp | None = None, sites: Sites | None = None) -> Iterator[Lab]:
+def lab(links: Sequence[Link], congestion: str = CUBIC, sites: Sites | None = None) -> Iterator[Lab]:
     """Make a host for each link, joined by the relay, for the context.
 
     Args:
-        tcp: of all hosts.
+        congestion: TCP's congestion control.
         sites: where the hosts are; see `Network`.
 
     Raises LabUnavailableError.
     """
-    tcp = tcp or Tcp()
     with hosts(len(links)) as there, ExitStack() as stack:
         with ExitStack() as devices:
             files = []
@@ -206,9 +193,7 @@ def lab(links: Sequence[Link], tcp: Tcp | None = None, sites: Sites | None = Non
                 run_in(pid, f"ip link set {device} name {NIC} mtu {MTU} txqueuelen 10000 up")
                 run_in(pid, f"ip address add {address_of(host)}/24 dev {NIC} noprefixroute")
                 # By route: a namespace may not always choose for all of its connections.
-                run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {tcp.congestion}")
-                slowly = int(tcp.slow_start_after_idle)
-                run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
+                run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {congestion}")
             there.orders = stack.enter_context(_relay(links, sites, files))
         yield there
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.federation.keys import Keys
-from tests.netlab.lab import Lab, Tcp, lab
+from tests.netlab.lab import Lab, lab
 from tests.netlab.network import Link
 from tools.processes import Federation, base_config
 
@@ -17,9 +17,13 @@ _STEPS = 60
 _SECONDS = 600.0
 
 
-def measure(link: Link, tcp: Tcp) -> Iterator[dict[str, Any]]:
+def measure(link: Link, congestion: str) -> Iterator[dict[str, Any]]:
     """Yield a row for two replicas behind routers, which exchange with two that can be reached."""
-    with lab([link] * _REPLICAS, tcp) as there, ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+    with (
+        lab([link] * _REPLICAS, congestion) as there,
+        ExitStack() as stack,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         hidden = range(_REPLICAS - _HOMES, _REPLICAS)
         names = {replica: stack.enter_context(there.behind(there.names[replica])) for replica in hidden}
         yield _run(there, names, Path(folder))

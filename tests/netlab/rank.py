@@ -43,7 +43,7 @@ def new_partners(elements: int, folder: Path) -> Way:
 
     transport = MpiTransport()
     rank, size, vector = transport.rank, transport.world_size, _ones(elements)
-    exchange = Exchange(transport, Place(rank, size), Channel.ROUNDS, DEADLINE_SECONDS, elements)
+    exchange = Exchange(transport, Place(rank, size), Channel.ROUNDS, DEADLINE_SECONDS)
     grouping = Grouping(size, 2, seed=0)
 
     def act(repeat: int) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tests.netlab.lab import Tcp, lab
+from tests.netlab.lab import lab
 from tests.netlab.network import Link
 
 
@@ -34,7 +34,7 @@ LAUNCHES = {
 
 def measure(
     hosts: Sequence[int], link: Link, ways: Sequence[str], length: int, repeats: int, pause_seconds: float,
-    options: Sequence[str], tcp: Tcp,
+    options: Sequence[str], congestion: str,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield a row per number of hosts and way, with medians of the mean and of the slowest rank's seconds.
 
@@ -48,7 +48,7 @@ def measure(
     """
     for number in hosts:
         for way in ways:
-            with lab([link] * number, tcp) as there:
+            with lab([link] * number, congestion) as there:
                 arguments = [str(length), str(repeats), str(pause_seconds), str(there.folder)]
                 name, chosen = LAUNCHES[way]
                 said = there.mpirun([*options, *chosen], "tests.netlab.rank", name, *arguments)

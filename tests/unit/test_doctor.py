@@ -23,15 +23,15 @@ def test_buffers_of_the_kernel_are_compared_with_the_link(
     """200 Mbit/s and 100 ms: 5 MB are under way in a round trip."""
     buffers = {name: tmp_path / name for name in ("wmem", "rmem")}
     monkeypatch.setattr(machine, "_BUFFERS", buffers)
-    monkeypatch.setattr(machine, "_IDLE", idle := tmp_path / "idle")
-    idle.write_text("0\n")
+    monkeypatch.setattr(machine, "_CONGESTION", control := tmp_path / "control")
+    control.write_text("bbr\n")
     for limits, is_enough in (((4e6, 6e6), False), ((16e6, 9e6), False), ((16e6, 10e6), True)):
         for path, limit in zip(buffers.values(), limits, strict=True):
             path.write_text(f"4096\t16384\t{limit:.0f}\n")
         (finding,) = machine.check_buffers(200e6 / 8, 0.1)
         assert finding.state == ("ok" if is_enough else "note")
         assert finding.advice.startswith("raise the last number" * (not is_enough))
-    idle.write_text("1\n")
+    control.write_text("cubic\n")
     assert [len([*machine.check_buffers(200e6 / 8, latency)]) for latency in (0.1, 0.001)] == [2, 1]
 
 
