@@ -29,10 +29,10 @@ from megatron_noloco.fields import (
     shown,
 )
 from megatron_noloco.plans.grouping import Cycle, Grouping, Sites, prime_factors
+from megatron_noloco.plans.payloads import PAYLOADS, keeps_rounding
 from megatron_noloco.plans.stability import (
     cycle_spread_factor,
     is_stable,
-    keeps_rounding,
     pull_error,
     spread_factor,
     spread_factors_of_sites,
@@ -167,7 +167,7 @@ class NolocoSettings(Settings):
     @property
     def payload_bits(self) -> int | None:
         """Return the bits of a code; None for fp32."""
-        return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
+        return PAYLOADS[self.payload].bits
 
     def codes_on_device(self, separate_jobs: bool) -> bool:
         """Return whether an accelerator computes codes.

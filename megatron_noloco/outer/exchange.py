@@ -22,7 +22,7 @@ from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.payload import Codec, signs_of
 from megatron_noloco.outer.vectors import BUCKET, HOST, NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
-from megatron_noloco.plans.stability import keeps_rounding
+from megatron_noloco.plans.payloads import keeps_rounding
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import ExchangeTimeoutError, Transport
 
@@ -84,7 +84,7 @@ class Exchange:
         channel: 0 to CHANNELS - 1, the same for the counterparts.
         deadline_seconds: how long to wait for a message, from when it was posted, or from the call of `finish` if
             that was later.
-        bits: of codes (`payload.BITS`), the same for the counterparts; None: fp32.
+        bits: of codes (`plans.payloads.BITS`), the same for the counterparts; None: fp32.
 
     Attributes:
         deadline_seconds: may be changed between two exchanges.

@@ -21,9 +21,10 @@ even where both are wrong.
 The step is found from sketches. The sketch of a cell of 128 elements is their sum with random signs. The
 difference of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the
 difference of their elements (Alon, Matias and Szegedy, "The space complexity of approximating the frequency
-moments", 1996). The step is such that RANGE[bits] sigma fit into one digit. Sketches are new in each exchange,
-with other signs, so they need not be kept or saved. A large RANGE makes the steps coarse, a small one lets
-more differences fall outside: in 4 bits 22 to 25 % of the blocks with RANGE 4, 8 to 11 % with 5, 4 to 5 % with 6
+moments", 1996). The step is such that differences of some sigma
+(`ranges` in `plans.payloads`) fit into one digit. Sketches are new in each exchange, with other signs, so they
+need not be kept or saved. A large range makes the steps coarse, a small one lets more differences fall outside: in
+4 bits 22 to 25 % of the blocks with a range of 4, 8 to 11 % with 5, 4 to 5 % with 6
 (a Llama of 84,816 weights, rounds every 1 and every 10 steps; docs/log.md).
 
 **Errors that are kept.** In 4 and 3 bits steps are so coarse that the rounding errors r = c - s n would keep the
@@ -49,22 +50,13 @@ from torch import Tensor
 
 from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.plans.draws import Stream, draw_words
-from megatron_noloco.plans.stability import keeps_rounding
+from megatron_noloco.plans.payloads import BITS, CODES, keeps_rounding
 
 BLOCK = 512  # elements with one step and one checksum
 CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
-BITS = (8, 4, 3)
-
-_PLANES = {
-    4: (4,),
-    3: (2, 1),
-}  # widths of the parts of a digit, the lowest first; bytes hold parts of one width
 _CELL = BLOCK // CELLS
 _PIECE = 512  # blocks that a CPU works on at a time: few calls, and 1 MiB of fp32 that stays in cache
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
-
-RANGE = {8: 8.0, 4: 6.0, 3: 4.0}  # root mean squares of the difference that a code of so many bits holds
-_RANGE_KEPT = {4: 8.0, 3: 4.0}  # the same, in groups whose members keep rounding errors
 
 _NEAR = 2  # blocks on each side, see `_smooth`
 _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of 100
@@ -276,7 +268,7 @@ def _packed(digits: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return digits
     planes = []
-    for width in _PLANES[bits]:
+    for width in CODES[bits].planes:
         plane, *others = (digits & (2**width - 1)).split(BLOCK * width // 8, dim=1)
         for place, part in enumerate(others, 1):
             plane = plane.bitwise_or_(part.bitwise_left_shift_(width * place))
@@ -289,7 +281,7 @@ def _unpacked(code: Tensor, bits: int) -> Tensor:
     """Return the digit of each element, uint8 of shape [blocks, BLOCK], perhaps with other bits above it."""
     if bits == 8:
         return code
-    widths = _PLANES[bits]
+    widths = CODES[bits].planes
     planes = code.split([BLOCK * width // 8 for width in widths], dim=1)
     *lower, digits = (
         torch.cat([plane >> width * place for place in range(8 // width)], dim=1)
@@ -328,7 +320,7 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
     bits: the product of a step and a difference is exact in fp32.
     """
     first, *others = sketches
-    holds = (_RANGE_KEPT if keeps_rounding(bits, len(sketches)) else RANGE)[bits]
+    holds = CODES[bits].ranges[keeps_rounding(bits, len(sketches))]
     for at in slices(len(first), _AT_ONCE):
         size = _energy(first[at])
         difference = torch.zeros_like(size)

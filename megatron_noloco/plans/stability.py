@@ -7,21 +7,14 @@ from itertools import product
 import numpy as np
 
 from megatron_noloco.plans.grouping import Cycle
+from megatron_noloco.plans.payloads import PAYLOADS
 
 _Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
-# Epsilon of the payloads, measured in pairs; and in larger groups whose members keep it.
-PULL_ERRORS = {"fp32": 0.0, "int8": 0.03, "int4": 0.41, "int3": 0.62}
-_KEPT_ERRORS = {"int4": 0.55, "int3": 0.62}
-
-
-def keeps_rounding(bits: int | None, members: float) -> bool:
-    """Return whether the members of a group keep the rounding errors of their codes (`outer.payload`)."""
-    return bits in (3, 4) and members > 2
 
 
 def pull_error(payload: str, kept: bool) -> float:
-    """Return epsilon of `spread_factor`, in larger groups of int4 and int3 that of the errors that are `kept`."""
-    return (_KEPT_ERRORS if kept else PULL_ERRORS)[payload]
+    """Return epsilon of `spread_factor`, where rounding errors are `kept` that of these."""
+    return PAYLOADS[payload].errors[kept]
 
 
 def spread_factor(

@@ -9,6 +9,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
+from megatron_noloco.plans.payloads import PAYLOADS
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import (
     WORKING,
@@ -23,8 +24,6 @@ from megatron_noloco.settings import NolocoSettings
 _FP32 = 4
 _GATHERED_PER_SECOND = 2.5e9  # bytes between two ranks of a host, over gloo, as measured on two cores
 
-# For 10^9 weights, in pairs and in groups of 4, with copies of messages in memory (python -m tools.bench host).
-_CORE_SECONDS = {"fp32": (5.0, 8.0), "int8": (12.0, 13.0), "int4": (13.0, 25.0), "int3": (20.0, 40.0)}
 _CORE_SECONDS_OF_STEPS = 0.1  # where a GPU computes the codes: to find their steps
 
 
@@ -149,7 +148,7 @@ def plan_of(
 
 def core_seconds(noloco: NolocoSettings, weights: int, topology: Topology) -> float:
     """Return the seconds of one core in which a rank computes its part of a round of all its weights."""
-    in_pairs, in_groups = _CORE_SECONDS[noloco.payload]
+    in_pairs, in_groups = PAYLOADS[noloco.payload].core_seconds
     if noloco.codes_on_device(topology.separate_jobs):
         in_pairs = in_groups = _CORE_SECONDS_OF_STEPS
     return weights / 1e9 * (in_pairs if noloco.among(topology.total_replicas).in_pairs else in_groups)

@@ -9,13 +9,12 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import TrainerSettings, recommended
 from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
 from megatron_noloco.plans.fragments import fewest_steps
+from megatron_noloco.plans.payloads import PAYLOADS
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, RankParameters
 
 NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
-# Bytes of an exchange in trainings, over those without blocks whose next bits are sent (docs/log.md).
-_WITH_NEXT_BITS = {"fp32": 1.0, "int8": 1.015, "int4": 1.04, "int3": 1.16}
 _HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
 _FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RFC 6928)
 _LEAST_TIME_OUT = 0.2  # seconds, of Linux; after a pause of so long and a round trip TCP halves its window
@@ -189,7 +188,7 @@ def scheme_of(
     pause = math.inf if step_seconds is None else noloco.local_steps / parts * step_seconds
     bytes_of_rounds, seconds_of_rounds = [], []
     for members in sizes:
-        sent = exchange_bytes(noloco, held, members, topology.dp) * _WITH_NEXT_BITS[noloco.payload]
+        sent = exchange_bytes(noloco, held, members, topology.dp) * PAYLOADS[noloco.payload].bytes
         phases = 1 if members <= 2 else 2  # parts of the vector are added up, then the sums are sent to all
         seconds = network.seconds(sent / parts / phases, trips, members - 1, pause)
         if phases == 2:

@@ -23,8 +23,9 @@ from megatron_noloco.outer import (
     group_mean,
 )
 from megatron_noloco.outer.channels import CHANNELS, WINDOW, Contacts
-from megatron_noloco.outer.payload import BITS, BLOCK
+from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.payloads import BITS
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.interface import Flight

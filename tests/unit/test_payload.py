@@ -13,10 +13,8 @@ from torch import Tensor
 from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.outer.bucket_code import DIGITS
 from megatron_noloco.outer.payload import (
-    BITS,
     BLOCK,
     CELLS,
-    RANGE,
     Codec,
     Received,
     blocks_in,
@@ -27,6 +25,7 @@ from megatron_noloco.outer.payload import (
 )
 from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.payloads import BITS, CODES
 from megatron_noloco.plans.stability import pull_error
 from tests.unit.fleet import average, fleet_of, noise
 
@@ -236,7 +235,7 @@ def test_blocks_that_do_not_fit_are_sent_as_their_next_bits(bits: int, group: Gr
     assert sum(report.compared_elements for report in reports) == 5000 * (2 if len(group) == 2 else 1)
     true = vectors[list(group)].double().mean(0)
     torch.testing.assert_close(found.double().mean(0), true, rtol=0, atol=2**-18)
-    largest_step = 2 * RANGE[bits] * 50 / 512**0.5 / 2 ** (bits - 1)
+    largest_step = 2 * CODES[bits].ranges[0] * 50 / 512**0.5 / 2 ** (bits - 1)
     assert float((found - true).abs().max()) < largest_step
     if len(group) == 2:
         more = 2 * (BLOCK * bits // 8 + 4)

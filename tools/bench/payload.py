@@ -20,9 +20,10 @@ from torch import Tensor
 
 from megatron_noloco.outer.bucket_code import Code, PairCode
 from megatron_noloco.outer.finite_mean import ExchangeReport
-from megatron_noloco.outer.payload import BITS, BLOCK, Codec, Coded, blocks_in, message_bytes, signs_of
+from megatron_noloco.outer.payload import BLOCK, Codec, Coded, blocks_in, message_bytes, signs_of
 from megatron_noloco.outer.vectors import HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
+from megatron_noloco.plans.payloads import BITS
 
 RATIOS = (3, 30, 300)
 OUTER_LR = 0.7

@@ -10,7 +10,8 @@ import json
 
 import torch
 
-from megatron_noloco.outer.payload import BITS, BLOCK
+from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.plans.payloads import BITS
 from tools.bench.payload import coded
 from tools.options import command_line
 
