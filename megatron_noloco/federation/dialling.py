@@ -43,6 +43,11 @@ class Carriers(NamedTuple):
         """See `Carrier`; the longest."""
         return max(carrier.pulse_seconds for carrier in filter(None, self))
 
+    @property
+    def is_replaced(self) -> bool:
+        """See `Carrier`; of any."""
+        return any(carrier.is_replaced for carrier in filter(None, self))
+
     def to(self, endpoint: str) -> Carrier | None:
         """Return what leads to an endpoint; None: nothing does."""
         if is_folder_endpoint(endpoint):

@@ -177,17 +177,30 @@ class FolderCarrier(Carrier):
         """Begin to read the inbox."""
         async with self._opening:
             if self._watching is None:
-                await self._calls.call(self._make_inbox)
+                if await self._calls.call(self._make_inbox):
+                    self._say(
+                        f"a process of replica {int(self._name[:5])} was here before, and has not left: it was "
+                        "killed, or another job has the same --replica, which ends now"
+                    )
                 self._watching = asyncio.create_task(self._watch())
 
-    def _make_inbox(self) -> None:
-        """Make the inbox, and remove those of earlier processes of this slot."""
+    def _make_inbox(self) -> bool:
+        """Make the inbox, and remove those of earlier processes of this slot; return whether there were any."""
         self._folder.create()
-        for name in self._folder.names():
-            if re.fullmatch(_INBOX, name) and name[:5] == self._name[:5]:
-                self._folder.below(name).remove_all()
+        earlier = self._others_of_slot()
+        for name in earlier:
+            self._folder.below(name).remove_all()
         self._inbox.create()
         self._inbox.put(_OPEN, b"-")
+        return bool(earlier)
+
+    def _others_of_slot(self) -> list[str]:
+        """Return the inboxes of other processes of this slot."""
+        return [
+            name
+            for name in self._folder.names()
+            if re.fullmatch(_INBOX, name) and name[:5] == self._name[:5] and name != self._name
+        ]
 
     async def _watch(self) -> None:
         working = self._now()
@@ -216,7 +229,9 @@ class FolderCarrier(Carrier):
         names = set(await self._calls.call(self._inbox.names))
         self._done -= done
         if _OPEN not in names:
-            self._fail(f"{self._inbox.url} was removed: a later process of this slot has begun")
+            self.is_replaced = bool(await self._calls.call(self._others_of_slot))
+            why = "a later process of this slot has begun" if self.is_replaced else "another program did it"
+            self._fail(f"{self._inbox.url} was removed: {why}")
         data = defaultdict[str, set[int]](set)
         strays = dict[str, float]()
         for name in names - {_OPEN} - self._reading - self._done:

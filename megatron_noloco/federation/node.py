@@ -316,6 +316,8 @@ class Node:
 
         Silence is counted in ticks, not in seconds: a process that was suspended has heard from nobody meanwhile.
         """
+        if self._carriers.is_replaced:
+            self._end_as_earlier("")
         self._stopped_ticks = self._stopped_ticks + 1 if self.is_leaving else 0
         for link in self.links.values():
             link.tick()

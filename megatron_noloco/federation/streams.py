@@ -170,9 +170,11 @@ class Carrier(ABC):
     Attributes:
         pulse_seconds: between two small messages that are sent though nothing has changed; more where a message
             costs more.
+        is_replaced: whether a later process has the place of this one, so that nobody can open a stream to it.
     """
 
     pulse_seconds = 2.0
+    is_replaced = False
 
     @abstractmethod
     async def listen(self, serve: Serve) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import re
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -55,13 +56,15 @@ def run(
     sealings: tuple[Sealing, Sealing] = (Checksum(), Checksum()),
     serve: Serve = echo,
     jumps: bool = True,
+    lines: list[str] | None = None,
 ) -> list[str]:
     """Run a conversation; returns the lines that were told.
 
     Args:
         jumps: whether the clock jumps to the next timer where nothing happens.
+        lines: to which the lines are added.
     """
-    lines = list[str]()
+    lines = [] if lines is None else lines
 
     async def conversation() -> None:
         async with two(store, sealings, serve, lines) as carriers:
@@ -252,17 +255,25 @@ def test_process_removes_leftovers_of_its_slot(tmp_path: Path) -> None:
 
 def test_later_process_ends_streams_of_earlier(tmp_path: Path) -> None:
     async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
-        later = FolderCarrier(Store.of(tmp_path.as_uri()), 0, Checksum(), print)
+        later = FolderCarrier(Store.of(tmp_path.as_uri()), 0, Checksum(), lines.append)
         stream = await here.dial(there.endpoint)
         await stream.send(b"1")
         await stream.receive(1)
         await later.listen(echo)
         with pytest.raises(StreamEndedError, match="a later process of this slot has begun"):
             await stream.receive(1)
+        assert here.is_replaced
+        assert not any(carrier.is_replaced for carrier in (there, later))
         await later.close()
+        shutil.rmtree(tmp_path)
+        await nodes.until(lambda: len(lines) > 2)
+        assert not there.is_replaced
 
-    (line,) = run(Store.of(tmp_path.as_uri()), dial)
-    assert "a later process of this slot has begun" in line
+    lines = list[str]()
+    run(Store.of(tmp_path.as_uri()), dial, lines=lines)
+    assert "replica 0 was here before, and has not left" in lines[0]
+    assert "a later process of this slot has begun" in lines[1]
+    assert "was removed: another program did it" in lines[2]
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])

@@ -211,6 +211,19 @@ def test_later_process_replaces_earlier() -> None:
     run(main())
 
 
+def test_a_process_whose_place_was_taken_ends() -> None:
+    async def main() -> None:
+        async with Nodes() as nodes:
+            node = await nodes.add(0)
+            node._carriers.network.is_replaced = True
+            await until(lambda: node.failure is not None)
+            assert "the same --replica" in str(node.failure)
+            node.failure = None
+            await node.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_late_clock_takes_a_later_incarnation(
     hidden: bool,
