@@ -77,7 +77,7 @@ class Dialling:
     """The attempts of a node to reach others.
 
     Attributes:
-        refusal: why a process that was dialled as a seed cannot exchange with this one; "": all can.
+        refusal: why a process that was dialled cannot exchange with this one; "": all can.
         has_answers: whether another process has answered that was dialled as a seed.
         unanswered: why nobody has answered at a seed, by its endpoint.
     """
@@ -91,7 +91,8 @@ class Dialling:
 
     async def dial(self, slot: int) -> Stream:
         """Open a stream to a replica. Raises ConnectionError."""
-        endpoint = self._node.directory.addresses[slot].endpoint
+        address = self._node.directory.addresses.get(slot)
+        endpoint = "" if address is None else address.endpoint
         if (carrier := self._carriers.to(endpoint)) is None:
             raise StreamEndedError("cannot be dialled from here")
         return await carrier.dial(endpoint)
@@ -146,16 +147,18 @@ class Dialling:
 
     async def _link_to(self, slot: int, attempts: _Attempts) -> None:
         try:
-            await self._link_on(partial(self.dial, slot))
+            if refusal := await self._link_on(partial(self.dial, slot)):
+                self.refusal = refusal
         except RefusedError as error:
-            self._node.warn(str(error))
+            self.refusal = str(error)
+            self._node.warn(self.refusal)
+            self._node.refuse(slot, attempts.incarnation)
         except (ConnectionError, TimeoutError) as error:
             late = asyncio.get_running_loop().time() - attempts.apart_since > _UNANSWERED_SECONDS
             if late and attempts.endpoint not in self._answered:
                 where = "" if attempts.endpoint in str(error) else f" at {attempts.endpoint}"
-                self._node.warn(
-                    f"no link to replica {slot}{where}: {error}; is its job there, and its port open to this host?"
-                )
+                hint = "" if is_folder_endpoint(attempts.endpoint) else ", and its port open to this host"
+                self._node.warn(f"no link to replica {slot}{where}: {error}; is its job there{hint}?")
 
     async def _link_on(self, dial: Callable[[], Awaitable[Stream]], is_seed: bool = False) -> str:
         """Open a stream, and run a link on it to its end; returns why there can be no link."""

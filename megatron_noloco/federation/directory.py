@@ -76,6 +76,7 @@ class Directory:
         self.checksum = self.version = 0
         self._slot = slot
         self._changed: dict[int, int] = {}  # version of the last change, by slot
+        self._refused: dict[int, int] = {}  # incarnation, by slot
         self._set(slot, own)
 
     @property
@@ -88,8 +89,24 @@ class Directory:
         for slot, address in addresses.items():
             known = self.addresses.get(slot)
             is_later = known is None or known.incarnation < address.incarnation
+            is_later &= self._refused.get(slot) != address.incarnation
             if is_later and is_sound(slot, address) and slot != self._slot:
                 self._set(slot, address)
+
+    def accept(self, slot: int, address: Address) -> None:
+        """Merge the address of a process that can exchange with this one."""
+        self._refused.pop(slot, None)
+        self.merge({slot: address})
+
+    def refuse(self, slot: int, incarnation: int) -> None:
+        """Leave out a process that cannot exchange with this one: its slot counts as if it were not there."""
+        self._refused[slot] = incarnation
+        known = self.addresses.get(slot)
+        if known is not None and known.incarnation == incarnation and slot != self._slot:
+            self.addresses = {other: address for other, address in self.addresses.items() if other != slot}
+            self.checksum ^= _digest(slot, known)
+            self.version += 1
+            del self._changed[slot]
 
     def follow(self, incarnation: int) -> None:
         """Take a later number than an earlier process of this slot, whose clock was ahead."""

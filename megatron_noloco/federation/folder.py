@@ -136,8 +136,8 @@ class FolderCarrier(Carrier):
         sealed = await self._calls.call(lambda: self._sealing.seal(path, b"".join(parts)))
         try:
             await self._persist(self._folder.put, path, sealed)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"nobody listens at {_SCHEME}{inbox} ({error})") from None
+        except FileNotFoundError:
+            raise FileNotFoundError(f"nobody listens at {_SCHEME}{inbox}") from None
         except OSError as error:  # such as a full disk; the other side may not be told
             self._say(str(error))
             raise
@@ -266,7 +266,10 @@ class FolderCarrier(Carrier):
             stream.arrive(kind, place, await self._take(name))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            stream.abort(str(error))
+        except ValueError as error:
+            stream.is_refused = not stream.heard
             stream.abort(str(error))
         finally:
             self._reading.discard(name)

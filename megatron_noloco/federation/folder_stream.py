@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from megatron_noloco.federation.streams import Buffer, Changes, Stream, StreamEndedError
+from megatron_noloco.federation.streams import Buffer, Changes, RefusedError, Stream, StreamEndedError
 from megatron_noloco.files import outside
 
 FILE_BYTES = 2**24  # of data
@@ -61,7 +61,7 @@ class FolderStream(Stream):
 
     def __init__(self, post: Post, peer: str, name: str, dials: bool) -> None:
         self.peer, self.name = peer, name
-        self.heard = False
+        self.heard = self.is_refused = False  # whether a file came; whether the first could not be opened
         self._post, self._loop = post, asyncio.get_running_loop()
         self._error = ""
         self._changes = Changes()
@@ -253,7 +253,7 @@ class FolderStream(Stream):
 
     def _check(self) -> None:
         if self._error:
-            raise StreamEndedError(self._error)
+            raise (RefusedError if self.is_refused else StreamEndedError)(self._error)
 
     def _end(self, reason: str) -> None:
         self._error = reason

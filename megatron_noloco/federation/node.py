@@ -395,18 +395,24 @@ class Node:
             if hello.address.incarnation > self.directory.own.incarnation:
                 self._end_as_earlier(f" at {hello.address.endpoint}" if hello.address.endpoint else "")
             return ""
-        if line := self._unfit(f"replica {hello.slot}", hello.member):
-            return line
         if not is_sound(hello.slot, hello.address):
             raise MalformedError(f"{hello.address.endpoint} of slot {hello.slot} is no address of a replica")
+        if line := self._unfit(f"replica {hello.slot}", hello.member):
+            self.refuse(hello.slot, hello.address.incarnation)
+            return line
         if (later := self._later_than(hello)) is not None:
             await say(stream, later)
             return ""
         if hello.slot not in self.links:
             self.links[hello.slot] = Link(self, hello.slot)
-        self.directory.merge({hello.slot: hello.address})
+        self.directory.accept(hello.slot, hello.address)
         await self.links[hello.slot].run(stream, hello, dialled)
         return ""
+
+    def refuse(self, slot: int, incarnation: int) -> None:
+        """Forget a process that cannot exchange with this one, unless another of its slot could."""
+        if slot not in self.links:
+            self.directory.refuse(slot, incarnation)
 
     def _unfit(self, who: str, member: Member) -> str:
         """Warn, and return why a process cannot exchange with this one; "": it can."""

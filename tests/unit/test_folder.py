@@ -23,7 +23,7 @@ from megatron_noloco.federation.messages import Address
 from megatron_noloco.federation.rendezvous import Folder
 from megatron_noloco.federation.sealing import Checksum, Cipher, Sealing
 from megatron_noloco.federation.store import Store, seconds_of_calls
-from megatron_noloco.federation.streams import Serve, Stream, StreamEndedError
+from megatron_noloco.federation.streams import RefusedError, Serve, Stream, StreamEndedError
 from tests.unit import nodes
 from tests.unit.shared_folders import FakeBucket, bucket
 
@@ -98,7 +98,7 @@ def test_another_key_is_one_line_on_both_sides(
 ) -> None:
     async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
         for _ in range(2):
-            with pytest.raises(StreamEndedError, match=reason) as ended:
+            with pytest.raises(RefusedError, match=reason) as ended:
                 await ask(here, there.endpoint)
             assert "\n" not in str(ended.value)
 

@@ -265,6 +265,10 @@ def test_jobs_that_differ_name_the_difference_on_both_sides(capsys: pytest.Captu
             await nodes.add(1, address_of(0), member=Member(2, {"model.num_layers": "b", "seed": "x"}))
             await asyncio.sleep(5)
             assert not nodes.nodes[0].present()
+            for node in nodes.nodes:
+                node.directory.merge(address_of(1 - node.slot))  # it may stand in a folder, too
+                assert node.directory.addresses.keys() == {node.slot}
+            assert "in model.num_layers" in nodes.nodes[1].dialling.refusal
 
     run(main())
     lines = capsys.readouterr().err.splitlines()

@@ -269,6 +269,23 @@ def test_the_address_of_the_latest_process_is_kept() -> None:
     assert own.addresses[1] == Address("tcp://b:1", 6)
 
 
+def test_a_process_that_is_refused_is_left_out_until_its_slot_has_another() -> None:
+    first, second = Address("tcp://a:1", 5), Address("tcp://a:1", 6)
+    own, others = directory({1: first}), directory()
+    for other, incarnation in ((1, 5), (1, 4), (0, 1)):
+        own.refuse(other, incarnation)
+        assert own.since(0) == {0: own.own}
+        assert own.checksum == others.checksum
+    own.refuse(1, 5)
+    own.merge({1: first})
+    assert own.addresses.keys() == {0}
+    own.accept(1, first)
+    assert own.addresses[1] == first
+    own.refuse(1, 5)
+    own.merge({1: second})
+    assert own.addresses[1] == second
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [
