@@ -34,7 +34,8 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
-    newest = {**log.newest("evaluation"), **log.newest("step")}
+    round_ = {name: value for name, value in log.counts.latest.items() if name.startswith("round/")}
+    newest = {**round_, **log.newest("evaluation"), **log.newest("step")}
     step = str(log.newest("step").get("step", ""))
     age = figures.duration(max(0.0, now - log.written)) if log.written else ""
     return [
