@@ -100,7 +100,8 @@ class Membership:
         thread = self._thread
         self._wait_for(1, FIRST_SECONDS)
         seconds = self.noloco.deadline_seconds
-        refusal = "" if thread.node.present() else thread.node.dialling.refusal
+        is_alone = len(thread.node.directory.addresses) == 1  # who is refused has no address there
+        refusal = thread.node.dialling.refusal if is_alone else ""
         if done:
             seconds, refusal = min(seconds, TOGETHER_SECONDS), ""
         others = self.federation.start_with - 1

@@ -157,7 +157,7 @@ class NodeThread:
     async def _name_nobody(self) -> None:
         """Say why there may be nobody."""
         node = self.node
-        if line := await asyncio.to_thread(self._rendezvous.other_runs):
+        if line := await asyncio.to_thread(self._rendezvous.why_alone):
             node.warn(f"federation.rendezvous: {line}")
         if (reasons := list(node.dialling.unanswered.values())) and not node.dialling.has_answers:
             node.warn(

@@ -104,15 +104,17 @@ class Folder:
         sealing = Checksum() if key_file is None else Cipher.read(key_file)
         return FolderCarrier(self.store.below(f"streams_{self.run:016x}"), slot, sealing, tell)
 
-    def other_runs(self) -> str:
-        """Return a line on the newest address of other runs; "" where there is no other run."""
-        others = {
-            name: self._content(name)
-            for name in self.store.names()
-            if name.startswith("rank_") and name.endswith(".json") and not name.endswith(self._ending)
-        }
+    def why_alone(self) -> str:
+        """Return why this job may find no other: the newest address is of another run, or there is none.
+
+        Returns "" where the run has addresses of others.
+        """
+        names = [name for name in self.store.names() if name.startswith("rank_") and name.endswith(".json")]
+        others = {name: self._content(name) for name in names if not name.endswith(self._ending)}
         if not others:
-            return ""
+            is_alone = len(names) <= 1
+            question = "if another was started, do both see the same folder?"
+            return f"no other job has come to {self.store.url} so far; {question}" if is_alone else ""
         newest = max(others, key=lambda name: str(others[name].get("incarnation", "")))
         return (
             f"no other job of this run is found, only {self.store.url}/{newest} of another run: "
@@ -179,8 +181,8 @@ class Seeds:
     def publish(self, slot: int, address: Address) -> None:
         """Do nothing: who is dialled is told the address."""
 
-    def other_runs(self) -> str:
-        """Return "": a replica of another run that is dialled says so."""
+    def why_alone(self) -> str:
+        """Return "": a replica that is dialled says so, and one that does not answer is named."""
         return ""
 
     def look(self) -> Found:

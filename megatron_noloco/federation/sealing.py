@@ -86,4 +86,6 @@ class Cipher:
                 raise InvalidTag
             return self._key.decrypt(sealed[len(self.mark) : start], sealed[start:], name.encode())
         except InvalidTag:
-            raise ValueError("is of a process with another key, or was changed") from None
+            raise ValueError(
+                "is of a process with another key (all need the same key_file), or was changed"
+            ) from None

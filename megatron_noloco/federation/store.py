@@ -64,10 +64,12 @@ class Store:
         """Return a folder in this one, whose calls count as calls of this one."""
         return Store(f"{self.url}/{name}", self._files, f"{self._path}/{name}", self.calls)
 
-    def create(self) -> None:
-        """Make the folder, if there is none. A bucket needs none."""
+    def create(self) -> bool:
+        """Make the folder, if there is none. A bucket needs none. Return whether it was made now."""
+        is_new = self.is_local and not os.path.exists(self._path)
         if self.is_local:
             self._call("create", "write", "", lambda: os.makedirs(self._path, exist_ok=True))
+        return is_new
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file, over another of that name. On a file system its folder must exist."""
@@ -147,7 +149,10 @@ class Store:
 
 
 def seconds_of_calls(folder: Store) -> dict[str, float]:
-    """Write a file, list it, read it and remove it; return the seconds of each. Raises OSError."""
+    """Write a file, list it, read it and remove it; return the seconds of each. Raises OSError.
+
+    The folder is there.
+    """
     name, content = f"try-{uuid.uuid4().hex}", os.urandom(2**20)
 
     def found() -> None:
@@ -161,7 +166,6 @@ def seconds_of_calls(folder: Store) -> dict[str, float]:
     def remove() -> None:
         folder.remove([name])
 
-    folder.create()
     seconds = {}
     calls = {"write": lambda: folder.put(name, content), "list": found, "read": read, "remove": remove}
     try:

@@ -77,12 +77,16 @@ def check_folder(url: str) -> Finding:
     if "://" not in url or url.startswith("tcp://"):
         raise UserError(f"--rendezvous {url}: neither file://FOLDER nor a bucket such as s3://bucket/run")
     try:
-        seconds = seconds_of_calls(Store.of(url))
+        folder = Store.of(url)
+        is_new = folder.create()
+        seconds = seconds_of_calls(folder)
     except OSError as error:
         advice = "every job must be able to write, list, read and remove files there"
         return Finding("rendezvous", "problem", str(error), advice)
     took = ", ".join(f"{verb} {duration * 1e3:.1f} ms" for verb, duration in seconds.items())
-    return Finding("rendezvous", "ok", f"{url}, a file of 1 MiB: {took}", figures=seconds)
+    tried = f"{url}{', made now' * is_new}, a file of 1 MiB: {took}"
+    advice = "on each further machine it must be there already: else it is another folder, or not mounted"
+    return Finding("rendezvous", "note" if is_new else "ok", tried, advice * is_new, seconds)
 
 
 def check_packages() -> Iterator[Finding]:

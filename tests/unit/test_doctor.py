@@ -151,8 +151,10 @@ def test_a_single_rank_needs_no_shared_memory(monkeypatch: pytest.MonkeyPatch, g
 
 def test_a_shared_folder_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/run"])
-    assert "a file of 1 MiB: write " in capsys.readouterr().out
+    for made in (True, False):
+        main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/run"])
+        line = f"{tmp_path}/run{', made now' * made}, a file of 1 MiB: write "
+        assert line in " ".join(capsys.readouterr().out.split())
     assert main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/file"]) == 1
     assert f"cannot write in {tmp_path}/file: File exists" in capsys.readouterr().out
     assert main(["doctor", "--seconds", "0", "--rendezvous", "tcp://a:1"]) == 2

@@ -442,7 +442,7 @@ def test_a_bucket_gives_what_others_published() -> None:
     folder, of_another_run = Folder(store, 1, {"model": "a"}), Folder(store, 2, {"model": "b"})
     assert folder.look() == ({}, (), "")
     of_another_run.publish(1, Address("tcp://c:4", 12))
-    assert "its job differs from this one in model" in folder.other_runs()
+    assert "its job differs from this one in model" in folder.why_alone()
     folder.publish(0, Address("", 10))
     folder.publish(3, Address("tcp://c:3", 11))
     folder.publish(0, Address("", 13))

@@ -67,7 +67,7 @@ def test_one_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
 )
 def test_a_file_of_another_version_in_the_folder_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "rank_00001_0000000000000009.json").write_text(content)
-    assert "its job speaks another version of the protocol" in folder_at(tmp_path, RUN).other_runs()
+    assert "its job speaks another version of the protocol" in folder_at(tmp_path, RUN).why_alone()
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
@@ -93,8 +93,17 @@ def test_two_runs_in_one_folder_both_say_in_what_they_differ(tmp_path: Path) -> 
         assert re.fullmatch(
             rf"no other job of this run is found, only .*/rank_0000{1 - slot}_\w+\.json of another run: its job "
             "differs from this one in tokenizer, or the file is old",
-            folder.other_runs(),
+            folder.why_alone(),
         )
+
+
+def test_a_job_that_is_alone_in_a_folder_asks_whether_it_is_the_right_one(tmp_path: Path) -> None:
+    """It may be a mistyped path, or a disk that is not mounted: the folder was made then."""
+    folder = folder_at(tmp_path / "mistyped")
+    folder.publish(0, Address("tcp://a:1", 10))
+    assert f"no other job has come to file://{tmp_path}/mistyped so far" in folder.why_alone()
+    folder.publish(1, Address("tcp://a:2", 10))
+    assert folder.why_alone() == ""
 
 
 # Where a rank listens, and what is refused
