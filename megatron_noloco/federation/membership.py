@@ -162,8 +162,8 @@ def join_federation(
         steps: local steps of the whole training, the last of which is never left out; None: not known.
         stopped: see `open_node`.
 
-    Raises UserError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
-    address cannot be announced.
+    Raises UserError for a rendezvous or a key file that is none, for a folder that it may not write, and where it
+    cannot listen; OSError where its address cannot be announced for another reason.
     """
     leading, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -172,6 +172,8 @@ def join_federation(
             seconds = federation.shortest_deadline_seconds, noloco.deadline_seconds
             behind = federation.rounds_behind * noloco.fragments
             leading = Leading(thread, Partners(thread.node, *seconds, behind))
+        except PermissionError as error:
+            problem = UserError(str(error))
         except (ValueError, OSError) as error:
             problem = error
     if (found := broadcast_from_rank_0(problem)) is not None:

@@ -82,7 +82,7 @@ class Folder:
             self.store.create()
             self.store.put(f"rank_{slot:05d}{self._ending}", json.dumps(content).encode())
         except OSError as error:
-            raise OSError(f"federation.rendezvous: {error}") from None
+            raise type(error)(f"federation.rendezvous: {error}") from None
 
     def look(self) -> Found:
         """Read the files of all slots; files with other content are ignored. Raises OSError."""

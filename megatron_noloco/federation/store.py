@@ -10,6 +10,7 @@ No conditional write, no lock, no rename in a bucket, no clock, and no order of 
 """
 
 import asyncio
+import errno
 import os
 import shutil
 import time
@@ -32,7 +33,7 @@ _Result = TypeVar("_Result")
 class Store:
     """A folder. Methods block; each raises OSError, whose text says what cannot be done, where and why.
 
-    FileNotFoundError and PermissionError stay what they are.
+    FileNotFoundError and PermissionError stay what they are; a read-only file system gives PermissionError.
 
     Attributes:
         url: such as "file:///shared/run" or "s3://bucket/run".
@@ -140,9 +141,10 @@ class Store:
         except Exception as error:  # the packages behind fsspec raise what they like
             # An OSError of the system says its reason without the path.
             why = outside(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-            kind_of_error = next(
-                (kept for kept in (FileNotFoundError, PermissionError) if isinstance(error, kept)), OSError
-            )
+            kinds = FileNotFoundError, PermissionError
+            kind_of_error = next((kept for kept in kinds if isinstance(error, kept)), OSError)
+            if getattr(error, "errno", None) == errno.EROFS:
+                kind_of_error = PermissionError
             url = self.url.removeprefix(_LOCAL)
             place = f"{url}/{name}" if name else url
             raise kind_of_error(f"cannot {verb} {'in ' if not name else ''}{place}: {why}") from None

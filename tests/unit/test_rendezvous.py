@@ -1,25 +1,30 @@
 """How ranks of a federation come to know each other: a folder, or any one member."""
 
+import errno
 import io
 import json
+import os
 import re
 import socket
 import threading
 from collections.abc import Mapping
 from contextlib import closing, redirect_stderr
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation import network as module
 from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.federation.directory import Directory, endpoint_of, split
-from megatron_noloco.federation.membership import network_of
+from megatron_noloco.federation.membership import join_federation, network_of
 from megatron_noloco.federation.messages import LARGEST, Address, Member
 from megatron_noloco.federation.network import Network, open_node
 from megatron_noloco.federation.rendezvous import Folder, Seeds, reachable, rendezvous_of
 from megatron_noloco.federation.store import Store
 from megatron_noloco.job.join import _address_towards, reachable_address
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.harness import free_port
 
@@ -74,6 +79,17 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
     line = "federation.rendezvous: cannot write in /proc/x: No such file or directory"
     with pytest.raises(OSError, match=f"^{line}$"):
         folder_at(Path("/proc/x"), 1).publish(0, Address("tcp://a:1", 1))
+
+
+@pytest.mark.parametrize("listen", ["off", LOCAL])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_a_job_may_not_write_is_a_mistake_of_the_user(
+    listen: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = FederationSettings(rendezvous=f"file://{tmp_path}/run", encryption="none", listen=listen)
+    monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(UserError, match=f"cannot write in {tmp_path}/run.*: {os.strerror(number)}"):
+        join_federation(settings, NolocoSettings(local_steps=1), Place(0, None), RunIdentity({}))
 
 
 # Seeds
