@@ -116,7 +116,7 @@ class Dialling:
     def dial_all(self) -> None:
         """Dial whoever is due."""
         for slot, address in self._node.directory.addresses.items():
-            if slot != self._node.slot and self._carriers.to(address.endpoint) is not None:
+            if slot != self._node.slot and address.endpoint:
                 self._dial_if_due(slot, address.endpoint, address.incarnation)
 
     async def visit(self, endpoint: str) -> None:
@@ -138,6 +138,14 @@ class Dialling:
             attempts = self._attempts[slot] = _Attempts(endpoint, incarnation, now)
         if link is not None and (link.is_linked or link.seen.status.phase == "left"):
             return
+        if self._carriers.to(endpoint) is None:
+            if now - attempts.apart_since > _UNANSWERED_SECONDS and endpoint not in self._answered:
+                own = self._node.directory.own.endpoint or "no port"
+                self._node.warn(
+                    f"no link to replica {slot}, which exchanges through the folder only: if it cannot connect "
+                    f'here ({own}), set federation.listen to "off"'
+                )
+            return
         is_theirs = self.is_dialled_by(slot) and slot > self._node.slot
         is_due = now >= attempts.again and (attempts.task is None or attempts.task.done())
         if is_due and not (is_theirs and now - attempts.apart_since < _BACK_SECONDS):
@@ -157,8 +165,11 @@ class Dialling:
             late = asyncio.get_running_loop().time() - attempts.apart_since > _UNANSWERED_SECONDS
             if late and attempts.endpoint not in self._answered:
                 where = "" if attempts.endpoint in str(error) else f" at {attempts.endpoint}"
-                hint = "" if is_folder_endpoint(attempts.endpoint) else ", and its port open to this host"
-                self._node.warn(f"no link to replica {slot}{where}: {error}; is its job there{hint}?")
+                by_folder = is_folder_endpoint(attempts.endpoint)
+                hint = "?" if by_folder else ", and its port open to this host?"
+                if not by_folder and self._carriers.folder is not None:
+                    hint += ' Or set its federation.listen to "off", for the folder'
+                self._node.warn(f"no link to replica {slot}{where}: {error}; is its job there{hint}")
 
     async def _link_on(self, dial: Callable[[], Awaitable[Stream]], is_seed: bool = False) -> str:
         """Open a stream, and run a link on it to its end; returns why there can be no link."""

@@ -172,10 +172,8 @@ def join_federation(
             seconds = federation.shortest_deadline_seconds, noloco.deadline_seconds
             behind = federation.rounds_behind * noloco.fragments
             leading = Leading(thread, Partners(thread.node, *seconds, behind))
-        except PermissionError as error:
-            problem = UserError(str(error))
         except (ValueError, OSError) as error:
-            problem = error
+            problem = UserError(str(error)) if isinstance(error, PermissionError) else error
     if (found := broadcast_from_rank_0(problem)) is not None:
         raise found
     return Membership(leading, place, noloco, federation, steps)

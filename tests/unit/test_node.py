@@ -292,15 +292,21 @@ def test_a_replica_with_an_address_that_can_be_none_gets_no_link(slot: int, endp
     run(main())
 
 
-def test_an_address_that_nobody_answers_at_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [("tcp://gone:5", "tcp://gone:5"), (f"folder://00005-{'0' * 16}", 'set federation.listen to "off"')],
+)
+def test_an_address_that_nobody_answers_at_is_named_once(
+    endpoint: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def main() -> None:
         async with Nodes() as nodes:
-            await nodes.add(0, {5: Address("tcp://gone:5", 1)})
+            await nodes.add(0, {5: Address(endpoint, 1)})
             await asyncio.sleep(600)
 
     run(main())
     (line,) = capsys.readouterr().err.splitlines()
-    assert "tcp://gone:5" in line
+    assert says in line
     assert "replica 5" in line
 
 
