@@ -168,6 +168,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     noloco, seq_length = first.config["noloco"], first.config["model"]["seq_length"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
     parameters = table_of(first.architecture).parameter_count
+    are_equal = len(replicas) > 1 and saved.weights_are_equal
     steps = [f"{saved.last_stage(replica).step} (replica {replica})" for replica in replicas]
     if len({manifest.step for manifest in manifests}) == 1:
         steps = [str(first.step)]
@@ -178,7 +179,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
         f"{saved.consumed_samples * seq_length} tokens",
         f"parallel: {saved.layout_in_words}",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
-        f"parameters: {parameters} per replica",
+        f"parameters: {parameters} per replica{', the same in all, bit for bit' * are_equal}",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * len(replicas)):.1f} bytes per parameter",
         f"integrity: {sum(len(manifest.files) for manifest in manifests)} files, all checksums match",
         *saved.losses_in_words,

@@ -121,7 +121,7 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
     Number("origin/loss of N", MEAN, f.loss,
            "with [routing](routing.md#labels-and-losses): of the data of replica N"),
     Number("origin/microbatches of N", SUM, str, "with routing: microbatches of the data of replica N"),
-    Number("total/skipped_ahead", TOTAL_MAX, str, "in a federation: local steps left out",
+    Number("total/skipped_ahead", TOTAL_MAX, "{:.0f}".format, "in a federation: local steps left out",
            "iterations left out: {}", where=_positive),
     Number("routing/share", MEAN, f.percent, "microbatches that came from another replica",
            "routed: {}", where=_positive),

@@ -91,7 +91,7 @@ def facts(lines: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("rank", [2, 5])
-def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path) -> None:
+def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path, inspect: Inspect) -> None:
     folder, text = write_checkpoint(tmp_path / "checkpoints", 4), tmp_path / "text.txt"
     text.write_text("a text of more than a sample " * 9)
     for path in folder.glob("replica_0[12]/*"):
@@ -102,7 +102,9 @@ def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path) -> None:
         else:
             shutil.copy(first, path)
     assert list(open_weights([folder], str(text), None).readers) == ["each of 3 replicas (equal weights)"]
+    assert inspect(folder)[1][5].endswith("per replica, the same in all, bit for bit")
     write_rank(folder, rank)
+    assert inspect(folder)[1][5].endswith("per replica")
     sets = ["replica 0", "replica 1", "replica 2", "mean model"]
     assert list(open_weights([folder], str(text), None).readers) == sets
 
