@@ -12,8 +12,6 @@ from megatron_noloco.errors import UserError
 Functions = Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]
 """By the name of a state. What is returned is made of numbers, text and tensors."""
 
-_MORE = "it is made of more than numbers, text and tensors"
-
 
 def check_functions(registered: object) -> None:
     """Raise UserError for what `attach` cannot register."""
@@ -33,7 +31,7 @@ def saved(functions: Functions) -> dict[str, bytes | str]:
             found[name] = content = bytes_of(state)
             read(content)
         except Exception:  # pickle does not say which
-            found[name] = _MORE
+            found[name] = "it is made of more than numbers, text and tensors"
     return found
 
 
@@ -44,7 +42,7 @@ def loaded(functions: Functions, given: Mapping[str, bytes | str]) -> list[str]:
         state = given.get(name, "it was not given to attach where the state comes from")
         try:
             if isinstance(state, bytes):
-                load(_read_plain(state))
+                load(read(state))
                 continue
         except Exception as error:  # of functions that this package does not know
             state = f"cannot load it: {type(error).__name__}: {error}"
@@ -62,13 +60,6 @@ def bytes_of(state: object) -> bytes:
 def read(content: bytes) -> Any:
     """Return a state of numbers, text and tensors, on the host; nothing in it is executed."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
-def _read_plain(content: bytes) -> Any:
-    try:
-        return read(content)
-    except Exception:  # torch.load says neither which errors, nor always the same
-        raise UserError(_MORE) from None
 
 
 def _plain(value: Any) -> Any:
