@@ -4,7 +4,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -39,10 +39,6 @@ def _addresses(weights: Weights) -> set[int]:
     return {part.data_ptr() for part in weights.parts() if part.numel()}
 
 
-def tell_nobody(done: int, reports: Sequence[RoundReport]) -> None:
-    """Tell no other job of the rounds after a local step."""
-
-
 class Attached:
     """Runs the rounds of one rank. All ranks of all replicas call its methods at the same places of their loops.
 
@@ -61,11 +57,11 @@ class Attached:
         done: int,
         job_state: JobState,
         peers: Peers,
-        tell: Callable[[int, Sequence[RoundReport]], object],
+        rows: "RoundRows | None",
     ) -> None:
         self.outer, self.done = job_state.outer, done
         self.when_loaded = _refuse_load
-        self._engine, self._job_state, self._peers, self._tell = engine, job_state, peers, tell
+        self._engine, self._job_state, self._peers, self._rows = engine, job_state, peers, rows
         self._rounds = self._rounds_met = 0
         self._steps = None if engine.steps is None else engine.steps()
         self._until_closed = ExitStack()
@@ -110,7 +106,8 @@ class Attached:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self._peers.rounds(self.done)
         self._compare(reports)
-        self._tell(self.done, reports)
+        if self._rows is not None:
+            self._rows.after_step(self.done, reports)
         self.done = self._peers.catch_up(self.done).step
         now.part(f"local step {self.done + 1}")
         return reports

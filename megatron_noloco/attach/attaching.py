@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_noloco.attach.attached import Attached, RoundRows, check_not_attached, tell_nobody
+from megatron_noloco.attach.attached import Attached, RoundRows, check_not_attached
 from megatron_noloco.attach.checks import (
     StartReport,
     check_arguments,
@@ -119,7 +119,7 @@ def attach(
         outer = OuterOptimizer(weights, TorchTransport(), place, settings, seed)
         job_state = JobState(weights, outer, *kept)
         done = 0 if state is None else job_state.restore(state)
-        return Attached(weights, done, job_state, JobPeers(outer), tell_nobody)
+        return Attached(weights, done, job_state, JobPeers(outer), None)
 
     from megatron_noloco.federation.federation_peers import FederationPeers
     from megatron_noloco.federation.membership import join_federation
@@ -142,8 +142,8 @@ def attach(
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
         done = peers.begin(done, takes_over=state is None).step
         leading = membership.leading
-        tell = tell_nobody if leading is None else RoundRows(leading.thread).after_step
-        return Attached(weights, done, job_state, peers, tell)
+        rows = None if leading is None else RoundRows(leading.thread)
+        return Attached(weights, done, job_state, peers, rows)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise
