@@ -74,16 +74,17 @@ class Inner:
         For each optimizer it is the entry of most of its tensors, in "named" other entries by names of parameters,
         and in "settings" those of the groups. Raises UserError, which names them, for unknown fields.
         """
-        facts, others = dict[str, Any](), {tensor: Entry() for tensor in self._engine.stepped}
+        facts, kept, usual = dict[str, Any](), dict[Tensor, Entry](), dict[Tensor, Entry]()
         for key, optimizer in self._optimizers.items():
             entries = {one: _entry(optimizer, one) for one in self._engine.stepped if one in optimizer.state}
-            counted = Counter(map(repr, entries.values())).most_common(1)
-            facts[key] = next((one for one in entries.values() if repr(one) == counted[0][0]), Entry())
-            others |= entries
-            for one in [tensor for tensor in entries if entries[tensor] == facts[key]]:
-                del others[one]
+            counted = Counter[Any](tuple(entry.items()) for entry in entries.values())
+            facts[key] = dict(max(counted, key=counted.__getitem__, default=()))
+            kept |= entries
+            usual |= dict.fromkeys(entries, facts[key])
         named = {
-            one.name: others[one.tensor] for one in self._engine.shards if one.name and one.tensor in others
+            one.name: kept.get(one.tensor, {})
+            for one in self._engine.shards
+            if one.name and kept.get(one.tensor, {}) != usual.get(one.tensor)
         }
         settings = (
             {name: _number(group[name]) for name in _SETTINGS & group.keys()} for group in self._groups()
@@ -150,13 +151,14 @@ class Inner:
         moments = {name: self._filled(vectors[name]) for name in fields}
         with self._engine.with_parameters():
             for key, optimizer in self._optimizers.items():
-                state, own = dict[int, dict[str, Any]](), optimizer.state_dict()["param_groups"]
-                for group, saved in zip(optimizer.param_groups, own, strict=True):
-                    for tensor, number in zip(group["params"], saved["params"], strict=True):
-                        entry = named.get(names[tensor], facts[key]) if tensor in names else {}
-                        if entry:
-                            state[number] = _state(entry, {name: moments[name][tensor] for name in moments})
-                optimizer.load_state_dict({"state": state, "param_groups": own})
+                stepped = (one for group in optimizer.param_groups for one in group["params"])
+                state = {  # torch numbers the tensors of all groups from 0
+                    number: _state(entry, {name: moments[name][one] for name in moments})
+                    for number, one in enumerate(stepped)
+                    if one in names and (entry := named.get(names[one], facts[key]))
+                }
+                groups = optimizer.state_dict()["param_groups"]
+                optimizer.load_state_dict({"state": state, "param_groups": groups})
         groups, settings = self._groups(), facts.get("settings", {}).values()
         for group, theirs in zip(groups, settings, strict=True) if len(groups) == len(settings) else ():
             for name in _SETTINGS & group.keys() & theirs.keys():
