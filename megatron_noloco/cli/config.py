@@ -90,6 +90,6 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
     if dry:
         assert architecture is not None
         try:
-            say(str(dry_run(config, architecture)))
+            say(dry_run(config, architecture))
         except RuntimeError as error:
             raise StoppedError(str(error)) from None

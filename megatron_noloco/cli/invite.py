@@ -153,6 +153,7 @@ def _join(args: argparse.Namespace) -> int:
     from megatron_noloco.federation.joining import join
     from megatron_noloco.federation.ticket import ticket_in
     from megatron_noloco.preflight import newcomer
+    from megatron_noloco.preflight.short_run import trainer
 
     ticket = ticket_in(_pasted() if args.line == [_STDIN] else " ".join(args.line))
     local = newcomer.Local(
@@ -170,7 +171,7 @@ def _join(args: argparse.Namespace) -> int:
         f"{path}: the config of replica {bundle.slot}, for {ranks} rank{'s' * (ranks > 1)}; its key is beside "
         f"it, and what the job writes goes to {path.with_name('run')}"
     )
-    command = [sys.executable, "-m", *newcomer.arguments_of(path.absolute(), ranks, bundle.slot)]
+    command = [*trainer(ranks), str(path.absolute()), "--replica", str(bundle.slot)]
     script = path.with_name("start.sh")
     write_text(script, f"exec {shlex.join(command)}\n")
     ready, lines = newcomer.looked_at(path, speed)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
@@ -40,6 +39,7 @@ def add_commands(commands: Commands) -> None:
 
 def _tune(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
+    from megatron_noloco.preflight.short_run import trainer
     from megatron_noloco.preflight.trials import Trials
 
     config = load_config(args.config)
@@ -49,7 +49,7 @@ def _tune(args: argparse.Namespace) -> int:
             f'{args.config}: {ranks} need a launcher; give it after "--", as in tune {args.config} -- '
             f"launch/mpirun.sh {config.world_size or 'N'}"
         )
-    command = args.launcher or [sys.executable, "-m", "megatron_noloco", "train"]
+    command = args.launcher or trainer()
     folder = args.output or Path(f"{Path(config.training.output_dir)}-tune")  # without a slash at its end
     with prefix_errors_with(args.config):
         trials = Trials(config, command, folder, say)

@@ -220,9 +220,3 @@ def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:
         *memory_lines(plan),
         *time_lines(plan, on_gpu=False),
     ]
-
-
-def arguments_of(config: Path, ranks: int, slot: int) -> list[str]:
-    """Return the module that starts the job, for `python -m`, with its arguments."""
-    train = ["megatron_noloco", "train", str(config), "--replica", str(slot)]
-    return train if ranks == 1 else ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m", *train]

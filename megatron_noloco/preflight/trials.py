@@ -1,27 +1,24 @@
-"""Short runs of the trainer itself, with other learning rates and another length than the user's file."""
+"""The search of `tune`: short runs with other learning rates, each made once."""
 
 import hashlib
 import json
 import math
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.optimizer_block import schedule_as_deepspeed, warm_up_of
 from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.monitor.writers import parsed
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
+from megatron_noloco.preflight.short_run import PEAKS, shortened, train_in
 
 _FRACTION = 10  # a short run has a tenth of the local steps
 _FEWEST_STEPS, _FEWEST_ROUNDS = 20, 2  # of a short run; fewer say nothing
 _FEW_STEPS = 100  # of a short run; fewer say little
-_PHASES = ("decay_num_steps", "total_num_steps")  # of schedules, beside the warm-up
-_PEAKS = ("warmup_min_lr", "warmup_max_lr")  # of schedules: learning rates in place of the optimizer's
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Trials:
         run = shortened(self.config, self.config.training.train_iters, factor)
         raw, rates = run.given(), {"optimizer": run.optimizer.rates}
         if run.scheduler is not None:
-            peaks = ((name, getattr(run.scheduler.params, name, None)) for name in _PEAKS)
+            peaks = ((name, getattr(run.scheduler.params, name, None)) for name in PEAKS)
             rates["scheduler"] = {name: peak for name, peak in peaks if peak is not None}
         return {
             name: raw[name]
@@ -107,13 +104,12 @@ class Trials:
         """
         steps = self.steps
         config = shortened(self.config, steps, factor)
-        raw = config.given()
-        name = hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
+        name = hashlib.sha256(json.dumps(config.given(), sort_keys=True).encode()).hexdigest()[:16]
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in config.optimizer.rates.items())
         known, folder = self._known(), self.folder / name
         if name not in known:
             self.show(f"{steps:,} local steps, {rates}: under way, its log is {folder / 'log.txt'}")
-            self._run(raw, folder)
+            train_in(folder, config, self.command)
             known[name] = _last_loss(folder, steps)
             row = {"run": name, "steps": steps, "rates": rates, "loss": known[name]}
             with (self.folder / "losses.jsonl").open("a") as file:
@@ -128,51 +124,6 @@ class Trials:
         path = self.folder / "losses.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         return {row["run"]: row["loss"] for row in map(parsed, lines) if row is not None}
-
-    def _run(self, raw: Mapping[str, Any], folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        training = raw["training"] | {"output_dir": str(folder)}
-        (folder / "config.json").write_text(json.dumps({**raw, "training": training}, indent=1))
-        command = [*self.command, str(folder / "config.json")]
-        with (folder / "log.txt").open("a") as log:
-            try:
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            except OSError as error:
-                raise UserError(f"{self.command[0]}: cannot be started: {error.strerror}") from None
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                process.wait()  # it was interrupted as well, and saves
-                raise
-
-
-def shortened(config: RunConfig, steps: int, factor: float) -> RunConfig:
-    """Return the config of a run of `steps` local steps, with learning rates times `factor`.
-
-    All phases of its schedule are shortened alike. It evaluates the mean model at its end, and writes little.
-    """
-    whole, optimizer, changes = config.training.train_iters, config.optimizer, dict[str, Any]()
-    if config.scheduler is not None:
-        params = schedule_as_deepspeed(config.scheduler, whole)["params"]
-        warm_up, _ = warm_up_of(config.scheduler.type, params)
-        phases = {"warmup_num_steps": warm_up} | {name: params[name] for name in _PHASES if name in params}
-        # Rounded down, so that together they are no longer than the run.
-        phases = {name: max(min(1, phase), phase * steps // whole) for name, phase in phases.items()}
-        peaks = {name: params[name] * factor for name in _PEAKS if params.get(name) is not None}
-        shorter = config.scheduler.params.replace(**phases, **peaks)
-        changes["scheduler"] = config.scheduler.replace(params=shorter)
-    rates = {name: rate * factor for name, rate in optimizer.rates.items()}
-    return config.replace(
-        **changes,
-        optimizer=optimizer.replace(params=optimizer.params.replace(**rates)),
-        training=config.training.replace(
-            train_iters=steps, output_dir="runs/tune", exit_duration_minutes=None
-        ),
-        checkpoint=config.checkpoint.replace(save_interval=0, load="auto"),
-        evaluation=config.evaluation.replace(interval=0, mean_model=True),
-        tensorboard=config.tensorboard.replace(enabled=False),
-        wandb=config.wandb.replace(enabled=False),
-    )
 
 
 def _last_loss(folder: Path, steps: int) -> float | None:

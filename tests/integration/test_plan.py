@@ -173,12 +173,18 @@ def memory(
 
 
 def test_a_dry_run_measures_what_a_rank_needs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    changes = {"data": {"text": str(write_text(tmp_path))}, "training": {"train_iters": 100}}
-    file = write_config(tmp_path, tiny(changes | {"parallel": {"replicas": 4}}))
+    """Of a run whose warm-up is longer than the dry run."""
+    changes = {
+        "data": {"text": str(write_text(tmp_path))},
+        "training": {"train_iters": 100},
+        "parallel": {"replicas": 4, "data_parallel_size": 2},
+        "scheduler": {"params": {"warmup_num_steps": 50, "total_num_steps": "auto"}},
+    }
+    file = write_config(tmp_path, tiny(changes))
     assert main(["config", "--check", str(file), "--dry-run"]) == 0
     line = capfd.readouterr().out.splitlines()[-1]
     found = re.fullmatch(
-        r"dry run: 2 local steps of one replica \(1 rank\): peak of resident memory (\S+) GB, plan "
+        r"dry run: 2 local steps of one replica \(2 ranks\): peak of resident memory (\S+) GB, plan "
         r"says (\S+) GB; exchanges need more",
         line,
     )

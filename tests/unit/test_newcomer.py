@@ -39,7 +39,6 @@ from megatron_noloco.preflight import machine
 from megatron_noloco.preflight.machine import Finding
 from megatron_noloco.preflight.newcomer import (
     Local,
-    arguments_of,
     check_local,
     offered,
     proposed,
@@ -364,8 +363,6 @@ def test_the_batch_stays_whatever_layout_is_proposed() -> None:
         assert config.replica_batch == 6
         assert config.parallel.tensor_model_parallel_size == tp, gpus
         assert config.parallel.data_parallel_size == dp, gpus
-    assert arguments_of(Path("c"), 1, 2) == ["megatron_noloco", "train", "c", "--replica", "2"]
-    assert arguments_of(Path("c"), 4, 2)[:3] == ["torch.distributed.run", "--nproc-per-node", "4"]
 
 
 def test_the_line_does_not_stay_in_the_list_of_processes(tmp_path: Path) -> None:

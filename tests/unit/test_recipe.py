@@ -10,7 +10,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.noloco_block import recommended
 from megatron_noloco.config.saved import config_of_checkpoint
-from megatron_noloco.preflight.trials import shortened
+from megatron_noloco.preflight.short_run import shortened
 from megatron_noloco.settings import NolocoSettings, groups_problem
 from tests.unit.configs import FEDERATION, config, edited
 

@@ -14,7 +14,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.engine.schedules import rates_in
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
-from megatron_noloco.preflight.trials import shortened
+from megatron_noloco.preflight.short_run import shortened
 from tests.unit.configs import SMALLEST, edited
 
 CONFIGS = Path(__file__).parents[2] / "configs"
