@@ -42,7 +42,7 @@ def dry_run(config: RunConfig, architecture: Architecture) -> str:
         run = ReplicaLog(Path(folder) / "replica_00")
         run.update()
         measured = max(int(row.get("memory/peak_bytes", 0)) for row in run.rows)
-    memory = fullest_stage(short, architecture, config.topology(ranks))[2]
+    memory = fullest_stage(short, architecture, config.topology(ranks))
     on_gpu = torch.cuda.is_available()
     planned = memory.device_bytes + (0 if on_gpu else memory.host_bytes + LIBRARIES_BYTES)
     return (

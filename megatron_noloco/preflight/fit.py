@@ -38,7 +38,7 @@ def shortage(
         sharing: number of ranks that share a GPU, where there are GPUs.
         started: whether the ranks run already; what they have now is then not needed again.
     """
-    memory = fullest_stage(config, architecture, topology)[2]
+    memory = fullest_stage(config, architecture, topology)
     present = psutil.Process().memory_info().rss if started else 0
     on_host = memory.host_bytes + max(0, LIBRARIES_BYTES - present)
     if torch.cuda.is_available():
@@ -99,7 +99,7 @@ def changes_that_save(
 
     Each is a change by itself. Those that the config's checks refuse are left out.
     """
-    now = fullest_stage(config, architecture, topology)[2].gpu_bytes
+    now = fullest_stage(config, architecture, topology).gpu_bytes
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     changes: list[tuple[str, dict[str, Any]]] = [
         ("noloco", {"slow_weights": "host"}),
@@ -131,7 +131,7 @@ def changes_that_save(
             dp=parallel.data_parallel_size,
             ep=parallel.expert_model_parallel_size,
         )
-        needed = fullest_stage(changed, architecture, layout)[2].gpu_bytes
+        needed = fullest_stage(changed, architecture, layout).gpu_bytes
         if needed < now:
             yield _shown(block, change), layout.replica_size, needed
 

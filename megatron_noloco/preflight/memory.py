@@ -28,24 +28,21 @@ _ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class RankParameters:
-    """The parameters of one rank, as numbers of elements.
+    """The parameters of one rank of a pipeline stage, as numbers of elements.
 
     Attributes:
-        layers: number of transformer layers of its stage.
         parameters: those of its stage and tensor-parallel rank.
         owned: its part of the flat fp32 weights, 1/dp of the parameters (of experts ep/dp), and padding; exchanges
             send these.
         muon: the part of `owned` that Muon updates.
         copied: the part of `parameters` that other ranks of the replica have as well.
-        predicts: whether its stage is the last, which computes the logits.
     """
 
-    layers: int
+    stage: int
     parameters: int
     owned: int
     muon: int
     copied: int
-    predicts: bool
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,13 @@ class Memory:
     """Bytes of one rank, by part.
 
     Attributes:
+        held: its parameters.
         device: memory of its GPU. On a CPU this, too, is in the memory of the host.
         host: memory of the host.
         nccl: memory of its GPU that NCCL takes; none on a CPU.
     """
 
+    held: RankParameters
     device: dict[str, int]
     host: dict[str, int]
     nccl: int
@@ -80,15 +79,11 @@ class Memory:
         return sum(self.host.values())
 
 
-def fullest_stage(
-    config: RunConfig, architecture: Architecture, topology: Topology
-) -> tuple[int, RankParameters, Memory]:
-    """Return the number of the pipeline stage whose ranks need most memory, with the needs of one of its ranks."""
-    stages = [
-        (stage, held, memory_of(config, architecture, topology, held, stage))
-        for stage, held in enumerate(parameters_of_stages(config, architecture, topology))
-    ]
-    return max(stages, key=lambda found: found[2].device_bytes + found[2].host_bytes)
+def fullest_stage(config: RunConfig, architecture: Architecture, topology: Topology) -> Memory:
+    """Return the memory of a rank of the pipeline stage whose ranks need most."""
+    stages = parameters_of_stages(config, architecture, topology)
+    memories = [memory_of(config, architecture, topology, held) for held in stages]
+    return max(memories, key=lambda memory: memory.device_bytes + memory.host_bytes)
 
 
 def parameters_of_stages(
@@ -115,12 +110,11 @@ def _parameters(
     owners = {key: len(topology.owners(0, experts=not key.everywhere)) for key in groups}
     owned = {key: -(-n // (_ALIGNMENT * owners[key])) * _ALIGNMENT for key, n in groups.items()}
     return RankParameters(
-        layers=layers,
+        stage=stage,
         parameters=groups.total(),
         owned=sum(owned.values()),
         muon=sum(n for key, n in owned.items() if key.muon),
         copied=copied,
-        predicts=stage == topology.pp - 1,
     )
 
 
@@ -145,13 +139,10 @@ def _rows(architecture: Architecture, topology: Topology, stage: int, layers: in
 
 
 def memory_of(
-    config: RunConfig, architecture: Architecture, topology: Topology, held: RankParameters, stage: int
+    config: RunConfig, architecture: Architecture, topology: Topology, held: RankParameters
 ) -> Memory:
-    """Return the memory of a rank of this stage, without what libraries and the allocator take.
-
-    Args:
-        held: parameters of a rank of this stage.
-    """
+    """Return the memory of a rank with these parameters, without what libraries and the allocator take."""
+    is_last = held.stage == topology.pp - 1
     gradients = _FP32 * held.parameters
     if config.zero_stage == 2:  # this rank's part, and those that wait to be reduced
         bucket = config.zero_optimization.reduce_bucket_size
@@ -163,16 +154,16 @@ def memory_of(
         "inner optimizer": _FP32 * (config.optimizer.moments * held.owned - held.muon),
     }
     computing = {
-        "activations": _activations(config, architecture, topology, stage),
-        "logits": _logits(config, architecture, topology) * held.predicts,
+        "activations": _activations(config, architecture, topology, held.stage),
+        "logits": _logits(config, architecture, topology) * is_last,
     }
     stepping = {_STEP: _step(config, held)}
     device |= computing if sum(computing.values()) > stepping[_STEP] else stepping  # never both at a time
     routed = config.routing(topology).active
-    shares_embedding = architecture.tied_embeddings and stage in (0, topology.pp - 1)
-    nccl = _nccl(topology, routed, shares_embedding, stage)
+    shares_embedding = architecture.tied_embeddings and (held.stage == 0 or is_last)
+    nccl = _nccl(topology, routed, shares_embedding, held.stage)
     if not config.noloco.enabled:
-        return Memory(device, {}, nccl)
+        return Memory(held, device, {}, nccl)
     state = bytes_of_state(config.noloco, topology.total_replicas)
     rounds = bytes_of_rounds(config.noloco, topology)
     there = on_accelerator(config.noloco, topology)
@@ -184,7 +175,7 @@ def memory_of(
         }
         return {name: round(held.owned * size) for name, size in sizes.items() if size}
 
-    return Memory(device | parts(on_device=True), parts(on_device=False), nccl)
+    return Memory(held, device | parts(on_device=True), parts(on_device=False), nccl)
 
 
 def communicators(topology: Topology, routed: bool, tied: bool) -> int:

@@ -189,7 +189,7 @@ def proposed(config: RunConfig, gpus: tuple[int, ...]) -> tuple[RunConfig, int]:
 
 
 def _gpu_bytes(config: RunConfig, ranks: int) -> int:
-    return fullest_stage(config, architecture_of_run(config), config.topology(ranks))[2].gpu_bytes
+    return fullest_stage(config, architecture_of_run(config), config.topology(ranks)).gpu_bytes
 
 
 def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:

@@ -14,7 +14,6 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import (
     WORKING,
     Memory,
-    RankParameters,
     fullest_stage,
     parameters_of_stages,
 )
@@ -32,9 +31,7 @@ class Plan:
     """The needs of a run.
 
     Attributes:
-        stage: the pipeline stage whose ranks need most memory.
-        held: the parameters of one of these ranks.
-        memory: the memory of one of these ranks.
+        memory: the memory of a rank of the pipeline stage whose ranks need most.
         step_seconds: seconds of a local step without exchanges; None: not known.
         schemes: the config's own scheme, then others in its place; empty where the network is not known.
         routed_bytes: bytes that a replica sends to others in a local step, for routing.
@@ -47,8 +44,6 @@ class Plan:
     """
 
     topology: Topology
-    stage: int
-    held: RankParameters
     memory: Memory
     step_seconds: float | None
     schemes: list[Scheme]
@@ -61,12 +56,13 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan for scripts."""
+        memory = asdict(self.memory)
         return {
             "ranks": self.topology.world_size,
             "replicas": self.topology.total_replicas,
-            "stage": self.stage,
-            "weights_of_rank": asdict(self.held),
-            "memory_bytes": asdict(self.memory),
+            "stage": self.memory.held.stage,
+            "weights_of_rank": memory.pop("held"),
+            "memory_bytes": memory,
             "step_seconds": self.step_seconds,
             "core_seconds_per_round": self.round_core_seconds,
             "bus_bytes_per_round": self.bus_bytes,
@@ -107,7 +103,7 @@ def plan_of(
     Args:
         step_seconds: seconds of a local step, if they are known.
     """
-    stage, held, memory = fullest_stage(config, architecture, topology)
+    memory = fullest_stage(config, architecture, topology)
     largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
     gathered, given = 0, network
     if topology.separate_jobs:  # one rank of a replica exchanges for all
@@ -129,11 +125,9 @@ def plan_of(
     computed, crosses = 0.0, (0, 0)
     if config.noloco.enabled:
         computed = core_seconds(config.noloco, largest.owned, topology)
-        crosses = bus_bytes(config.noloco, held.owned, topology)
+        crosses = bus_bytes(config.noloco, memory.held.owned, topology)
     return Plan(
         topology,
-        stage,
-        held,
         memory,
         step_seconds,
         found,

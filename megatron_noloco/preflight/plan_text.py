@@ -25,8 +25,8 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     """Yield the memory of the rank that needs most."""
     topology, memory = plan.topology, plan.memory
     yield (
-        f"{topology.in_words(topology.replicas)}; a rank of stage {plan.stage}, which needs most, has "
-        f"{plan.held.parameters:,} weights and exchanges {plan.held.owned:,}"
+        f"{topology.in_words(topology.replicas)}; a rank of stage {memory.held.stage}, which needs most, has "
+        f"{memory.held.parameters:,} weights and exchanges {memory.held.owned:,}"
     )
     yield ""
     small = memory.device_bytes < 1e9

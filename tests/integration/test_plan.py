@@ -167,7 +167,7 @@ def memory(
     command += ["-m", "megatron_noloco", "train", "--config", config_file]
     subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=300)
     config = RunConfig(**raw)
-    planned = fullest_stage(config, config.architecture(VOCABULARY), config.topology(replicas))[2]
+    planned = fullest_stage(config, config.architecture(VOCABULARY), config.topology(replicas))
     peak = max(row["memory/peak_bytes"] for row in metrics(folder)[0])
     return peak, planned.device_bytes + planned.host_bytes
 

@@ -117,7 +117,7 @@ def test_exchanges_are_those_of_the_rank_with_most_weights() -> None:
     plan = plan_of(run, architecture, topology, Network(1e6, 0.0, 1))
     first, second = (each.owned for each in parameters_of_stages(run, architecture, topology))
     ways = {way.name: way.bytes_per_exchange for way in plan.schemes}
-    assert (plan.held.owned, ways["NoLoCo in pairs, fp32"]) == (first, 4 * second)
+    assert (plan.memory.held.owned, ways["NoLoCo in pairs, fp32"]) == (first, 4 * second)
     assert first < second
 
 
@@ -197,7 +197,7 @@ def test_the_memory_of_activations(recomputation: dict[str, Any], gigabytes: flo
         noloco={"local_steps": 1},
         train_micro_batch_size_per_gpu=32,
     )
-    memory = fullest_stage(run, run.architecture(257), run.topology(1))[2]
+    memory = fullest_stage(run, run.architecture(257), run.topology(1))
     assert memory.device_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
 
@@ -212,8 +212,8 @@ def test_the_memory_of_activations(recomputation: dict[str, Any], gigabytes: flo
 )
 def test_the_memory_of_an_optimizer(optimizer: dict[str, Any], vectors: int) -> None:
     run = config(optimizer=optimizer)
-    _, held, memory = fullest_stage(run, run.architecture(257), run.topology(8))
-    assert memory.device["inner optimizer"] == vectors * 4 * held.owned
+    memory = fullest_stage(run, run.architecture(257), run.topology(8))
+    assert memory.device["inner optimizer"] == vectors * 4 * memory.held.owned
 
 
 def test_memory_that_is_short_on_this_machine(
@@ -223,7 +223,7 @@ def test_memory_that_is_short_on_this_machine(
     path = CONFIGS / "quickstart.json"
     run = load_config(path)
     architecture, topology = run.architecture(257), run.topology(8)
-    planned = fullest_stage(run, architecture, topology)[2]
+    planned = fullest_stage(run, architecture, topology)
     enough = 8 * (planned.device_bytes + planned.host_bytes + fit.LIBRARIES_BYTES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(fit, "available_bytes", lambda: enough)
@@ -299,7 +299,7 @@ def test_the_share_of_time_that_exchanges_cost() -> None:
 
 def test_the_exchange_of_each_fragment_is_hidden_by_itself() -> None:
     """An exchange of 4 s in 8 local steps of 1 s, each merged a step after it began; messages take 0.1 s each."""
-    held = RankParameters(1, 10**6, 10**6, 0, 0, True)
+    held = RankParameters(0, 10**6, 10**6, 0, 0)
     network = Network(1e6 * 1500 / 1448, 0.1, 1)
 
     def of(fragments: int) -> Scheme:
@@ -391,7 +391,7 @@ def test_the_bytes_of_larger_groups_and_cycles(method: dict[str, Any]) -> None:
     group = grouping_of(settings, replicas, seed=0).group(0, 0)
     _, exchanges = average(noise(elements, seed=1).expand(replicas, -1), group, settings.payload_bits)
     assert not any(exchange.report.resent_elements for exchange in exchanges)
-    held = RankParameters(1, elements, elements, 0, 0, True)
+    held = RankParameters(0, elements, elements, 0, 0)
     assert len(group) == settings.among(replicas).sizes[0]
     planned = exchange_bytes(settings, held, len(group), dp=1)
     assert {exchange.report.bytes_sent for exchange in exchanges} == {planned}
@@ -409,8 +409,10 @@ def test_a_device_that_keeps_slow_weights_keeps_c_as_well(payload: str) -> None:
         architecture, topology = run.architecture(257), run.topology(len(replicas) + 1)
         plan = plan_of(run, architecture, topology)
         kept = {"slow weights and outer momentum", "rounds"}
-        there = sum(size for part, size in plan.memory.device.items() if part in kept) / plan.held.owned
-        found.append((round(there, 3), plan.bus_bytes[0] / plan.held.owned, plan.round_core_seconds))
+        there = (
+            sum(size for part, size in plan.memory.device.items() if part in kept) / plan.memory.held.owned
+        )
+        found.append((round(there, 3), plan.bus_bytes[0] / plan.memory.held.owned, plan.round_core_seconds))
     host, device, federation = found
     assert (host[0], federation[0]) == (0, 12)
     if payload == "fp32":

@@ -87,7 +87,7 @@ def measure(environment: Environment, folder: Path, point: Point) -> dict[str, A
             group_size=point.group_size,
             overlap_steps=point.overlap,
         ),
-        RankParameters(0, weights, weights, 0, 0, True),
+        RankParameters(0, weights, weights, 0, 0),
         Topology(1, 1, 1, 1, separate_jobs=True)
         if point.way == "noloco"
         else Topology(point.replicas, 1, 1, 1),
