@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,31 +117,18 @@ def changes_that_save(
         ("parallel", {"pipeline_model_parallel_size": 2 * topology.pp}),
         ("parallel", {"tensor_model_parallel_size": 2 * topology.tp}),
     ]
-    for block, change in changes:
-        try:
-            changed = _changed(config, block, change)
-        except UserError:
-            continue
-        parallel = changed.parallel
-        layout = replace(
-            topology,
-            pp=parallel.pipeline_model_parallel_size,
-            tp=parallel.tensor_model_parallel_size,
-            dp=parallel.data_parallel_size,
-            ep=parallel.expert_model_parallel_size,
-        )
-        needed = fullest_stage(changed, architecture, layout).gpu_bytes
-        if needed < now:
-            yield _shown(block, change), layout.replica_size, needed
-
-
-def _changed(config: RunConfig, block: str, change: dict[str, Any]) -> RunConfig:
-    """Return the config with a change, for any number of replicas of as many microbatches. Raises UserError."""
+    # For any number of replicas, of as many microbatches.
     batch = {TRAIN: None, MICRO: config.micro_batch_size, STEPS: config.microbatches}
     config = config.replace(parallel=config.parallel.replace(replicas="auto"), **batch)
-    return config.replace(**({block: getattr(config, block).replace(**change)} if block else change))
-
-
-def _shown(block: str, change: dict[str, Any]) -> str:
-    prefix = f"{block}." if block else ""
-    return ", ".join(f"{prefix}{field} {setting}" for field, setting in change.items())
+    for block, change in changes:
+        try:
+            changed = config.replace(
+                **({block: getattr(config, block).replace(**change)} if block else change)
+            )
+            layout = changed.topology(topology.replicas * changed.parallel.replica_size)
+        except UserError:
+            continue
+        needed = fullest_stage(changed, architecture, layout).gpu_bytes
+        if needed < now:
+            fields = (f"{block}.{field} {value}".lstrip(".") for field, value in change.items())
+            yield ", ".join(fields), layout.replica_size, needed
