@@ -161,7 +161,6 @@ def _join(args: argparse.Namespace) -> int:
         dict(_field(entry) for entry in args.data),
         None if args.pretrained is None else str(args.pretrained),
         args.listen,
-        newcomer.gpus_here(),
     )
     requirements, speed, bundle = asyncio.run(
         join(ticket, lambda requirements: newcomer.check_local(requirements, local))

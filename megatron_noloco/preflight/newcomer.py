@@ -4,7 +4,7 @@ import base64
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,34 +68,22 @@ class Local(NamedTuple):
         data: what is read, by field of the block `data`; "" for the field that the run has elsewhere.
         pretrained: the folder with the weights with which the run began.
         listen: see `FederationSettings`.
-        gpus: bytes of memory of each.
     """
 
     folder: Path
     data: Mapping[str, str]
     pretrained: str | None = None
     listen: str = "tcp://*:0"
-    gpus: tuple[int, ...] = ()
-
-
-def gpus_here() -> tuple[int, ...]:
-    """Return the bytes of memory of each GPU of this machine."""
-    count = torch.cuda.device_count()
-    return tuple(torch.cuda.get_device_properties(device).total_memory for device in range(count))
 
 
 def check_local(requirements: JoinRequirements, local: Local) -> None:
     """Raise UserError where this machine lacks what it must have itself, or what is said of it is wrong."""
     if local.listen != "off" and not can_listen(local.listen):
         raise UserError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
-    for name, path in local.data.items():
-        if name and name not in DATA:
+    for name, path in _data(requirements, local).items():
+        if name not in DATA:
             raise UserError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
-        if (
-            (name or _field(requirements)) in ("text", "sft_data_path")
-            and path != STANDARD_LIBRARY
-            and not Path(path).exists()
-        ):
+        if name in ("text", "sft_data_path") and path != STANDARD_LIBRARY and not Path(path).exists():
             raise UserError(f"join: --data {path}: there is no such file or folder")
     if local.pretrained is not None and not Path(local.pretrained).is_dir():
         raise UserError(f"join: --pretrained {local.pretrained}: there is no such folder")
@@ -111,9 +99,10 @@ def check_local(requirements: JoinRequirements, local: Local) -> None:
         )
 
 
-def _field(requirements: JoinRequirements) -> str:
-    """Return the field of the block `data` that the run has elsewhere."""
-    return requirements.data[0] if requirements.data else "text"
+def _data(requirements: JoinRequirements, local: Local) -> dict[str, str]:
+    """Return what this machine reads, by field of the block `data`."""
+    elsewhere = requirements.data[0] if requirements.data else "text"
+    return {name or elsewhere: path for name, path in local.data.items()}
 
 
 def write_job(
@@ -140,8 +129,8 @@ def write_job(
     raw["federation"] |= {"rendezvous": bundle.rendezvous, "listen": local.listen}
     if local.data:
         raw["data"].pop("text", None)
-    for name, path in local.data.items():
-        raw["data"][name or _field(requirements)] = _from_anywhere(path)
+    for name, path in _data(requirements, local).items():
+        raw["data"][name] = _from_anywhere(path)
     if bundle.tokenizer:
         for name, content in bundle.tokenizer.items():
             (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +142,9 @@ def write_job(
     Keys.read(key)
     raw["federation"]["key_file"] = str(key)
     try:
-        config, ranks = proposed(RunConfig(**raw), local.gpus)
+        gpus = range(torch.cuda.device_count())
+        memory = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
+        config, ranks = proposed(RunConfig(**raw), memory)
     except UserError as error:  # which quotes values
         raise UserError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
     write_text(folder / "config.json", json.dumps(config.given(), indent=2) + "\n")
@@ -165,11 +156,14 @@ def _from_anywhere(path: str) -> str:
     return path if path == STANDARD_LIBRARY else str(Path(path).expanduser().absolute())
 
 
-def proposed(config: RunConfig, gpus: tuple[int, ...]) -> tuple[RunConfig, int]:
+def proposed(config: RunConfig, gpus: Sequence[int]) -> tuple[RunConfig, int]:
     """Return a config with a layout for the GPUs of this machine, and the number of its ranks.
 
     The smallest tensor-parallel size that fits into their memory; the other GPUs are data-parallel, as many as
     divide the batch, which stays what it is. Without GPUs a single rank.
+
+    Args:
+        gpus: bytes of memory of each.
     """
     batch, micro = config.replica_batch, config.micro_batch_size
     best, ranks = config, 1
@@ -183,13 +177,10 @@ def proposed(config: RunConfig, gpus: tuple[int, ...]) -> tuple[RunConfig, int]:
         except UserError:  # heads or columns do not divide into tp
             continue
         best, ranks = found, tp * dp
-        if _gpu_bytes(found, ranks) <= USABLE * min(gpus):
+        needed = fullest_stage(found, architecture_of_run(found), found.topology(ranks)).gpu_bytes
+        if needed <= USABLE * min(gpus):
             break
     return best, ranks
-
-
-def _gpu_bytes(config: RunConfig, ranks: int) -> int:
-    return fullest_stage(config, architecture_of_run(config), config.topology(ranks)).gpu_bytes
 
 
 def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:
