@@ -164,8 +164,9 @@ def _departures(
         return []
     if step is None or not plan.topology.separate_jobs:
         raise UserError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
-    costs = (config, architecture, max(2, config.federation.start_with), step, args.preemptions)
-    return [departures_of(*costs, notice) for notice in (0.0, args.notice)]
+    return [
+        departures_of(config, architecture, step, args.preemptions, notice) for notice in (0.0, args.notice)
+    ]
 
 
 def _accelerator(name: str) -> "Accelerator":

@@ -28,13 +28,12 @@ class PreemptionCost:
 def departures_of(
     config: RunConfig,
     architecture: Architecture,
-    replicas: int,
     step_seconds: float,
     per_second: float,
-    notice_seconds: float = 0.0,
+    notice_seconds: float,
 ) -> PreemptionCost:
     """Return the costs of so many departures per second, of all replicas together."""
-    noloco = config.noloco
+    noloco, replicas = config.noloco, max(2, config.federation.start_with)
     seconds = min(notice_seconds, config.federation.leave_seconds)
     lost = lost_steps(noloco.local_steps, step_seconds, seconds)
     kept = _FP32 * (1 + config.optimizer.moments) + sum(bytes_of_state(noloco, replicas).values())
