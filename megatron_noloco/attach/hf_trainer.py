@@ -86,9 +86,7 @@ class NolocoCallback(TrainerCallback):
         seed: int = 0,
     ) -> None:
         self._trainer = trainer
-        self._federation = federation
-        self._settings = settings
-        self._slot, self._seed = slot, seed
+        self._attach = partial(attach, settings=settings, federation=federation, slot=slot, seed=seed)
         self._noloco: Attached | None = None
         self._written_at = -1  # the step whose state is written, and waits for the Trainer's checkpoint
         self._trains = False  # also after an exception
@@ -125,16 +123,8 @@ class NolocoCallback(TrainerCallback):
         engine: Any = self._trainer.model_wrapped
         of_deepspeed = hasattr(engine, "global_steps")  # whose optimizer Accelerate wraps
         optimizer: Any = engine.optimizer if of_deepspeed else self._trainer.optimizer
-        self._noloco = attach(
-            engine,
-            self._settings,
-            federation=self._federation,
-            slot=self._slot,
-            seed=self._seed,
-            state=saved,
-            inner=[optimizer, _schedule_of(self._trainer)],
-            stopped=self._ends_early,
-        )
+        inner = [optimizer, _schedule_of(self._trainer)]
+        self._noloco = self._attach(engine, state=saved, inner=inner, stopped=self._ends_early)
         # By a `train` that resumes after one that has failed; else the next step refuses it.
         self._noloco.when_loaded = partial(setattr, self, "_loaded", True)
         self._trains, self._model = True, ref(self._trainer.model)
@@ -165,7 +155,8 @@ class NolocoCallback(TrainerCallback):
         if reports and args.logging_strategy != "no":
             logs = control.should_log  # `log` resets it
             for report in reports:
-                others = [replica for replica in report.exchange.group if replica != self._slot]
+                own = self.noloco.outer.place.replica
+                others = [replica for replica in report.exchange.group if replica != own]
                 spread = {"noloco_spread": report.spread} if others else {}
                 partner = others[0] if others else -1  # a skipped round
                 self._trainer.log({**spread, "noloco_partner": partner})
