@@ -3,7 +3,8 @@
     nice python -m tools.study STUDY.json --output runs/study
 
 STUDY.json has "base" (the trainer's JSON), "seeds", and "runs": a name for each method with its changes of the
-base as the simulator's `--set` takes them; the block "simulator" (tools/simulator/own.py) is among them.
+base, as `--set` takes them. The block "simulator" may have "texts", files and folders as `data.text` takes them:
+text of the replicas' own.
 "synchronous" and "alone" must be among the names: the benefit retained by a method with loss x is
 (alone - x) / (alone - synchronous), the share it keeps of what synchronous training of all replicas gains over
 one replica alone.
@@ -193,22 +194,21 @@ def simulate(raw: dict[str, Any], folder: Path, compiled: bool = False) -> dict[
 
     before_engines()
 
-    from tools.simulator.own import take_own
     from tools.simulator.simulation import Simulation
 
     torch.set_num_threads(1)
     saved = folder / f"{digest(raw)}.pt"
     try:
-        own = take_own(raw)
-        simulation = Simulation(RunConfig(**raw), compiled, **own)
+        texts = raw.pop("simulator", {}).get("texts", ())
+        simulation = Simulation(RunConfig(**raw), compiled, texts)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     evaluations = list(simulation.run(saved))
     history = [[evaluation.step, evaluation.mean_model_loss] for evaluation in evaluations]
     found = {**asdict(evaluations[-1]), "history": history}
-    if own["texts"]:  # the losses of the mean model, then of each replica
+    if texts:  # the losses of the mean model, then of each replica
         rows = torch.cat(simulation.losses_by_text(), dim=1).tolist()
-        found["by_text"] = dict(zip(own["texts"], rows, strict=True))
+        found["by_text"] = dict(zip(texts, rows, strict=True))
     return found
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
@@ -15,7 +14,6 @@ from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny
 from tools import study
 from tools.simulator import report, simulation
 from tools.simulator.simulation import Simulation
-from tools.simulator.slow import Slow
 from tools.simulator.trained import train
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -124,21 +122,6 @@ def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     assert saved.exists()
     assert list(Simulation(config).run(saved)) == whole
     assert not saved.exists()
-
-
-def test_slow_replica_with_all_steps_equals_others(tmp_path: Path) -> None:
-    config = RunConfig(**small(tmp_path, 3, 6, {"iters": 2}, noloco={"local_steps": 3}))
-    samples = config.microbatches * config.micro_batch_size
-    slow = Slow(2, 3, samples)
-    (expected,), (found,) = (list(Simulation(config, slow=one).run()) for one in (None, slow))
-    assert found.replica_losses == pytest.approx(expected.replica_losses, abs=1e-6)
-
-
-def test_slow_replicas_leave_out_steps_or_samples() -> None:
-    slow = Slow(replicas=2, steps=1, samples=2)
-    assert [slow.resting(step, 3) for step in range(6)] == [0, 2, 2, 0, 2, 2]
-    samples = torch.arange(12).view(3, 4, 1)
-    assert slow.read(samples).flatten().tolist() == [0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 10, 11]
 
 
 def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.harness import full_disk
 from tests.unit.test_data import write_cache
 
 ROOT = Path(__file__).parents[2]
-PREPROCESS = [sys.executable, "tools/preprocess_data.py"]  # the command by its name in Megatron-LM
+PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
 BYTES = Encoding(TokenizerChoice(), ("text",), append_eod=True)
 

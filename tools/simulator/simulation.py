@@ -27,7 +27,6 @@ from megatron_noloco.plans.topology import Place
 from tests.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
-from tools.simulator.slow import Slow
 
 SAVE_SECONDS = 300  # between saves of a run that can be continued
 T = TypeVar("T")
@@ -50,7 +49,6 @@ class Simulation:
     Args:
         config: a run of replicas of one rank each, without routes (one stage has none).
         compiled: local steps by `torch.compile`: a third less time, after half a minute; needs a C++ compiler.
-        slow: replicas that take fewer local steps, or smaller batches; None: all train alike.
         texts: text of their own for replicas, in place of `data.text`: the first replicas (of one replica, the
             first samples of a step) have the first text, and so on; none: one text for all.
 
@@ -58,13 +56,7 @@ class Simulation:
     inner optimizer that are not simulated.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        compiled: bool = False,
-        slow: Slow | None = None,
-        texts: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, config: RunConfig, compiled: bool = False, texts: Sequence[str] = ()) -> None:
         if (
             not isinstance(config.parallel.replicas, int)
             or config.parallel.world_size != config.parallel.replicas
@@ -91,10 +83,8 @@ class Simulation:
             raise ValueError(
                 "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
             )
-        if slow is not None:
-            slow.check(config)
         self.replicas = config.parallel.replicas
-        self.config, self.slow = resolve(config, self.replicas).config, slow
+        self.config = resolve(config, self.replicas).config
         tokenizer = build_tokenizer(config.data.tokenizer)
         architecture = config.architecture(tokenizer.vocab_size)
         self.model = StackedLlama(architecture, self._in_order(table_of(architecture)))
@@ -226,12 +216,8 @@ class Simulation:
     def _local_step(self, step: int) -> None:
         gradients = self._gradients(self.weights, step)
         clip(gradients, 1.0 if (norm := self.config.gradient_clipping) == "auto" else norm)
-        resting = self.slow.resting(step, self.config.noloco.local_steps) if self.slow else 0
-        kept = [tensor[:resting].clone() for tensor in self.inner.tensors()]
         weight_decay = self.config.optimizer.params.weight_decay
         self.inner.step(gradients, self.learning_rate.next(), weight_decay)
-        for tensor, rows in zip(self.inner.tensors(), kept, strict=True):
-            tensor[:resting] = rows
 
     def _gradients(self, weights: Tensor, step: int) -> Tensor:
         """Return the gradients of the rows of `weights` on the samples of a step, counted from 0."""
@@ -240,8 +226,6 @@ class Simulation:
             for datasets, order in zip(self.datasets, self.orders, strict=True)
         ]
         samples = torch.cat(parts).view(self.replicas, self.plan.replica_batch, -1)
-        if self.slow:
-            samples = self.slow.read(samples)
         weights.requires_grad_()
         (gradients,) = torch.autograd.grad(self._training_losses(weights, samples).sum(), weights)
         weights.requires_grad_(False)
