@@ -6,9 +6,6 @@ For root, as `python -m tests.netlab` is, whose options of links it takes. The s
 JSON), "target" (nats per token) and "runs": a name for each method with its changes of the base, as `--set` of
 the simulator takes them. Each is one training under Open MPI, with every rank on a host of its own.
 
-With `--sites 2` the hosts are at two sites, as many at each: `--rate` and `--delay` are those of a host's link,
-`--site-rate` and `--site-delay` those of a site's, which all its hosts share.
-
 The time is that of the local steps and rounds on the slowest replica; evaluations and the start are left out. The
 validation losses are joined by straight lines. A learning rate that stays where it is after its warm-up lets every
 moment of a run be compared.
@@ -30,7 +27,7 @@ from typing import Any, NamedTuple
 from megatron_noloco.monitor.run_log import RunLog
 from tests.netlab.__main__ import quantity
 from tests.netlab.lab import LabUnavailableError, lab
-from tests.netlab.network import Link, Sites
+from tests.netlab.network import Link
 from tools.options import add_changes, apply, command_line
 
 
@@ -47,9 +44,6 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
     parser.add_argument("--delay", default="25ms", help="each way")
-    parser.add_argument("--sites", type=int, default=1)
-    parser.add_argument("--site-rate", default="10Mbit", help="of each site's link, in both directions")
-    parser.add_argument("--site-delay", default="25ms", help="each way, from site to site")
     parser.add_argument("--output", type=Path, required=True)
     add_changes(parser, "the base")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of one training, at most")
@@ -58,13 +52,9 @@ def main() -> None:
     for change in options.set:
         apply(study["base"], change)
     try:
-        link, of_site = (
-            Link(quantity("rate", rate), quantity("delay", delay))
-            for rate, delay in ((options.rate, options.delay), (options.site_rate, options.site_delay))
-        )
-        wires = link, Sites(options.sites, of_site) if options.sites > 1 else None
+        link = Link(quantity("rate", options.rate), quantity("delay", options.delay))
         curves = {
-            name: train(study["base"], changes, options.output / str(number), wires, options.timeout)
+            name: train(study["base"], changes, options.output / str(number), link, options.timeout)
             for number, (name, changes) in enumerate(study["runs"].items())
         }
     except (ValueError, LabUnavailableError) as error:
@@ -73,7 +63,6 @@ def main() -> None:
     found = {
         "rate": options.rate,
         "delay": options.delay,
-        **({"sites": [options.sites, options.site_rate, options.site_delay]} if options.sites > 1 else {}),
         "target": study["target"],
         "runs": {name: summary(curve, study["target"]) for name, curve in curves.items()},
     }
@@ -83,21 +72,13 @@ def main() -> None:
 
 
 def train(
-    base: dict[str, Any],
-    changes: list[str],
-    folder: Path,
-    wires: tuple[Link, Sites | None],
-    timeout_seconds: float,
+    base: dict[str, Any], changes: list[str], folder: Path, link: Link, timeout_seconds: float
 ) -> list[Moment]:
     """Train in the lab, unless that is done; raises LabUnavailableError, and what `Lab.mpirun` raises."""
-    link, sites = wires
     raw = copy.deepcopy(base)
     for change in [*changes, f"training.output_dir={folder}"]:
         apply(raw, change)
-    done, wanted = (
-        folder / "done",
-        json.dumps([raw, asdict(link), *([asdict(sites)] if sites else [])], sort_keys=True),
-    )
+    done, wanted = folder / "done", json.dumps([raw, asdict(link)], sort_keys=True)
     if done.exists() and done.read_text() != wanted:
         raise ValueError(f"{folder}: is a run of other settings or on another link; give another --output")
     if not done.exists():
@@ -106,7 +87,7 @@ def train(
         config.write_text(json.dumps(raw, indent=2))
         parallel = raw["parallel"]
         ranks = parallel["replicas"] * parallel.get("data_parallel_size", 1)
-        with lab([link] * ranks, sites=sites) as there:
+        with lab([link] * ranks) as there:
             there.mpirun((), "megatron_noloco", "train", "--config", str(config), seconds=timeout_seconds)
         done.write_text(wanted)
     return curve(folder, raw["noloco"].get("enabled", True))

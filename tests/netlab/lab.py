@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from tests.netlab.launcher import Launcher
-from tests.netlab.network import Link, Sites
+from tests.netlab.network import Link
 from tests.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
 
 NIC = "wan0"
@@ -173,12 +173,11 @@ def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
 
 
 @contextmanager
-def lab(links: Sequence[Link], congestion: str = CUBIC, sites: Sites | None = None) -> Iterator[Lab]:
+def lab(links: Sequence[Link], congestion: str = CUBIC) -> Iterator[Lab]:
     """Make a host for each link, joined by the relay, for the context.
 
     Args:
         congestion: TCP's congestion control.
-        sites: where the hosts are; see `Network`.
 
     Raises LabUnavailableError.
     """
@@ -194,7 +193,7 @@ def lab(links: Sequence[Link], congestion: str = CUBIC, sites: Sites | None = No
                 run_in(pid, f"ip address add {address_of(host)}/24 dev {NIC} noprefixroute")
                 # By route: a namespace may not always choose for all of its connections.
                 run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {congestion}")
-            there.orders = stack.enter_context(_relay(links, sites, files))
+            there.orders = stack.enter_context(_relay(links, files))
         yield there
 
 
@@ -225,9 +224,9 @@ def _holder(name: str, known: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _relay(links: Sequence[Link], sites: Sites | None, devices: list[int]) -> Iterator[IO[bytes]]:
+def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[IO[bytes]]:
     """Start the relay; yields its input."""
-    fields = json.dumps({"links": [asdict(link) for link in links], "sites": sites and asdict(sites)})
+    fields = json.dumps([asdict(link) for link in links])
     command = [sys.executable, "-m", "tests.netlab.relay", fields, *map(str, devices)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=devices, cwd=REPOSITORY

@@ -52,19 +52,6 @@ class Link:
         return draws.lognormvariate(math.log(self.delay) - variance / 2, math.sqrt(variance))
 
 
-@dataclass(frozen=True)
-class Sites:
-    """Hosts at several sites: what they send to another one passes their site's link as well, which they share.
-
-    Attributes:
-        number: of sites, each with as many consecutive hosts.
-        link: of each site; what travels between sites does so for its delay, in place of that of the host.
-    """
-
-    number: int
-    link: Link
-
-
 @dataclass
 class _Path:
     """The path from one host to another: its present delay, and when the last packet arrives."""
@@ -80,19 +67,17 @@ class Network:
     Args:
         links: of each host.
         seed: of jitter and loss.
-        sites: None: all hosts are at one.
 
     Attributes:
         cut: hosts whose links are cut: what they send, or is sent to them, is lost.
     """
 
-    def __init__(self, links: Sequence[Link], seed: int = 0, sites: Sites | None = None) -> None:
-        self.links, self._sites = links, sites
+    def __init__(self, links: Sequence[Link], seed: int = 0) -> None:
+        self.links = links
         self.cut: set[int] = set()
         self._draws = random.Random(seed)
         self._paths: defaultdict[tuple[int, int], _Path] = defaultdict(_Path)
         self._sending_until = [-math.inf] * len(links)
-        self._leaving_until = [-math.inf] * (sites.number if sites else 0)
         self._receiving_until = [-math.inf] * len(links)
         self._order = itertools.count()  # packets of one instant stay in order
         self._travelling: list[tuple[float, int, int, int, bytes]] = []  # until they reach a host's link
@@ -107,13 +92,6 @@ class Network:
         if free - now > link.queue_seconds:
             return
         self._sending_until[source] = sent = free + 8 * size / link.rate
-        site, other = self._site_of(source), self._site_of(destination)
-        if self._sites is not None and site != other:
-            link = self._sites.link
-            free = max(sent, self._leaving_until[site])
-            if free - sent > link.queue_seconds:
-                return
-            self._leaving_until[site] = sent = free + 8 * size / link.rate
         if link.loss and self._draws.random() < link.loss:
             return
         path = self._paths[source, destination]
@@ -121,9 +99,6 @@ class Network:
             path.delay, path.drawn_until = link.draw_delay(self._draws), sent + COHERENCE_SECONDS
         path.last_arrival = max(path.last_arrival, sent + path.delay)
         heapq.heappush(self._travelling, (path.last_arrival, next(self._order), destination, size, packet))
-
-    def _site_of(self, host: int) -> int:
-        return 0 if self._sites is None else host * self._sites.number // len(self.links)
 
     def received(self, now: float) -> Iterator[tuple[int, bytes]]:
         """Yield the packets that have reached a host by now, with the host, in order."""

@@ -1,8 +1,8 @@
 """The process that carries the packets between the hosts of a lab: a TUN device for each, a `Network` in between.
 
-    python -m tests.netlab.relay NETWORK FD FD ...
+    python -m tests.netlab.relay LINKS FD FD ...
 
-NETWORK is a JSON object with the arguments of `Network`: links and sites. The FDs are the open TUN devices, in
+LINKS is a JSON list with the arguments of each host's `Link`. The FDs are the open TUN devices, in
 the order of the links; host i has the address 10.77.0.(i + 1). A line "cut I" of its input cuts the link of host
 I, "heal I" mends it. It ends when its input does.
 
@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 
-from tests.netlab.network import Link, Network, Sites
+from tests.netlab.network import Link, Network
 
 DEVICE = "/dev/net/tun"
 MTU = 1500
@@ -97,9 +97,7 @@ def carry(devices: list[int], network: Network, orders: int) -> None:
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    links, sites = [Link(**fields) for fields in given["links"]], given["sites"]
-    network = Network(links, sites=sites and Sites(sites["number"], Link(**sites["link"])))
+    network = Network([Link(**fields) for fields in json.loads(sys.argv[1])])
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)  # the hosts' own work must not change their network
     carry([int(file) for file in sys.argv[2:]], network, sys.stdin.fileno())

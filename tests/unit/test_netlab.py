@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from tests.netlab.network import COHERENCE_SECONDS, Link, Network, Sites
+from tests.netlab.network import COHERENCE_SECONDS, Link, Network
 from tests.netlab.relay import obey
 
 MTU = 1500
@@ -46,17 +46,6 @@ def test_each_host_has_its_own_link() -> None:
     network.send(0.0, 1, 0, MTU, b"")
     times = {host: when for when, host, _ in arrivals(network)}
     assert times == pytest.approx({1: 0.1 + 0.01, 0: 0.2 + 0.005})
-
-
-def test_what_leaves_a_site_shares_its_link() -> None:
-    """And travels for its delay; two hosts there have their own links."""
-    network = Network([Link(100 * RATE, 0.001)] * 4, sites=Sites(2, Link(RATE, 0.5, queue_seconds=10.0)))
-    for source in (0, 1):
-        burst(network, 10, source, destination=3)
-    burst(network, 1, source=0, destination=1)
-    inside, *across = arrivals(network)
-    assert inside[:2] == (pytest.approx(0.001 + 11 / 100 / 100), 1)
-    assert across[-1][0] == pytest.approx(0.5 + 20 / 100, abs=1e-3)
 
 
 def test_a_full_queue_drops() -> None:
