@@ -14,10 +14,8 @@ from tests.harness import REPOSITORY, by_hand, run_mpi
 
 IN_FOLDER = {
     "bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "bytes_per_parameter"),
-    "bench convert": ("--hidden 128 --layers 2 --vocabulary 257 --repeats 1", "parameters"),
 }
 ALONE = {
-    "bench data": ("--megabytes 0.1 --repeats 1 --steps 0", "preprocess_over_raw"),
     "bench host": ("--weights 4096 --repeats 1", "core_seconds"),
     "bench payload": ("--elements 2048 --repeats 1", "ways"),
     "bench throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
@@ -29,7 +27,6 @@ ALONE = {
     "faults soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
     "faults strangers": ("--connections 40", "after all"),
     "bench federation": ("--megabytes 1 --repeats 1 --pause 0 --payloads int8", "seconds_of_small_rounds"),
-    "bench pairing": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
     "bench routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
 OF_RANKS = {
@@ -40,12 +37,10 @@ OF_RANKS = {
 
 # Need no process of their own: they set nothing up before their imports.
 IN_THIS_PROCESS = ("bench host", "bench payload", "bench federation", "gpu_check.coding", "faults soak")
-# bench pairing and bench overlap are run by test_federation.py and test_netlab.py as well.
+# bench overlap is run by test_netlab.py as well.
 SECONDS_LONG = (
     "bench checkpoint",
-    "bench data",
     "bench overlap",
-    "bench pairing",
     "bench routing",
     "gpu_check.replicas",
     "faults strangers",

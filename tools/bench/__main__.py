@@ -9,8 +9,8 @@ Under mpirun, a rank each: exchange and overlap. "against" compares this tree wi
 from tools.options import run_case
 
 CASES = (
-    *("against", "checkpoint", "convert", "data", "exchange", "federation", "host"),
-    *("leader", "overlap", "pairing", "payload", "routing", "throughput"),
+    *("against", "checkpoint", "exchange", "federation", "host"),
+    *("overlap", "payload", "routing", "throughput"),
 )
 
 if __name__ == "__main__":
