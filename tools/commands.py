@@ -85,9 +85,10 @@ def rows() -> list[Row]:
     table = []
     for paragraph in TABLE.read_text().split("\n\n")[1:]:
         lines = paragraph.strip().splitlines()
-        run = next((line[1:].strip() for line in lines if line.startswith("=")), None)
+        runs = [line[1:].strip() for line in lines if line.startswith("=")]
+        assert len(runs) <= 1, f"{TABLE.name}: two commands in one paragraph: {paragraph}"
         reason = next((line[2:] for line in lines if line.startswith("# ")), "")
-        table.append(Row([line for line in lines if line[0] not in "=#"], run, reason))
+        table.append(Row([line for line in lines if line[0] not in "=#"], runs[0] if runs else None, reason))
     return table
 
 

@@ -1,8 +1,6 @@
 """Idle replicas of a federation, by their number: processor, memory, and what a change of an address costs.
 
     python -m tools.crowd --replicas 16 64 128
-    python -m tools.crowd --replicas 256 --hidden     # all but the first have no port, and links to it alone
-    python -m tools.crowd --directories 1024          # of directories alone, without streams
 
 All replicas are in this process, in one event loop, over TCP of the loopback interface with TLS. Its clock jumps
 to the next timer when nothing happens, so the share of a core is that of replicas on machines of their own. Each
@@ -29,7 +27,7 @@ from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Address, Member, Status
-from megatron_noloco.federation.node import MOST_STATUSES, MOST_TOLD, Carriers, Identity, Node
+from megatron_noloco.federation.node import Carriers, Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
 from tools.options import command_line
 from tools.processes import memory_bytes
@@ -74,25 +72,21 @@ class _CountedNode(Node):
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[])
-    parser.add_argument("--hidden", action="store_true")
-    parser.add_argument("--directories", type=int, nargs="+", default=[])
+    parser.add_argument("--replicas", type=int, nargs="+", required=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         keys = Keys.make(Path(folder) / "key")
         for replicas in options.replicas:
             with asyncio.Runner(loop_factory=_Loop) as runner:
-                print(json.dumps(runner.run(Crowd(keys, options.hidden).measure(replicas))), flush=True)
-    for replicas in options.directories:
-        print(json.dumps(directories_alone(replicas)), flush=True)
+                print(json.dumps(runner.run(Crowd(keys).measure(replicas))), flush=True)
 
 
 class Crowd:
     """Replicas, of which the first knows no other, and the others the first."""
 
-    def __init__(self, keys: Keys, hidden: bool) -> None:
+    def __init__(self, keys: Keys) -> None:
         self.nodes: dict[int, Node] = {}
-        self._keys, self._hidden = keys, hidden
+        self._keys = keys
 
     async def measure(self, replicas: int) -> dict[str, Any]:
         gc.collect()
@@ -130,11 +124,8 @@ class Crowd:
         return {"messages": _Counted.told, "seconds": round(seconds, 1)}
 
     async def _start(self, slot: int, incarnation: int) -> None:
-        listener, endpoint = None, ""
-        if slot == 0 or not self._hidden:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-            endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        address = Address(endpoint, incarnation)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        address = Address(f"tcp://127.0.0.1:{listener.getsockname()[1]}", incarnation)
         node = _CountedNode(Identity(slot, address, Member(1)), Carriers(TcpCarrier(self._keys, listener)))
         node.directory = _Counted(slot, address)
         node.directory.merge({} if slot == 0 else {0: self.nodes[0].directory.own})
@@ -143,45 +134,10 @@ class Crowd:
 
     async def _until_linked(self) -> None:
         def is_linked() -> bool:
-            others = len(self.nodes) - 1
-            links = (1 if self._hidden and slot else others for slot in self.nodes)
-            return all(
-                len(node.present()) == number for node, number in zip(self.nodes.values(), links, strict=True)
-            )
+            return all(len(node.present()) == len(self.nodes) - 1 for node in self.nodes.values())
 
         while not is_linked():
             await asyncio.sleep(0.1)
-
-
-def directories_alone(replicas: int) -> dict[str, int]:
-    """Return what it takes until all directories have a change that one of them has, by the rule of `Node`."""
-    addresses = {slot: Address(f"tcp://10.0.0.1:{slot + 1}", 1) for slot in range(replicas)}
-    everyone = [Directory(slot, address) for slot, address in addresses.items()]
-    for directory in everyone:
-        directory.merge(addresses)
-    told = [[directory.version] * replicas for directory in everyone]
-    heard = [[directory.version] * replicas for directory in everyone]
-    said = [[directory.checksum] * replicas for directory in everyone]
-    everyone[0].merge({replicas: Address("tcp://10.0.0.2:1", 1)})
-    messages = ticks = 0
-    turns = [random.sample(range(replicas), replicas) for _ in everyone]
-    while len({directory.checksum for directory in everyone}) > 1:
-        for slot, turn in enumerate(turns):  # statuses
-            for _ in range(min(replicas, MOST_STATUSES // 2)):
-                turn.append(to := turn.pop(0))
-                said[to][slot], heard[to][slot] = everyone[slot].checksum, everyone[to].version
-        ticks += 1
-        for own, directory in enumerate(everyone):
-            less = [
-                slot
-                for slot in range(replicas)
-                if said[own][slot] != directory.checksum and told[own][slot] < heard[own][slot]
-            ]
-            for slot in random.sample(less, min(MOST_TOLD, len(less))):
-                news, told[own][slot] = directory.since(told[own][slot]), directory.version
-                everyone[slot].merge(news)
-                messages += 1
-    return {"replicas": replicas, "messages": messages, "ticks": ticks}
 
 
 if __name__ == "__main__":

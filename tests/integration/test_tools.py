@@ -25,7 +25,6 @@ ALONE = {
         "peer",
     ),
     "faults soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
-    "faults strangers": ("--connections 40", "after all"),
     "bench federation": ("--megabytes 1 --repeats 1 --pause 0 --payloads int8", "seconds_of_small_rounds"),
     "bench routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
@@ -43,7 +42,6 @@ SECONDS_LONG = (
     "bench overlap",
     "bench routing",
     "gpu_check.replicas",
-    "faults strangers",
 )
 
 

@@ -3,7 +3,12 @@
 import asyncio
 import os
 import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +20,121 @@ from megatron_noloco.federation.node import Carriers, Identity, Node
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.federation.tcp import TcpCarrier
 from tests.unit.nodes import MEMBER, until
-from tools.faults.strangers import KINDS, come
+
+GREETING = tcp._MAGIC + bytes([tcp.VERSION, 1])
+AT_ONCE, STAY_SECONDS = 200, 20.0  # strangers, each until the replica ends its connection
+
+
+def send_bytes(content: bytes) -> Callable[[str, Keys, Keys], Any]:
+    """Return a kind that sends bytes."""
+
+    async def send(endpoint: str, keys: Keys, others: Keys) -> None:
+        async with connected(endpoint) as (reader, writer):
+            writer.write(content)
+            while await reader.read(1000):
+                pass
+
+    return send
+
+
+async def drip(endpoint: str, keys: Keys, others: Keys) -> None:
+    async with connected(endpoint) as (_, writer):
+        for byte in GREETING + client_hello():
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.2)
+
+
+async def reset(endpoint: str, keys: Keys, others: Keys) -> None:
+    async with connected(endpoint) as (_, writer):
+        writer.write(GREETING)
+        opened = writer.get_extra_info("socket")
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def begin_stream(of_member: bool, *contents: bytes) -> Callable[[str, Keys, Keys], Any]:
+    """Return a kind that begins a stream, sends bytes, and waits."""
+
+    async def send(endpoint: str, keys: Keys, others: Keys) -> None:
+        carrier = TcpCarrier(keys if of_member else Keys.of_newcomer(keys.fingerprint))
+        try:
+            async with await carrier.dial(endpoint) as stream:
+                await stream.send(*contents)
+                await stream.receive(1)
+        finally:
+            await carrier.close()
+
+    return send
+
+
+async def other_key(endpoint: str, keys: Keys, others: Keys) -> None:
+    others.dials.verify_mode = ssl.CERT_NONE
+    carrier = TcpCarrier(Keys(others.dials, others.admits, keys.fingerprint))
+    try:
+        async with await carrier.dial(endpoint) as stream:
+            await stream.receive(1)
+    finally:
+        await carrier.close()
+
+
+def client_hello() -> bytes:
+    """Return the first bytes that a client of TLS sends."""
+    out = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), out, server_hostname="a")
+    with suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return out.read()
+
+
+@asynccontextmanager
+async def connected(endpoint: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+KINDS: dict[str, Callable[[str, Keys, Keys], Any]] = {
+    "silent": send_bytes(b""),
+    "garbage": send_bytes(b"GET / HTTP/1.1\r\n\r\n" * 100),
+    "half a greeting": send_bytes(GREETING[:3]),
+    "an old version": send_bytes(GREETING[:4] + bytes([tcp.VERSION - 1, 1])),
+    "a greeting": send_bytes(GREETING),
+    "garbage for TLS": send_bytes(GREETING + b"\x16\x03\x01\xff\xff" + bytes(70_000)),
+    "half a handshake": send_bytes(GREETING + client_hello()[:100]),
+    "no end of a handshake": send_bytes(GREETING + client_hello()),
+    "slow": drip,
+    "reset": reset,
+    "without a certificate": begin_stream(False),
+    "a huge secret": begin_stream(False, b"\xff\xff\xff\xff", bytes(100_000)),
+    "another key": other_key,
+    "a silent member": begin_stream(True),
+    "a huge message": begin_stream(True, b"\xff\xff\xff\xff", bytes(100_000)),
+    "no message": begin_stream(True, b"\0\0\0\2{}"),
+}
+"""What strangers do at an endpoint, with the keys of the federation or with others; by a name."""
+
+
+async def come(endpoint: str, keys: Keys, others: Keys, connections: int) -> int:
+    """Let so many strangers come; return how many connections the other side has ended."""
+    room, ended, kinds = asyncio.Semaphore(AT_ONCE), 0, list(KINDS.values())
+
+    async def one(number: int) -> None:
+        nonlocal ended
+        async with room:
+            try:
+                async with asyncio.timeout(STAY_SECONDS):
+                    await kinds[number % len(kinds)](endpoint, keys, others)
+                ended += 1
+            except TimeoutError:
+                pass
+            except OSError:
+                ended += 1
+
+    await asyncio.gather(*map(one, range(connections)))
+    return ended
+
 
 CONNECTIONS = 10 * len(KINDS)
 
