@@ -17,7 +17,7 @@ tell() {
 # study NAME STEPS ...
 study() {
     name=$1 steps=$2
-    tell "$name" 'table.md, benefit.png'
+    tell "$name" 'table.md'
     shift 2
     "$python" -m tools.study "tools/studies/$name.json" --output "$out/$name" --seeds 1 "$@" \
         --set training.train_iters="$steps" --set scheduler.params.warmup_num_steps=$((steps / 10)) 2>>"$out/$name/log.txt"

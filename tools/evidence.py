@@ -1,4 +1,4 @@
-"""The runs of docs/evidence.csv, and what tables show of a method."""
+"""The runs of docs/evidence.csv, or of a study, and what tables show of a method."""
 
 import csv
 import json
@@ -11,10 +11,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from tools.study import configure
+from tools.options import configure
 
 ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "docs" / "evidence.csv"
+BASELINES = ("alone", "synchronous")
 WEIGHTS, STEPS = 84_816, 2000  # of the runs whose bytes are shown per weight and local step
 _RATES = re.compile(r", ([\d.]+) ([\d.]+)(?=,| @|$)")  # `muon_lr` and `adam_lr` in a method's name
 
@@ -58,6 +59,26 @@ def read(file: Path) -> list[Run]:
         Run(study, method, float(rate), int(seed), float(loss), float(worst), float(sent))
         for study, method, rate, seed, loss, worst, sent in rows
     ]
+
+
+def write(file: Path, runs: Iterable[Run]) -> None:
+    names = (
+        "study",
+        "method",
+        "learning_rate",
+        "seed",
+        "mean_model_loss",
+        "worst_replica_loss",
+        "sent_bytes",
+    )
+    with file.open("w", newline="") as out:
+        csv.writer(out, lineterminator="\n").writerows([names, *runs])
+
+
+def baseline(name: str, method: str) -> str:
+    """Return the run "alone" or "synchronous" with which the run `method`, "NAME @ GROUP", is compared."""
+    _, at, group = method.partition(" @ ")
+    return name + at + group
 
 
 def methods_of(runs: Iterable[Run]) -> Methods:
@@ -120,8 +141,8 @@ def _rates(method: Found, _: Baselines) -> str:
 
 
 def _shown_rates(runs: Mapping[int, Run]) -> str:
-    rates = next(iter(runs.values())).rates
-    return f"{rates[0]:.3g}, {rates[1]:.3g}" if rates else ""
+    run = next(iter(runs.values()))
+    return ", ".join(f"{rate:.3g}" for rate in run.rates or (run.learning_rate,))
 
 
 def _others(method: Found, _: Baselines) -> str:

@@ -1,6 +1,7 @@
-"""Command lines of the tools."""
+"""Command lines of the tools, and changes of a run's JSON."""
 
 import argparse
+import copy
 import importlib
 import json
 import sys
@@ -50,3 +51,19 @@ def apply(raw: dict[str, Any], change: str) -> None:
         raw[name] = json.loads(text)
     except json.JSONDecodeError:
         raw[name] = text
+
+
+def configure(
+    study: dict[str, Any], name: str, learning_rate: float | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Return the JSON of a run of a study. A learning rate scales those of all parameters."""
+    raw = copy.deepcopy(study["base"])
+    raw["training"]["seed"] = seed
+    for change in study["runs"][name]:
+        apply(raw, change)
+    params = raw["optimizer"]["params"]
+    if learning_rate is not None:
+        factor = learning_rate / params["lr"]
+        rates = ("lr", "muon_lr", "adam_lr")
+        params |= {field: params[field] * factor for field in rates if field in params}
+    return raw

@@ -1,48 +1,25 @@
-"""Print what a study of learning rates found: best rates by length, and what other choices lose.
+"""What searches of learning rates found: best rates by text and length, and what other choices lose.
 
-    python -m tools.rates runs/texts
-
-Reads OUTPUT/results.jsonl of a study whose runs are named "METHOD @ TEXT, N steps" (tools/studies/texts.json),
-also while it is under way. The best rate is the lowest point of a parabola, as in `tune`. The rate that `tune`
-would find is computed from the runs of a tenth of the steps; another is the best one on the first text. Their
-losses are interpolated between the long runs. `python -m tools.tables texts choices` prints two of the tables.
+Runs are named "METHOD @ TEXT, N steps" (tools/studies/texts.json). The best rate is the lowest point of a
+parabola, as in `tune`. The rate that `tune` would find is computed from the runs of a tenth of the steps; another
+is the best one on the first text. Their losses are interpolated between the long runs.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor
-from tools.options import command_line
-from tools.simulator.report import as_rows, finite
-from tools.study import read
 
 Losses = dict[float, float]  # of the mean model, by `muon_lr`
 ByText = dict[tuple[str, str], dict[int, Losses]]  # text and method; number of local steps
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("output", type=Path)
-    results = read(parser.parse_args().output / "results.jsonl")
-    rows: list[Sequence[object]] = [
-        ("text", "method", "steps", "best `muon_lr`", "loss there", "others: `muon_lr`, loss")
-    ]
-    found = by_text(
-        (key.name, key.learning_rate, key.seed, finite(result["mean_model_loss"]))
-        for key, result in results.items()
-    )
-    for (text, method), by_length in found.items():
-        for steps, losses in sorted(by_length.items()):
-            best = min(losses, key=losses.__getitem__)
-            others = ", ".join(
-                f"{rate:g} {loss:.4f}" for rate, loss in sorted(losses.items()) if rate != best
-            )
-            shown = f"{best_factor(losses):.3g}" if complete(losses) else f"{best:g}?"
-            rows.append((text, method, steps, shown, f"{losses[best]:.4f}", others))
-    print(as_rows(rows), over_texts(found), over_choices(found), sep="\n")
+def as_rows(rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown; the first row is its head."""
+    head, *others = [f"| {' | '.join(map(str, row))} |\n" for row in rows]
+    return f"{head}{'|---' * (head.count(' | ') + 1)}|\n{''.join(others)}"
 
 
 def by_text(runs: Iterable[tuple[str, float, int, float]]) -> ByText:
@@ -154,7 +131,3 @@ def interpolate(losses: Mapping[float, float], rate: float) -> float:
         others = [other for other in near if other != one]
         total += losses[one] * math.prod(math.log(rate / other) / math.log(one / other) for other in others)
     return total
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Compare methods, each at its own best learning rate, simulated or trained: a table, a CSV and a figure.
+"""Compare methods, each at its own best learning rate, simulated or trained: a table and a CSV.
 
     nice python -m tools.study STUDY.json --output runs/study
 
@@ -19,9 +19,9 @@ C++ compiler. With `--trainer` it is the trainer itself under mpirun, with a pro
 not simulated, such as pipeline stages. A run that failed is in OUTPUT, with its log.
 """
 
-import copy
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -31,16 +31,26 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.errors import UserError
 from megatron_noloco.preflight.search import bracket
-from tools.options import add_changes, apply, command_line
-from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
+from tools import evidence
+from tools.evidence import BASELINES, baseline
+from tools.options import add_changes, apply, command_line, configure
 from tools.simulator.trained import train
+from tools.tables import of_study
 
-Run = Callable[[dict[str, Any], Path], dict[str, Any]]
+Train = Callable[[dict[str, Any], Path], dict[str, Any]]
+
+
+class Key(NamedTuple):
+    """One run of a study."""
+
+    name: str
+    learning_rate: float
+    seed: int
 
 
 class RefusedError(ValueError):
@@ -69,7 +79,7 @@ def main() -> None:
                     f'{options.study}: "runs" lacks "{baseline(name, method)}", with which "{method}" is compared'
                 )
     options.output.mkdir(parents=True, exist_ok=True)
-    run: Run = train if options.trainer else partial(simulate, compiled=options.compiled)
+    run: Train = train if options.trainer else partial(simulate, compiled=options.compiled)
     try:
         for method in study["runs"]:  # all of them, before the first takes its time
             raw = configure(study, method)
@@ -78,11 +88,20 @@ def main() -> None:
         results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
     except (UserError, RefusedError) as error:  # all others are faults of the program
         sys.exit(f"study: {error}")
-    rows = table(results)
-    (options.output / "table.csv").write_text(as_csv(rows))
-    (options.output / "table.md").write_text(as_markdown(rows))
-    plot(rows, options.output / "benefit.png")
-    print(as_markdown(rows))
+    runs = [row_of(options.study.stem.replace("_", " "), key, result) for key, result in results.items()]
+    evidence.write(options.output / "evidence.csv", runs)
+    (options.output / "table.md").write_text(found := of_study(runs, study["runs"]))
+    print(found)
+
+
+def row_of(study: str, key: Key, result: dict[str, Any]) -> evidence.Run:
+    worst, sent = max(result["replica_losses"]), result["sent_bytes"]
+    return evidence.Run(study, *key, finite(result["mean_model_loss"]), worst, sent)
+
+
+def finite(loss: float) -> float:
+    """Return the loss; infinity, worse than all others, for a run that has diverged."""
+    return loss if math.isfinite(loss) else math.inf
 
 
 class Runs:
@@ -94,7 +113,7 @@ class Runs:
         run: makes a run from its JSON, with files in the folder of `path`; returns its last evaluation.
     """
 
-    def __init__(self, study: dict[str, Any], path: Path, jobs: int, run: Run) -> None:
+    def __init__(self, study: dict[str, Any], path: Path, jobs: int, run: Train) -> None:
         self.study, self.path, self.jobs, self.run = study, path, jobs, run
         self.results = read(path)
         self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent)
@@ -143,22 +162,6 @@ def read(path: Path) -> dict[Key, dict[str, Any]]:
             continue
         results[Key(*(row.pop(field) for field in Key._fields))] = row
     return results
-
-
-def configure(
-    study: dict[str, Any], name: str, learning_rate: float | None = None, seed: int = 0
-) -> dict[str, Any]:
-    """Return the JSON of a run. A learning rate scales those of all parameters."""
-    raw = copy.deepcopy(study["base"])
-    raw["training"]["seed"] = seed
-    for change in study["runs"][name]:
-        apply(raw, change)
-    params = raw["optimizer"]["params"]
-    if learning_rate is not None:
-        factor = learning_rate / params["lr"]
-        rates = ("lr", "muon_lr", "adam_lr")
-        params |= {field: params[field] * factor for field in rates if field in params}
-    return raw
 
 
 def digest(raw: dict[str, Any]) -> str:

@@ -2,22 +2,25 @@
 
     python -m tools.tables
     python -m tools.tables texts sizes     # print these instead; "all": each that there is
+    python -m tools.tables texts --csv runs/rates/evidence.csv     # of the runs of a study
 
 Such a table stands below a line `<!-- table NAME -->`; tools/tables.txt says what is in it. `make docs` fails
 where a table is not that of the CSV.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
+from pathlib import Path
 
-from tools.evidence import EVIDENCE, MEASURES, ROOT, Found, Methods, Run, found, methods_of, read
+from tools.evidence import BASELINES, EVIDENCE, MEASURES, ROOT, Found, Methods, Run, found, methods_of, read
 from tools.options import command_line
-from tools.rates import by_text, over_choices, over_texts
-from tools.simulator.report import BASELINES, as_rows
+from tools.rates import as_rows, by_text, over_choices, over_texts
 
 TABLES = ROOT / "tools" / "tables.txt"
 OVER = {"texts": over_texts, "choices": over_choices}
+_OF_STUDY = ("rates", "loss", "worst", "perplexity", "benefit", "MB", "others")
 _TABLE = re.compile(r"(<!-- table (.*) -->\n)((?:\|.*\n)*)")
 
 
@@ -26,9 +29,11 @@ class TableError(ValueError):
 
 
 def main() -> None:
-    parser, runs, defined = command_line(__doc__), read(EVIDENCE), definitions(TABLES.read_text())
+    parser, defined = command_line(__doc__), definitions(TABLES.read_text())
     parser.add_argument("names", nargs="*", metavar="NAME", help="a table to print")
-    names = parser.parse_args().names
+    parser.add_argument("--csv", type=Path, default=EVIDENCE, help="runs to print tables of")
+    options = parser.parse_args()
+    names, runs = options.names, read(options.csv)
     if unknown := [name for name in names if name not in (*defined, "all")]:
         # not by `choices`: argparse of Python 3.11 then refuses a command line without names
         parser.error(f"there is no table {unknown[0]}; known are {', '.join(defined)}, all")
@@ -36,7 +41,7 @@ def main() -> None:
         print(with_caption(defined[name], runs))
     if not names:
         for page in sorted((ROOT / "docs").glob("*.md")):
-            page.write_text(written(page.read_text(), runs, defined))
+            page.write_text(written(page.read_text(), read(EVIDENCE), defined))
 
 
 def definitions(text: str) -> dict[str, str]:
@@ -79,6 +84,15 @@ def check(page: str, runs: Iterable[Run], defined: Mapping[str, str]) -> None:
 
 def without_comments(page: str) -> str:
     return _TABLE.sub(lambda match: match[3], page)
+
+
+def of_study(runs: Iterable[Run], names: Iterable[str]) -> str:
+    """Return a table of the methods of a study: those of each group, what follows " @ ", with its baselines."""
+    groups: dict[str, list[str]] = defaultdict(list, {"": []})
+    for name in names:
+        groups[name.partition(" @ ")[2]].append(name)
+    lines = [line for group, members in groups.items() for line in [*[f"[{group}]"] * bool(group), *members]]
+    return as_rows(_listed(lines, methods_of(runs), list(_OF_STUDY)))
 
 
 def _made(definition: str, runs: Iterable[Run]) -> str:
@@ -146,9 +160,8 @@ def _crossed(lines: list[str], methods: Methods, measures: list[str]) -> Iterato
 def _baselines(rows: Iterable[tuple[str, Found]]) -> dict[str, Found]:
     """Return the rows with which the others are compared, by their names; the first is "first"."""
     (_, first), *_ = rows = list(rows)
-    return {name: runs for label, runs in rows for name in BASELINES if label.startswith(name)} | {
-        "first": first
-    }
+    found = {name: runs for label, runs in rows[::-1] for name in BASELINES if label.startswith(name)}
+    return found | {"first": first}
 
 
 if __name__ == "__main__":

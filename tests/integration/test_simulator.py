@@ -1,6 +1,5 @@
 """The simulator is the trainer: the same losses to rounding, from the same JSON."""
 
-import math
 import statistics
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
 from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny, write_config, write_text
-from tools import study
-from tools.simulator import report, simulation
+from tools import evidence, study
+from tools.simulator import simulation
 from tools.simulator.simulation import Simulation
 from tools.simulator.trained import train
 
@@ -133,27 +132,22 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
     plan = {"base": base, "seeds": [1, 2], "runs": runs}
     path = tmp_path / "results.jsonl"
     results = study.Runs(plan, path, 1, study.simulate).all()
-    rows = {row.name: row for row in report.table(results)}
     for name in runs:
         tried = {key.learning_rate: run for key, run in results.items() if (key.name, key.seed) == (name, 1)}
         best = min(tried, key=lambda rate: tried[rate]["mean_model_loss"])
-        assert best == rows[name].learning_rate
         assert min(tried) < best < max(tried)
         assert set(tried) <= {0.01 * 2**power for power in range(-20, 20)}
         assert [key.learning_rate for key in results if (key.name, key.seed) == (name, 2)] == [best]
-        losses = [results[report.Key(name, best, seed)]["mean_model_loss"] for seed in (1, 2)]
-        assert rows[name].loss == pytest.approx(statistics.mean(losses))
-        assert rows[name].deviation == pytest.approx(statistics.stdev(losses))
-    assert (rows["alone"].benefit, rows["synchronous"].benefit) == (0, 1)
-    share = (rows["alone"].loss - rows["NoLoCo"].loss) / (rows["alone"].loss - rows["synchronous"].loss)
-    assert rows["NoLoCo"].benefit == pytest.approx(share)
-    assert rows["NoLoCo"].megabytes > rows["alone"].megabytes == 0
-    assert rows["NoLoCo"].perplexity == pytest.approx(
-        math.exp(rows["NoLoCo"].loss - rows["synchronous"].loss)
-    )
-    assert report.as_csv(rows.values()).count("\n") == 4
-    report.plot(list(rows.values()), tmp_path / "benefit.png")
-    assert (tmp_path / "benefit.png").stat().st_size > 1000
+    evidence.write(tmp_path / "evidence.csv", [study.row_of("a", *one) for one in results.items()])
+    rows = evidence.read(tmp_path / "evidence.csv")
+    for name, method in evidence.methods_of(rows).items():
+        found = evidence.found(name, {name: method})
+        assert found is not None
+        for seed, run in found.best.items():
+            key = study.Key(name, run.learning_rate, seed)
+            assert run == study.row_of("a", key, results[key])
+        assert found.best.keys() == {1, 2}
+        assert (found.best[1].sent > 0) == (name == "NoLoCo")
 
     with path.open("a") as file:
         file.write('{"name": "cut sho')
@@ -174,18 +168,3 @@ def test_a_run_of_a_study_by_the_trainer_is_as_simulated(tmp_path: Path) -> None
         assert found == pytest.approx(simulated[figure], rel=1e-3), figure
     assert trained["mean_model_loss"] == pytest.approx(simulated["mean_model_loss"], abs=2e-5)
     assert not list(runs.iterdir())
-
-
-def test_a_method_is_compared_with_the_baselines_of_its_group() -> None:
-    losses = {
-        "alone": 3.0,
-        "synchronous": 2.0,
-        "alone @ Muon": 2.0,
-        "synchronous @ Muon": 1.0,
-        "x @ Muon": 1.5,
-    }
-    results = {
-        report.Key(name, 0.1, 1): {"mean_model_loss": loss, "replica_losses": [loss], "sent_bytes": 0}
-        for name, loss in losses.items()
-    }
-    assert [row.benefit for row in report.table(results)] == [0, 1, 0, 1, 0.5]

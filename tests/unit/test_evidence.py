@@ -10,7 +10,7 @@ from mkdocs.exceptions import PluginError
 from tools import docs_site
 from tools.evidence import EVIDENCE, ROOT, Run, found, methods_of, read
 from tools.rates import by_text, over_choices, over_texts
-from tools.tables import TABLES, TableError, check, definitions, with_caption, written
+from tools.tables import TABLES, TableError, check, definitions, of_study, with_caption, written
 
 RUNS = [
     Run("a", "synchronous, 0.01 0.02", 0.004, 1, 1.0, 1.0, 0),
@@ -63,6 +63,27 @@ alone = alone @ b
         "|  | synchronous | -0.0500 +- 0.0707 (2 seeds) |",
         "| two | pairs, 0.01 0.02 |  |",
         "|  | alone | +0.8000 |",
+    ]
+
+
+def test_a_method_of_a_study_is_compared_with_the_baselines_of_its_group() -> None:
+    """The rows of a group stand together; those without one come first."""
+    losses = {
+        "alone @ b": 2.0,
+        "alone": 3.0,
+        "x @ b": 1.5,
+        "synchronous @ b": 1.0,
+        "synchronous": 2.0,
+        "x": 2.0,
+    }
+    runs = [Run("a", name, 0.1, 1, loss, loss, 0) for name, loss in losses.items()]
+    assert [row.split(" | ")[:6:5] for row in of_study(runs, losses).splitlines()[2:]] == [
+        ["| alone", "0 %"],
+        ["| synchronous", "100 %"],
+        ["| x", "100 %"],
+        ["| alone @ b", "0 %"],
+        ["| x @ b", "50 %"],
+        ["| synchronous @ b", "100 %"],
     ]
 
 

@@ -11,8 +11,9 @@ import pytest
 from megatron_noloco.config import RunConfig
 from megatron_noloco.errors import UserError
 from tools import study
-from tools.simulator.report import BASELINES, Key, baseline
-from tools.study import Run, Runs, configure, digest
+from tools.evidence import BASELINES, baseline
+from tools.options import configure
+from tools.study import Key, Runs, Train, digest
 
 FILES = sorted((Path(__file__).parents[2] / "tools" / "studies").glob("*.json"))
 
@@ -60,7 +61,7 @@ def fail(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     raise ValueError("too many values to unpack (expected 2)")
 
 
-def run_study(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
+def run_study(run: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, *changes: str) -> None:
     """As on the command line, each run in a process of its own; the last run has the changes."""
     raw = json.loads(FILES[0].read_text())["base"]
     runs = {"one": [], "alone": [], "synchronous": list(changes)}
