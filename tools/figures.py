@@ -3,105 +3,21 @@
 python -m tools.figures docs
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from math import exp
+from collections.abc import Iterable, Sequence
+from math import expm1
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
-from tools.evidence import STEPS, WEIGHTS, Run, read
+from tools.evidence import STEPS, WEIGHTS, Run, found, read
 from tools.options import command_line
 from tools.rates import by_text, on_texts
+from tools.tables import TABLES, crossed, definitions, grouped, parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DECAY = "weight decay 0.01"
-_ALL = "alpha 0, beta 1"
-SYNCHRONOUS = f"synchronous, 0.014 0.016, {_DECAY}"
-BYTES = {  # each method at its own learning rates; a replica receives as many bytes as it sends
-    "NoLoCo, int8": (
-        f"every step, 0.04 0.032, {_DECAY}",
-        f"every 2 steps, 0.028 0.032, {_DECAY}",
-        f"every 3 steps, 0.02 0.032, {_DECAY}",
-        f"every 10 steps, 0.02 0.016, {_DECAY}",
-        f"every 30 steps, 0.014 0.016, {_DECAY}",
-        f"every 100 steps, 0.014 0.016, {_DECAY}",
-    ),
-    "DiLoCo, fp32": (
-        f"DiLoCo, every step, {_ALL}, 0.04 0.032, {_DECAY}",
-        f"DiLoCo, every 3 steps, {_ALL}, 0.04 0.032, {_DECAY}",
-        f"DiLoCo, every 10 steps, {_ALL}, 0.028 0.032, {_DECAY}",
-    ),
-    "DiLoCo, int8": (
-        f"all 8 in one group, int8, every 3 steps, 0.028 0.032, {_DECAY}",
-        f"all 8 in one group, int8, every 10 steps, 0.028 0.032, {_DECAY}",
-    ),
-    "NoLoCo, int4": (
-        "NoLoCo int4, every step, 0.04 0.032",
-        "NoLoCo int4, every 3 steps, 0.02 0.032",
-        "NoLoCo int4, every 7 steps, 0.028 0.032",
-        "NoLoCo int4, every 14 steps, 0.014 0.016",
-        "NoLoCo int4, every 33 steps, 0.014 0.016",
-    ),
-    "DiLoCo, int4": (
-        "NoLoCo int4, groups of 8, every step, 0.056 0.045",  # of all
-        "DiLoCo int4, every 2 steps, 0.04 0.032",
-        "DiLoCo int4, every 3 steps, 0.04 0.032",
-        "DiLoCo int4, every 9 steps, 0.028 0.032",
-        "DiLoCo int4, every 17 steps, 0.02 0.023",
-        "DiLoCo int4, every 35 steps, 0.014 0.016",
-        "DiLoCo int4, every 83 steps, 0.014 0.016",
-    ),
-    "DiLoCo, int4, Nesterov 0.7 and 0.9": (
-        "DiLoCo int4, Nesterov 0.7 0.9, every 35 steps, 0.028 0.032",
-        "DiLoCo int4, Nesterov 0.7 0.9, every 83 steps, 0.028 0.032",
-    ),
-    "NoLoCo, int4, Nesterov 0.7 and 0.8": (
-        "NoLoCo int4, Nesterov 0.7 0.8, every 14 steps, 0.02 0.023",
-        "NoLoCo int4, Nesterov 0.7 0.8, every 33 steps, 0.014 0.016",
-    ),
-    "SparseLoCo": (
-        "SparseLoCo 0.5, every 9 steps, 0.028 0.032",
-        "SparseLoCo 0.5, every 17 steps, 0.02 0.023",
-        "SparseLoCo 0.5, every 35 steps, 0.02 0.023",
-        "SparseLoCo 0.5, every 83 steps, 0.01 0.011",
-    ),
-}
-REPLICAS = {  # of each method, the number of replicas, its row and that of synchronous training
-    "pairs, int8": (
-        (
-            4,
-            f"every step, 0.028 0.023 @ 4 replicas, {_DECAY}",
-            f"synchronous, 0.01 0.016 @ 4 replicas, {_DECAY}",
-        ),
-        (8, f"every step, 0.04 0.032, {_DECAY}", SYNCHRONOUS),
-        (
-            16,
-            f"every step, 0.04 0.032 @ 16 replicas, {_DECAY}",
-            f"synchronous, 0.02 0.032 @ 16 replicas, {_DECAY}",
-        ),
-        (32, "pairs in cycles, int8 @ 32 replicas", "synchronous @ 32 replicas"),
-    ),
-    "groups of 8, from 32 replicas on of 16, int4": (
-        (
-            16,
-            "NoLoCo int4, groups of 8, every step, 0.08 0.064 @ 16 replicas",
-            f"synchronous, 0.02 0.032 @ 16 replicas, {_DECAY}",
-        ),
-        (32, "random groups of 16, int4 @ 32 replicas", "synchronous @ 32 replicas"),
-        (64, "random groups of 16, int4 @ 64 replicas", "synchronous @ 64 replicas"),
-    ),
-}
 LENGTHS, EVERY = (200, 500, 2000), ("step", "3 steps", "10 steps")  # of the study "texts"
-STUDIES = (
-    "weight decay",
-    "DiLoCo",
-    "front",
-    "replicas",
-)  # of this text, with 512 tokens per replica and step
-Runs = Mapping[str, list[Run]]
 
 
 def main() -> None:
@@ -121,27 +37,38 @@ def main() -> None:
         figure.savefig(folder / f"{name}.png", dpi=120)
 
 
-def draw_bytes(axes: "Axes", rows: Iterable[Run]) -> None:
-    runs = methods(rows)
-    axes.axhline(mean(run.loss for run in runs[SYNCHRONOUS]), color="black", linewidth=1, label="synchronous")
-    for name, shown in BYTES.items():
-        sent = [mean(run.sent for run in runs[row]) / WEIGHTS / STEPS for row in shown]
-        losses = [[run.loss for run in runs[row]] for row in shown]
-        _line(axes, name, sent, losses)
+def draw_bytes(axes: "Axes", runs: Sequence[Run]) -> None:
+    """Draw the columns of the table "bytes", without its rows of 16 replicas."""
+    lines, methods = parts(definitions(TABLES.read_text())["bytes"], runs)
+    synchronous = found("synchronous, weight decay 0.01", methods)
+    assert synchronous is not None
+    least = mean(run.loss for run in synchronous.best.values())
+    axes.axhline(least, color="black", linewidth=1, label="synchronous")
+    columns: dict[str, dict[float, list[float]]] = {}
+    for label, row in crossed(lines, methods).items():
+        for title, method in row.items() if not label.startswith("16 replicas") else ():
+            sent = mean(run.sent for run in method.best.values()) / WEIGHTS / STEPS
+            columns.setdefault(title, {})[sent] = [run.loss for run in method.best.values()]
+    for title, losses in columns.items():
+        _line(axes, title, [*losses], [*losses.values()])
     axes.set_xscale("log")
     axes.set_xlabel("bytes sent per weight and local step")
     axes.set_ylabel("loss of the mean model")
 
 
-def draw_replicas(axes: "Axes", rows: Iterable[Run]) -> None:
-    runs = methods(rows)
+def draw_replicas(axes: "Axes", runs: Sequence[Run]) -> None:
+    """Draw pairs, and the largest groups, of each number of replicas in the table "replicas"."""
+    table = grouped(*parts(definitions(TABLES.read_text())["replicas"], runs))
     axes.axhline(0, color="black", linewidth=1, label="synchronous")
-    for name, shown in REPLICAS.items():
-        lost = []
-        for _, method, synchronous in shown:
-            least = {run.seed: run.loss for run in runs[synchronous]}
-            lost.append([100 * (exp(run.loss - least[run.seed]) - 1) for run in runs[method]])
-        _line(axes, name, [row[0] for row in shown], lost)
+    lines: dict[str, dict[int, list[float]]] = {"pairs, int8": {}, "the largest groups, int4": {}}
+    for group, rows in table.items():
+        for label, method in rows[1:]:
+            name = label if label in lines else "the largest groups, int4"
+            least = {seed: run.loss for seed, run in rows[0][1].best.items()}
+            lost = [100 * expm1(run.loss - least[seed]) for seed, run in method.best.items() if seed in least]
+            lines[name][int(group.split()[0])] = lost
+    for name, losses in lines.items():
+        _line(axes, name, [*losses], [*losses.values()])
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks := [4, 8, 16, 32, 64], [str(tick) for tick in ticks])
     axes.set_xlabel("replicas of 512 tokens per step, a round every step")
@@ -151,7 +78,7 @@ def draw_replicas(axes: "Axes", rows: Iterable[Run]) -> None:
 def draw_texts(axes: "Axes", runs: Iterable[Run]) -> None:
     """Draw what each length of runs loses: a circle for each text, at its own best rates, and their range."""
     runs = [run for run in runs if run.study == "texts"]
-    found = by_text((run.method, run.learning_rate, run.seed, run.loss) for run in runs)
+    losses = by_text((run.method, run.learning_rate, run.seed, run.loss) for run in runs)
     axes.axhline(0, color="black", linewidth=1, label="synchronous")
     places = {}  # of the longest runs
     for place, steps in enumerate(LENGTHS):
@@ -163,7 +90,7 @@ def draw_texts(axes: "Axes", runs: Iterable[Run]) -> None:
                 for run in runs
                 if run.method.startswith(f"{name} @ ") and run.method.endswith(f", {steps} steps")
             )
-            lost = sorted(text.above for text in on_texts(found, name, steps))
+            lost = sorted(text.above for text in on_texts(losses, name, steps))
             if steps == LENGTHS[-1]:
                 places[sent] = every
             across = [sent * 1.06 ** (place - 1)] * len(lost)
@@ -176,24 +103,13 @@ def draw_texts(axes: "Axes", runs: Iterable[Run]) -> None:
     axes.set_ylabel("% of perplexity lost")
 
 
-def _line(axes: "Axes", name: str, places: list[float], found: list[list[float]]) -> None:
+def _line(axes: "Axes", name: str, places: Sequence[float], values: list[list[float]]) -> None:
     """Draw means over seeds, with deviations; a point of one seed is open."""
-    means = [mean(values) for values in found]
+    means = [mean(each) for each in values]
     (line,) = axes.plot(places, means, marker="o", markerfacecolor="white", label=name)
-    several = [
-        (x, y, stdev(values)) for x, y, values in zip(places, means, found, strict=True) if len(values) > 1
-    ]
+    several = [(x, y, stdev(each)) for x, y, each in zip(places, means, values, strict=True) if len(each) > 1]
     for x, y, deviation in several:
         axes.errorbar(x, y, deviation, marker="o", capsize=3, color=line.get_color())
-
-
-def methods(runs: Iterable[Run]) -> Runs:
-    """Return the runs of each method of `STUDIES`."""
-    found = defaultdict(list)
-    for run in runs:
-        if run.study in STUDIES:
-            found[run.method].append(run)
-    return found
 
 
 if __name__ == "__main__":

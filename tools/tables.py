@@ -52,7 +52,8 @@ def definitions(text: str) -> dict[str, str]:
 
 def with_caption(definition: str, runs: Iterable[Run]) -> str:
     """Return a table below its name and what it shows."""
-    head, caption, *_ = definition.splitlines()
+    head, *lines = definition.splitlines()
+    (caption,) = (line for line in lines if line.startswith("> "))
     return f"## {head.split()[0]}\n\n{caption.removeprefix('> ')}\n\n{_made(definition, runs)}"
 
 
@@ -96,28 +97,30 @@ def of_study(runs: Iterable[Run], names: Iterable[str]) -> str:
 
 
 def _made(definition: str, runs: Iterable[Run]) -> str:
-    head, *lines = definition.splitlines()
-    lines = [line for line in lines if not line.startswith("> ")]
-    _, kind, rest = head.split(" ", 2)
+    _, kind, rest = definition.splitlines()[0].split(" ", 2)
     if kind == "over":
         made, _, study = rest.partition(" of ")
         of_study = (run for run in runs if run.study == study)
         return OVER[made](by_text((run.method, run.learning_rate, run.seed, run.loss) for run in of_study))
-    return _table(rest, lines, runs)
-
-
-def _table(head: str, lines: list[str], runs: Iterable[Run]) -> str:
-    studies, _, names = head.partition(": ")
-    measures = names.split()
+    measures = rest.partition(": ")[2].split()
     if unknown := [name for name in measures if name not in MEASURES]:
         raise TableError(f"measures are {' '.join(MEASURES)}, not {' '.join(unknown)}")
-    methods = methods_of(run for run in runs if run.study in studies.split(" + "))
-    kind = _crossed if lines and lines[0].startswith("|") else _listed
-    return as_rows(kind(lines, methods, measures))
+    lines, methods = parts(definition, runs)
+    kind_of = _crossed if lines and lines[0].startswith("|") else _listed
+    return as_rows(kind_of(lines, methods, measures))
 
 
-def _listed(lines: Iterable[str], methods: Methods, measures: list[str]) -> Iterator[list[str]]:
-    """Yield the rows of a table with a row for each method."""
+def parts(definition: str, runs: Iterable[Run]) -> tuple[list[str], Methods]:
+    """Return the lines of a definition that name methods, and the methods of its studies."""
+    head, *lines = definition.splitlines()
+    studies = head.split(" ", 2)[2].partition(": ")[0].split(" + ")
+    return [line for line in lines if not line.startswith("> ")], methods_of(
+        run for run in runs if run.study in studies
+    )
+
+
+def grouped(lines: Iterable[str], methods: Methods) -> dict[str, list[tuple[str, Found]]]:
+    """Return labels and methods of each group of a table with a row for each method."""
     groups: dict[str, list[tuple[str, Found]]] = {"": []}
     for line in lines:
         if line.startswith("["):
@@ -127,6 +130,12 @@ def _listed(lines: Iterable[str], methods: Methods, measures: list[str]) -> Iter
         if (runs := found(method or label, methods)) is None:
             raise TableError(f'{EVIDENCE.name} has no runs of "{method or label}"')
         groups[[*groups][-1]].append((label, runs))
+    return groups
+
+
+def _listed(lines: Iterable[str], methods: Methods, measures: list[str]) -> Iterator[list[str]]:
+    """Yield the rows of a table with a row for each method."""
+    groups = grouped(lines, methods)
     first = [] if groups[""] else [""]  # a column for the groups
     yield [*first, "method", *(MEASURES[name].title for name in measures)]
     for group, rows in groups.items():
@@ -135,26 +144,33 @@ def _listed(lines: Iterable[str], methods: Methods, measures: list[str]) -> Iter
             yield [*(group if place == 0 else "" for _ in first), label, *cells]
 
 
-def _crossed(lines: list[str], methods: Methods, measures: list[str]) -> Iterator[list[str]]:
-    """Yield the rows of a table with a column for each method; a cell without runs is empty."""
-    corner, *columns = (cell.strip() for cell in lines[0][1:].split("|"))
-    patterns = dict(column.split(" = ") for column in columns)
-    yield [corner, *patterns]
-    seen: set[str] = set()
-    for line in lines[1:]:
+def crossed(lines: Iterable[str], methods: Methods) -> dict[str, dict[str, Found]]:
+    """Return by label and title the methods of a table with a column for each; there may be no runs of a cell."""
+    head, *others = lines
+    patterns = dict(column.strip().split(" = ") for column in head.split("|")[2:])
+    table = {}
+    for line in others:
         label, _, value = line.partition(" = ")
         names = {title: pattern.replace("{}", value or label) for title, pattern in patterns.items()}
-        row = {title: runs for title, name in names.items() if (runs := found(name, methods))}
-        if not row:
+        table[label] = {title: runs for title, name in names.items() if (runs := found(name, methods))}
+        if not table[label]:
             raise TableError(f'{EVIDENCE.name} has no runs of "{line}"')
-        seen |= row.keys()
+    if unseen := patterns.keys() - {title for row in table.values() for title in row}:
+        raise TableError(f"{EVIDENCE.name} has no runs of the column {', '.join(sorted(unseen))}")
+    return table
+
+
+def _crossed(lines: list[str], methods: Methods, measures: list[str]) -> Iterator[list[str]]:
+    """Yield the rows of a table with a column for each method."""
+    _, corner, *columns = (cell.strip() for cell in lines[0].split("|"))
+    titles = [column.partition(" = ")[0] for column in columns]
+    yield [corner, *titles]
+    for label, row in crossed(lines, methods).items():
         shown = {
             title: [MEASURES[name].show(runs, _baselines(row.items())) for name in measures]
             for title, runs in row.items()
         }
-        yield [label, *("; ".join(filter(None, shown.get(title, []))) for title in patterns)]
-    if unseen := patterns.keys() - seen:
-        raise TableError(f"{EVIDENCE.name} has no runs of the column {', '.join(sorted(unseen))}")
+        yield [label, *("; ".join(filter(None, shown.get(title, []))) for title in titles)]
 
 
 def _baselines(rows: Iterable[tuple[str, Found]]) -> dict[str, Found]:
