@@ -1,17 +1,13 @@
 """Replicas as a federation, for measurements: each could as well be a job of its own."""
 
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Member
-from megatron_noloco.federation.movement import Movement
+from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import Network, open_node
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.pairing import Pairing
@@ -19,7 +15,6 @@ from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.rendezvous import Folder, rendezvous_of
 from megatron_noloco.federation.rounds import Leading, Replica
 from megatron_noloco.federation.store import Store
-from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.outer import OuterOptimizer, Weights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -35,10 +30,10 @@ def open_replica(slot: int, folder: Path, listen: str = _LOOPBACK, keys: Keys | 
     return open_node(Network(rendezvous_of(f"file://{folder}", _RUN, {}), Member(_RUN), listen, keys), slot)
 
 
-def open_in_store(slot: int, url: str, key: Path | None) -> tuple[NodeThread, Counter[str]]:
+def open_in_store(slot: int, url: str, key: Path) -> tuple[NodeThread, Counter[str]]:
     """Connect a replica without a port to the others, through a folder or a bucket; return also its requests."""
-    keys, store = None if key is None else Keys.read(key), Store.of(url)
-    network = Network(Folder(store, _RUN), Member(_RUN), None, keys, key_file=key)
+    store = Store.of(url)
+    network = Network(Folder(store, _RUN), Member(_RUN), None, Keys.read(key), key_file=key)
     return open_node(network, slot), store.calls
 
 
@@ -48,22 +43,14 @@ def wait_for_all(thread: NodeThread, replicas: int) -> None:
         raise SystemExit(f"replica {thread.node.slot}: not all of the {replicas - 1} others are there")
 
 
-def outer_of(
-    slot: int, thread: NodeThread | None, weights: Weights, movement: Movement, settings: NolocoSettings
-) -> OuterOptimizer:
-    """Return the outer optimizer of a rank of a replica; `thread` is that of its leader, None on followers."""
-    leading, place, deadline = None, Place(slot, None), settings.deadline_seconds
-    if thread is not None:
-        behind = FederationSettings().rounds_behind * settings.fragments
-        leading = Leading(thread, Partners(thread.node, deadline, deadline, behind))
-    # A job may have several replicas of one rank each.
-    tell: Callable[[Callable[[], Any]], Any] = _call if movement.transport is None else computed_by_rank_0
-    replica = Replica(Gather(movement), place, Pairing(settings, SEED), leading, tell)
+def outer_of(thread: NodeThread, weights: Weights, settings: NolocoSettings) -> OuterOptimizer:
+    """Return the outer optimizer of a replica of one rank."""
+    place, deadline = Place(thread.node.slot, None), settings.deadline_seconds
+    behind = FederationSettings().rounds_behind * settings.fragments
+    leading = Leading(thread, Partners(thread.node, deadline, deadline, behind))
+    movement = Gather(alone(weights.length))
+    replica = Replica(movement, place, Pairing(settings, SEED), leading, lambda find: find())
     return OuterOptimizer(weights, None, place, settings, SEED, replica)
-
-
-def _call(find: Callable[[], Any]) -> Any:
-    return find()
 
 
 def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], object]) -> NodeThread:
@@ -80,45 +67,3 @@ def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], objec
     wait_for_all(thread, size)
     barrier()
     return thread
-
-
-@contextmanager
-def echoing(thread: NodeThread) -> Iterator[None]:
-    """Send each row of metrics that comes over a link back, until the context ends."""
-
-    def echo(over: threading.Event) -> None:
-        while not over.wait(0.005):
-            for _ in thread.rows():
-                thread.tell_row("!")
-
-    with _beside(echo):
-        yield
-
-
-@contextmanager
-def timing_rows(thread: NodeThread) -> Iterator[list[float]]:
-    """Send a row of metrics to a replica that is `echoing`, again and again; gives the seconds there and back."""
-    ways = list[float]()
-
-    def ask(over: threading.Event) -> None:
-        while not over.is_set():
-            asked = time.monotonic()
-            thread.tell_row("?")
-            while not thread.rows() and not over.wait(0.005):
-                pass
-            ways.append(time.monotonic() - asked)
-
-    with _beside(ask):
-        yield ways
-
-
-@contextmanager
-def _beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    over = threading.Event()
-    working = threading.Thread(target=work, args=(over,))
-    working.start()
-    try:
-        yield
-    finally:
-        over.set()
-        working.join()

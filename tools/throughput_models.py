@@ -29,7 +29,7 @@ SIZES = {
 }
 
 
-def config_of(size: Size, precision: str, transformer_impl: str) -> dict[str, Any]:
+def config_of(size: Size, precision: str) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": size.micro_batch,
         "gradient_accumulation_steps": size.microbatches,
@@ -44,7 +44,6 @@ def config_of(size: Size, precision: str, transformer_impl: str) -> dict[str, An
             "ffn_hidden_size": size.ffn,
             "num_attention_heads": size.heads,
             "seq_length": size.seq_length,
-            "transformer_impl": transformer_impl,
         },
         "data": {"text": "none"},
         "training": {"train_iters": 1},

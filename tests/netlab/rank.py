@@ -66,14 +66,12 @@ def round_over_mpi(elements: int, folder: Path) -> Way:
 
 def round_of_federation(elements: int, folder: Path) -> Way:
     """Return the round between separate jobs, with keys."""
-    from megatron_noloco.federation.movement import alone
     from megatron_noloco.outer import TorchWeights
     from tools.federated import join_as_jobs, outer_of
 
     world = MPI.COMM_WORLD
     thread = join_as_jobs(world.rank, world.size, folder, world.Barrier)
-    weights = TorchWeights([_ones(elements)])
-    return training_round(outer_of(world.rank, thread, weights, alone(elements), _settings()))
+    return training_round(outer_of(thread, TorchWeights([_ones(elements)]), _settings()))
 
 
 def _settings() -> "NolocoSettings":

@@ -1,18 +1,13 @@
 """The speed of a pair's exchange over MPI, its messages alone and with the mean, against raw MPI calls.
 
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench exchange --megabytes 64
-    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench exchange --model
 
 Ranks 2i and 2i+1 are a pair. Each repeat runs all variants in turn, on the same bytes, so that noise of the
 machine affects them alike; a time is that of the slowest rank.
-
---model: the vector is a Llama of 110M weights, and one more variant is the exchange of the paper's authors: outer
-gradient and slow weights go to the lower rank tensor by tensor, and their means back; each message is waited for.
 """
 
 import argparse
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +15,6 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import table_of
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Message
@@ -30,27 +23,10 @@ from tools.bench.laps import Laps, rounded
 
 DEADLINE_SECONDS = 300.0
 TRANSPORT = "transport"
-MODEL = Architecture(
-    family="llama",
-    num_layers=12,
-    hidden_size=768,
-    ffn_hidden_size=2048,
-    num_attention_heads=12,
-    num_query_groups=12,
-    kv_channels=64,
-    seq_length=1024,
-    vocab_size=16000,
-    padded_vocab_size=16000,
-    rotary_base=10000.0,
-    norm_epsilon=1e-5,
-    tied_embeddings=False,
-    init_method_std=0.02,
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
-    parser.add_argument("--model", action="store_true", help="a model's tensors instead")
     parser.add_argument("--repeats", type=int, default=15, help="timed repeats, after two to warm up")
 
 
@@ -60,11 +36,8 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
     world = MPI.COMM_WORLD
     if world.Get_size() % 2:
         raise SystemExit(f"ranks are paired: start an even number of ranks, not {world.Get_size()}")
-    tensors = [math.prod(row.shape) for row in table_of(MODEL)] if options.model else []
-    elements = sum(tensors) or int(options.megabytes * 1e6) // 4
+    elements = int(options.megabytes * 1e6) // 4
     ways = make_ways(world, elements)
-    if tensors:
-        ways["authors"] = authors_way(world, tensors)
     laps = Laps(options.repeats, 2, world.Barrier, lambda seconds: world.allreduce(seconds, op=MPI.MAX))
     for _ in laps:
         for name, way in ways.items():
@@ -122,24 +95,3 @@ def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
         **({"sendrecv": sendrecv} if fits else {}),
         "allreduce_of_pair": allreduce,
     }
-
-
-def authors_way(world: MPI.Comm, tensors: list[int]) -> Callable[[], None]:
-    """Return the authors' exchange of two vectors, each in tensors of so many elements; see the module."""
-    rank = world.Get_rank()
-    partner = rank ^ 1
-    vectors = [[np.full(elements, float(rank), np.float32) for elements in tensors] for _ in range(2)]
-    theirs = np.empty(max(tensors), np.float32)
-
-    def average() -> None:
-        for tensor in itertools.chain.from_iterable(zip(*vectors, strict=True)):
-            if rank < partner:
-                world.Recv(theirs[: len(tensor)], partner)
-                tensor += theirs[: len(tensor)]
-                tensor *= 0.5
-                world.Send(tensor, partner)
-            else:
-                world.Send(tensor, partner)
-                world.Recv(tensor, partner)
-
-    return average

@@ -5,11 +5,9 @@
     python -m tools.bench federation --rendezvous s3://bucket/run    # without ports; also file:///FOLDER
 
 Each job is a process. They exchange vectors of so many bytes in fp32 as a run does, and vectors of 1,000 weights
-in turn, after a first of each. Meanwhile a row of metrics goes to and fro over their link, again and again, but
-not through a folder. Reports for each payload the medians of the seconds, the bytes that a replica
-sent in a round, and the longest way of a row there and back. Over a link that `tests.netlab` emulates also the
-share of its rate; through a folder or a bucket also the medians of the requests of one job in a round, and the
-requests in a second without.
+in turn, after two of each that do not count. Reports for each payload the medians of the seconds, and the bytes
+that a replica sent in a round. Over a link that `tests.netlab` emulates also the share of its rate; through a
+folder or a bucket also the medians of the requests of one job in a round, and the requests in a second without.
 """
 
 import argparse
@@ -21,14 +19,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.settings import NolocoSettings
@@ -36,15 +33,7 @@ from tests.netlab.__main__ import quantity
 from tests.netlab.lab import lab
 from tests.netlab.network import Link
 from tests.netlab.relay import address_of
-from tools.federated import (
-    DEADLINE_SECONDS,
-    echoing,
-    open_in_store,
-    open_replica,
-    outer_of,
-    timing_rows,
-    wait_for_all,
-)
+from tools.federated import DEADLINE_SECONDS, open_in_store, open_replica, outer_of, wait_for_all
 
 _SMALL = 1000  # weights
 _FIRST = 2  # rounds of each kind that do not count
@@ -59,7 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rendezvous", metavar="URL", help="a folder or a bucket, which is all that they share"
     )
-    parser.add_argument("--open", action="store_true", help="without keys")
     parser.add_argument("--rate", help="of the emulated link in both directions, such as 200Mbit")
     parser.add_argument("--delay", default="0ms", help="each way")
     parser.add_argument(
@@ -76,7 +64,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for payload in options.payloads:
         rate = options.rate and quantity("rate", options.rate)
         numbers = ("megabytes", "repeats", "pause")
-        arguments = [f"--{name}={getattr(options, name)}" for name in numbers] + ["--open"] * options.open
+        arguments = [f"--{name}={getattr(options, name)}" for name in numbers]
         arguments += [f"--rendezvous={options.rendezvous}/{payload}"] * (options.rendezvous is not None)
         with _hosts(rate, quantity("delay", options.delay)) as on, tempfile.TemporaryDirectory() as folder:
             Keys.make(Path(folder) / "key")
@@ -103,39 +91,33 @@ def _hosts(rate: float | None, delay: float) -> Iterator[Any]:
 def _rounds(slot: int, address: str, folder: Path, options: Any) -> dict[str, Any]:
     """Run the rounds of a replica."""
     torch.set_num_threads(1)
-    key = None if options.open else folder / "key"
     base, small = torch.randn(int(options.megabytes * 250_000)), torch.ones(_SMALL)
     if options.rendezvous:
-        opened, calls = open_in_store(slot, options.rendezvous, key)
+        opened, calls = open_in_store(slot, options.rendezvous, folder / "key")
     else:
-        keys, calls = None if key is None else Keys.read(key), Counter()
+        keys, calls = Keys.read(folder / "key"), Counter()
         opened = open_replica(slot, folder / "rendezvous", f"tcp://{address}:0", keys)
     with closing(opened) as thread:
-        large = _outer(slot, thread, base, options.payloads[0])
-        tiny = _outer(slot, thread, small, options.payloads[0])
+        large, tiny = (_outer(thread, start, options.payloads[0]) for start in (base, small))
         wait_for_all(thread, 2)
-        asks = timing_rows if slot == 0 else echoing
-        rows = nullcontext() if options.rendezvous else asks(thread)  # through a folder they cost requests
         sent, seconds = 0, {False: list[float](), True: list[float]()}
         requests, idle = {False: list[Counter[str]](), True: list[Counter[str]]()}, Counter[str]()
-        with rows as ways:
-            for number in range(2 * (_FIRST + options.repeats)):
-                is_small = bool(number % 2)
-                before = calls.copy()
-                time.sleep(options.pause)
-                idle += calls - before
-                before, started = calls.copy(), time.perf_counter()
-                report = (tiny if is_small else large).run_round(number)
-                seconds[is_small].append(time.perf_counter() - started)
-                requests[is_small].append(calls - before)
-                assert report.exchange.group == (0, 1), report.exchange.missed
-                sent = max(sent, report.exchange.bytes_sent)
+        for number in range(2 * (_FIRST + options.repeats)):
+            is_small = bool(number % 2)
+            before = calls.copy()
+            time.sleep(options.pause)
+            idle += calls - before
+            before, started = calls.copy(), time.perf_counter()
+            report = (tiny if is_small else large).run_round(number)
+            seconds[is_small].append(time.perf_counter() - started)
+            requests[is_small].append(calls - before)
+            assert report.exchange.group == (0, 1), report.exchange.missed
+            sent = max(sent, report.exchange.bytes_sent)
         time.sleep(1.0)  # the other one may still read
     return {
         "seconds": round(statistics.median(seconds[False][_FIRST:]), 3),
         "seconds_of_small_rounds": round(statistics.median(seconds[True][_FIRST:]), 3),
         "bytes_sent": sent,
-        "seconds_of_a_row": round(max(ways), 3) if ways else None,
     } | _requests(requests, idle, options)
 
 
@@ -156,8 +138,7 @@ def _requests(
     }
 
 
-def _outer(slot: int, thread: NodeThread, base: torch.Tensor, payload: Any) -> OuterOptimizer:
-    draws = torch.Generator().manual_seed(slot)
+def _outer(thread: NodeThread, base: torch.Tensor, payload: Any) -> OuterOptimizer:
+    draws = torch.Generator().manual_seed(thread.node.slot)
     weights = TorchWeights([base + 1e-2 * torch.randn(len(base), generator=draws)])
-    settings = NolocoSettings(payload=payload, deadline_seconds=DEADLINE_SECONDS)
-    return outer_of(slot, thread, weights, alone(len(base)), settings)
+    return outer_of(thread, weights, NolocoSettings(payload=payload, deadline_seconds=DEADLINE_SECONDS))

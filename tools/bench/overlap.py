@@ -3,11 +3,10 @@
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench overlap --megabytes 64
     torchrun --nproc-per-node 2 -m tools.bench overlap --megabytes 64
 
-Every rank is a replica; with `--transport federation` they exchange as separate jobs do, encrypted. A local step
-consists of matrix products on one core, in `--microbatches` parts between which messages may move, as in the
-trainer. It is `--step-over-exchange` times as long as an exchange that training waits for, which is measured
-first. A repeat runs in turn k local steps alone, with a round that training waits for ("none"), and with one that
-is merged d steps later ("delayed"). All times are those of the slowest rank:
+Every rank is a replica. A local step consists of matrix products on one core, in `--microbatches` parts between
+which messages may move, as in the trainer. It is `--step-over-exchange` times as long as an exchange that training
+waits for, which is measured first. A repeat runs in turn k local steps alone, with a round that training waits for
+("none"), and with one that is merged d steps later ("delayed"). Times are those of the slowest rank:
 
     all         the k steps and what the round adds to them
     pause       time in calls of the outer optimizer
@@ -26,16 +25,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.node_thread import NodeThread
-from megatron_noloco.job.agreement import broadcast_from_rank_0
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.leaving import leave
@@ -44,15 +38,13 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.interface import Transport
 from tools.bench.laps import slowest
-from tools.federated import DEADLINE_SECONDS, join_as_jobs, outer_of
 
 WIDTH = 256  # of the matrices of a local step: 1 MB for the three of them
-WARM_UPS = 2
+WARM_UPS, DEADLINE_SECONDS = 2, 300.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 weights / 1e6")
-    parser.add_argument("--transport", choices=("auto", "mpi", "torch", "federation"), default="auto")
     parser.add_argument("--local-steps", type=int, default=4, help="k")
     parser.add_argument("--overlap-steps", type=int, default=2, help="d, less than k")
     parser.add_argument("--step-over-exchange", type=float, default=1.0)
@@ -70,18 +62,13 @@ def run(options: argparse.Namespace) -> NoReturn:
     torch.set_num_threads(1)
     world = read_world(os.environ)
     join(world, "gloo")
-    if options.transport == "federation":
-        with TemporaryDirectory() as folder:
-            shared = Path(broadcast_from_rank_0(folder))
-            measure(options, join_as_jobs(world.rank, world.world_size, shared, dist.barrier))
-    else:
-        measure(options, choose_transport(options.transport, world))
+    measure(options, choose_transport("auto", world))
     leave(0)
 
 
-def measure(options: argparse.Namespace, way: Transport | NodeThread) -> None:
+def measure(options: argparse.Namespace, transport: Transport) -> None:
     """Measure, and print the figures."""
-    bench = Bench(options, build_outer(options, way))
+    bench = Bench(options, build_outer(options, transport))
     exchange_seconds = bench.calibrate()
     measured = bench.measure()
 
@@ -93,7 +80,7 @@ def measure(options: argparse.Namespace, way: Transport | NodeThread) -> None:
 
     if dist.get_rank() == 0:
         print(json.dumps({
-            "transport": "federation" if isinstance(way, NodeThread) else way.name,
+            "transport": transport.name,
             "ranks": dist.get_world_size(),
             "bytes": int(options.megabytes * 1e6) // 4 * 4,
             "local_steps": options.local_steps,
@@ -110,14 +97,12 @@ def measure(options: argparse.Namespace, way: Transport | NodeThread) -> None:
     dist.barrier()
 
 
-def build_outer(options: argparse.Namespace, way: Transport | NodeThread) -> OuterOptimizer:
+def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptimizer:
     settings = NolocoSettings(
         local_steps=options.local_steps, payload="fp32", deadline_seconds=DEADLINE_SECONDS
     )
     weights = TorchWeights([torch.ones(int(options.megabytes * 1e6) // 4)])
-    if isinstance(way, NodeThread):
-        return outer_of(dist.get_rank(), way, weights, alone(weights.length), settings)
-    return OuterOptimizer(weights, way, Place(way.rank, way.world_size), settings)
+    return OuterOptimizer(weights, transport, Place(transport.rank, transport.world_size), settings)
 
 
 class Bench:

@@ -4,9 +4,8 @@
 
 Starts its ranks itself (forked, gloo, one machine) and builds real stages. Forward and backward of a batch are
 timed, without the optimizer, which does not depend on routes. Each repeat runs all variants once, in an order that
-rotates, so that noise of the machine affects them alike; a time is that of the slowest rank. "off" is the routed
-communicator inside each replica, "off again" the same once more: the deviation of their ratio from 1 is noise.
-"core" is Megatron-core's own communicator.
+rotates, so that noise of the machine affects them alike; a time is that of the slowest rank. "off" stays
+inside each replica, "off again" is the same once more: the deviation of their ratio from 1 is noise.
 """
 
 import argparse
@@ -19,36 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from megatron.core.pipeline_parallel import p2p_communication
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import Pipeline
-from megatron_noloco.pipeline.stream_clock import StreamClock
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from tools.bench.laps import Laps, rounded, slowest
 
 VOCABULARY = 256
 WARM_UPS = 3
-BASE, AGAIN, CORE = "off", "off again", "core"
+BASE, AGAIN = "off", "off again"
 INTERVALS = ("round", "microbatch")
-
-
-class CoreCommunicator(P2PCommunicator):
-    """Megatron-core's communicator, without routes."""
-
-    def __init__(self, groups: Groups, stage: Stage) -> None:
-        super().__init__(groups.pp, stage.config)
-        self.device, self.vpp = torch.device("cpu"), 1
-        self.waits, self.bytes_to_others = StreamClock(self.device), 0
-
-    def begin(self, *_: Any) -> None:
-        """Ignore the routes: the two neighbours are always the same."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -130,16 +114,13 @@ def run_rank(rank: int, ranks: int, folder: str, config: RunConfig, repeats: int
 def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int], None]]:
     """Return the variants to compare. Each runs the batch of a step, on the same stage and data."""
     cpu.prepare()
-    p2p_communication.torch = cpu._HostTorch()  # core's communicator asks for the current CUDA device
     inside, across = build_groups(topology, routed=False), build_groups(topology, routed=True)
     stage = build_stage(config.architecture(VOCABULARY), config.compute, inside, config.training.seed)
     shape = (config.micro_batch_size, config.model.seq_length)
     batch = torch.randint(VOCABULARY, shape), torch.randint(VOCABULARY, shape), None
 
-    def way(groups: Groups, interval: str, core: bool = False) -> Callable[[int], None]:
+    def way(groups: Groups, interval: str) -> Callable[[int], None]:
         pipeline = Pipeline(stage, groups, *shape)
-        if core:
-            pipeline.communicator = CoreCommunicator(groups, stage)
         routing = Routing(topology.replicas, config.microbatches, 0, interval)  # type: ignore[arg-type]
 
         def run(step: int) -> None:
@@ -151,5 +132,5 @@ def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int]
     def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor, None]:
         return batch
 
-    straight = {BASE: way(inside, "off"), AGAIN: way(inside, "off"), CORE: way(inside, "off", core=True)}
+    straight = {name: way(inside, "off") for name in (BASE, AGAIN)}
     return straight | {interval: way(across, interval) for interval in INTERVALS}

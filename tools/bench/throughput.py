@@ -11,8 +11,7 @@ optimizer, and the recording of its numbers. The peers take the same microbatche
 
 Both have fp32 master weights, gradients clipped by their norm, and torch's AdamW (fused on a GPU). Steps of ours
 and of a peer alternate. Seconds are medians, on a CPU those of the process itself, so that other work counts
-little; a ratio is ours / peer in tokens per second, the median over the repeats. `profile` has
-the operators that take ours longest.
+little; a ratio is ours / peer in tokens per second, the median over the repeats.
 """
 
 import argparse
@@ -29,8 +28,6 @@ os.environ["TORCHDYNAMO_DISABLE"] = "0"  # the model of transformers is compiled
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_noloco.job.start_up import before_engines
 from tools.throughput_models import BETAS, CLIPPING, LR, SIZES, WEIGHT_DECAY, config_of
@@ -49,7 +46,6 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.preflight.accelerators import peak_tflops_here
 from tools.bench.laps import Laps
 
-SHOWN_OPERATORS = 12
 Step = Callable[[], None]
 
 
@@ -57,7 +53,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     gpu = torch.cuda.is_available()
     parser.add_argument("--size", choices=SIZES, default="125M" if gpu else "tiny")
     parser.add_argument("--precision", choices=DTYPES, default="bf16" if gpu else "fp32")
-    parser.add_argument("--transformer-impl", choices=("auto", "local", "transformer_engine"), default="auto")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--no-compile", action="store_true", help="of transformers' model")
     parser.add_argument("--warm-ups", type=int, default=3)
@@ -85,7 +80,7 @@ class Bench:
         self.options = options
         self.size = SIZES[options.size]
         cpu.prepare()
-        self.config = RunConfig(**config_of(self.size, options.precision, options.transformer_impl))
+        self.config = RunConfig(**config_of(self.size, options.precision))
         self.architecture = self.config.architecture(self.size.vocabulary)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.dtype = DTYPES[self.config.precision]
@@ -123,7 +118,6 @@ class Bench:
             found.setdefault("ours", figures(ours_seconds))  # beside the first peer
             del peer
             forget()
-        found["profile"] = self.profile(ours)
         return found | {
             "figure": f"{found['ours']['tokens_per_second']} tokens/s, MFU {found['ours']['mfu']}",
             "peer": ", ".join(f"{found[name]['ours_over_it']} of {name}" for name in self.options.peers),
@@ -231,27 +225,6 @@ class Bench:
         with laps.lap(name):
             step()
             wait_for(self.device)
-
-    def profile(self, step: Step) -> dict[str, float]:
-        """Return shares of a step's wall time: of the operators that take longest, and of all of them."""
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        laps = Laps(1)
-        with profile(activities=activities) as profiler:
-            self.timed(step, laps, "profiled")
-        (seconds,) = laps.wall["profiled"]
-        if self.device.type == "cuda":  # kernels; the operators that queued them hold their times once more
-            times = {
-                event.key: event.self_device_time_total
-                for event in profiler.key_averages()
-                if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-            }
-        else:
-            times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
-        longest = sorted(times, key=times.__getitem__, reverse=True)[:SHOWN_OPERATORS]
-        shares = {"all operators": sum(times.values())} | {name: times[name] for name in longest}
-        return {name: round(microseconds / 1e6 / seconds, 4) for name, microseconds in shares.items()}
 
 
 def forget() -> None:

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.settings import NolocoSettings
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
@@ -144,9 +143,7 @@ class Replica:
         self.thread = open_replica(slot, folder)
         self.leave_out(number - 1)
         settings = NolocoSettings(local_steps=1, payload="fp32", deadline_seconds=DEADLINE_SECONDS)
-        self._outer = outer_of(
-            slot, self.thread, TorchWeights([torch.ones(elements)]), alone(elements), settings
-        )
+        self._outer = outer_of(self.thread, TorchWeights([torch.ones(elements)]), settings)
         self.lost = False
 
     def leave_out(self, number: int) -> None:

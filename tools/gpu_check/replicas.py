@@ -80,7 +80,7 @@ def seconds_per_step(options: argparse.Namespace, block: dict[str, Any]) -> floa
 def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[Row]:
     """Return a row for each local phase but the first, in which kernels are compiled."""
     size = SIZES[options.size]
-    config = config_of(size, options.precision, "auto")
+    config = config_of(size, options.precision)
     config |= {"noloco": block, "parallel": {"replicas": options.replicas}, "evaluation": {"iters": 0}}
     config["model"] |= {"vocab_size": size.vocabulary}
     config["data"] = {"text": "python-stdlib", "tokenizer_type": "byte"}
