@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
 
 @pytest.mark.parametrize("listen", ["off", LOCAL])
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_folder_that_a_job_may_not_write_is_a_mistake_of_the_user(
+def test_a_folder_that_may_not_be_written_is_one_line(
     listen: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = FederationSettings(rendezvous=f"file://{tmp_path}/run", encryption="none", listen=listen)
@@ -113,7 +113,7 @@ def test_two_runs_in_one_folder_both_say_in_what_they_differ(tmp_path: Path) -> 
         )
 
 
-def test_a_job_that_is_alone_in_a_folder_asks_whether_it_is_the_right_one(tmp_path: Path) -> None:
+def test_a_job_alone_in_a_folder_asks_whether_it_is_right(tmp_path: Path) -> None:
     """It may be a mistyped path, or a disk that is not mounted: the folder was made then."""
     folder = folder_at(tmp_path / "mistyped")
     folder.publish(0, Address("tcp://a:1", 10))
@@ -294,7 +294,7 @@ def test_the_address_of_the_latest_process_is_kept() -> None:
     assert own.addresses[1] == Address("tcp://b:1", 6)
 
 
-def test_a_process_that_is_refused_is_left_out_until_its_slot_has_another() -> None:
+def test_a_process_that_is_refused_is_left_out() -> None:
     first, second = Address("tcp://a:1", 5), Address("tcp://a:1", 6)
     own, others = directory({1: first}), directory()
     for other, incarnation in ((1, 5), (1, 4), (0, 1)):
