@@ -29,7 +29,10 @@ def initial_weights(architecture: Architecture, seed: int) -> Read:
             return torch.full(parameter.shape, float(parameter.init == "ones"))
         residual = parameter.init == "residual"
         scale = std / (2 * architecture.num_layers) ** 0.5 if residual else std
-        return _draw(parameter.shape, parameter.name, seed).mul_(scale)
+        drawn = _draw(parameter.shape, parameter.name, seed).mul_(scale)
+        for padding in parameter.split(drawn)[len(parameter.hf) :] if parameter.hf else ():
+            padding.zero_()  # no round has it: it stays the same in all replicas, whatever steps they take
+        return drawn
 
     return read
 

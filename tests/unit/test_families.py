@@ -21,6 +21,7 @@ from megatron_noloco.model.families import (
     table_of,
 )
 from megatron_noloco.model.families.llama import Llama
+from megatron_noloco.model.parameters import initial_weights
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
@@ -220,6 +221,16 @@ def test_parts_join_to_what_was_split() -> None:
     row = table_of(SMALL).find("decoder.layers.0.self_attention.linear_qkv.weight")
     numbers = torch.arange(48.0).view(-1, 1).expand(48, 16)
     assert row.split(numbers)[1][:, 0].tolist() == [*range(12, 18), *range(36, 42)], "the keys of both groups"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_has_all_of_the_initial_weights(family: str) -> None:
+    """The padding of the vocabulary begins at zero, and has no gradient: it is the same in all replicas."""
+    read = initial_weights(of_family(family), 1)
+    for row in table_of(of_family(family)):
+        full = read(row.name)
+        assert torch.equal(row.from_hf(row.to_hf(full).__getitem__), full), row.name
+    assert (read("output_layer.weight") != 0).all(dim=1).tolist() == [True] * 30 + [False] * 2
 
 
 def test_a_chunk_finds_its_rows_by_its_own_numbers() -> None:
