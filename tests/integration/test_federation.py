@@ -178,7 +178,6 @@ def test_two_stage_replica_without_disk_takes_over_and_ends(
             "key_file": str(tmp_path / "key"),
         },
         "parallel": {"pipeline_model_parallel_size": 2},
-        "model": {"make_vocab_size_divisible_by": 1},  # padding is not taken over
         "training": {"train_iters": 40},
         "checkpoint": {"save_interval": 1, "keep_last": 100},
     }

@@ -45,7 +45,6 @@ def changes(text: str, **more: Any) -> dict[str, Any]:
         "data": {"text": text},
         "federation": {"listen": "off"},
         "noloco": {"final_average": True},
-        "model": {"make_vocab_size_divisible_by": 1},  # padding is not averaged
         "training": {"train_iters": STEPS},
         "checkpoint": {"save_interval": STEPS},
     }
