@@ -132,7 +132,6 @@ def attach(
         jobs = membership.replica(weights, seed, None if held is None else (held, copies))
         outer = OuterOptimizer(weights, None, membership.place, settings, seed, jobs)
         job_state = JobState(weights, outer, *kept)
-        job_state.movement = jobs.movement
         peers = FederationPeers(membership, jobs, outer, job_state, Health(weights, vote))
         membership.say = partial(warnings.warn, stacklevel=5)
         done = 0 if state is None else job_state.restore(state)

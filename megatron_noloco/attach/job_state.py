@@ -21,7 +21,6 @@ from megatron_noloco.attach.inner import Inner
 from megatron_noloco.attach.registered import Functions, bytes_of, loaded, read, saved
 from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State
 from megatron_noloco.files import outside
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
@@ -42,11 +41,8 @@ class JobState:
         first: digests of the weights and of the buffers with which training began.
 
     Attributes:
-        movement: of the weights; in a federation only.
         inner_from: the local steps of the state of `inner` that was taken over last; -1: none was.
     """
-
-    movement: Movement
 
     def __init__(
         self,

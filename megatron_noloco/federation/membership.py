@@ -73,8 +73,8 @@ class Membership:
         Args:
             weights, held: see `movement_of`.
         """
-        gather = Gather(movement_of(weights, self.noloco.fragments, held))
-        return Replica(gather, self.place, Pairing(self.noloco, seed), self.leading)
+        movement = self.states.movement = movement_of(weights, self.noloco.fragments, held)
+        return Replica(Gather(movement), self.place, Pairing(self.noloco, seed), self.leading)
 
     def wait_for_start(self, done: int) -> bool:
         """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to end.

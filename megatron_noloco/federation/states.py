@@ -5,8 +5,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron_noloco.federation.movement import Movement
-
 FAST_WEIGHTS = "fast_weights"  # the vector that every state has beside those of the outer optimizer
 
 
@@ -39,13 +37,7 @@ class State(NamedTuple):
 
 
 class StateAdapter(Protocol):
-    """What a job does with states. All methods are called on all ranks of the replica.
-
-    Attributes:
-        movement: where the elements of this rank's vectors lie.
-    """
-
-    movement: Movement
+    """What a job does with states. All methods are called on all ranks of the replica."""
 
     def copy(self, done: int) -> State:
         """Return a copy of the state after `done` local steps."""

@@ -91,7 +91,12 @@ class TakeOver:
 
     Args:
         thread: of the leader; None on the other ranks.
+
+    Attributes:
+        movement: of a state's vectors, as of those of rounds; `Membership.replica` sets it.
     """
+
+    movement: Movement
 
     def __init__(self, thread: NodeThread | None) -> None:
         self._thread = thread
@@ -129,7 +134,7 @@ class TakeOver:
         with _complaining():  # the training goes on, and the replicas that ask are answered
             state = keeper.copy(done)
         made = all(gather_from_all_ranks(state is not None))
-        self._giving = self._sender.submit(self._send, state if made else None, keeper.movement)
+        self._giving = self._sender.submit(self._send, state if made else None)
         return made
 
     def close(self) -> None:
@@ -157,10 +162,13 @@ class TakeOver:
         self._set_step(0)
         _refuse(self._given, "gives no state any more")
 
-    def _send(self, state: State | None, movement: Movement) -> None:
+    def _send(self, state: State | None) -> None:
         """Send a copy to all that wait; a job of the sender's thread, on all ranks."""
         with _complaining(), suppress(ThreadFailedError):
-            gather, vectors = Gather(movement, _GIVING), state.vectors.values() if state is not None else ()
+            gather, vectors = (
+                Gather(self.movement, _GIVING),
+                state.vectors.values() if state is not None else (),
+            )
             with _finishing([gather.whole(vector, None) for vector in vectors]) as transfers:
                 if self._thread is not None:
                     self._thread.call(self._give(state, transfers)).result()
@@ -229,7 +237,7 @@ class TakeOver:
         """
         conversation = self._receive(slot, least, seconds)
         offer, rest = self._go_on(conversation, None)
-        gather = Gather(keeper.movement, _TAKING)
+        gather = Gather(self.movement, _TAKING)
         try:
             vectors = _agreed(lambda: keeper.allocate(offer.facts, offer.vectors))
         except NotTakenError as error:

@@ -11,7 +11,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State
 from megatron_noloco.files import outside
 from megatron_noloco.model.dropout import seed_dropout
@@ -50,7 +49,6 @@ class ReplicaState:
     schedule, loss scale. The counters of the monitor and the place in the data stay the job's own.
 
     Args:
-        movement: of the weights.
         optimizer: name of the inner optimizer.
         seed: of the run.
         say: is called with lines for the log.
@@ -60,12 +58,11 @@ class ReplicaState:
         self,
         engine: ReplicaEngine,
         outer: Rounds,
-        movement: Movement,
         optimizer: str,
         seed: int,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self._engine, self._outer, self.movement = engine, outer, movement
+        self._engine, self._outer = engine, outer
         self._optimizer, self._seed, self._say = optimizer.lower(), seed, say
         layout = engine.parameter_layout()
         ends = pairwise(accumulate((part.length for part in layout), initial=0))

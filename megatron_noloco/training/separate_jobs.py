@@ -69,7 +69,7 @@ def build_peers(
     replica = membership.replica(weights, seed, engine.held())
     outer = OuterOptimizer(weights, None, place, config.noloco, seed, replica)
     optimizer = config.optimizer.type
-    keeper = ReplicaState(engine, outer, replica.movement, optimizer, seed, monitor.say)
+    keeper = ReplicaState(engine, outer, optimizer, seed, monitor.say)
     membership.say = monitor.say
     if membership.leading is not None:
         folder = config.training.folder_of(place.replica)

@@ -50,7 +50,6 @@ class Kept:
     """The state of a job of one rank: vectors that follow from the local step."""
 
     def __init__(self, length: int = LENGTH, facts: Mapping[str, Any] = FACTS, wrong: float = 0.0) -> None:
-        self.movement = alone(length, bucket=max(BUCKET, length // 3))
         self.facts, self.wrong, self.length = dict(facts), wrong, length
         self.copied, self.used = list[int](), list[State]()
 
@@ -72,10 +71,15 @@ class Kept:
         self.used.append(state)
 
 
+def states_of(node: Node, length: int = LENGTH) -> TakeOver:
+    states = TakeOver(NodeOfWorkers(node))  # type: ignore[arg-type]
+    states._sender, states.movement = Worker(), alone(length, bucket=max(BUCKET, length // 3))
+    return states
+
+
 def giving(node: Node, kept: Kept, since: int) -> TakeOver:
     """Have a replica train from a local step on."""
-    states = TakeOver(NodeOfWorkers(node))  # type: ignore[arg-type]
-    states._sender = Worker()
+    states = states_of(node, kept.length)
 
     async def train() -> None:
         done = since
@@ -100,7 +104,7 @@ class Outcome(NamedTuple):
 
 async def take(node: Node, least: int = 1, kept: Kept | None = None) -> Outcome:
     kept, lines, worker = kept or Kept(), list[str](), Worker()
-    states = TakeOver(NodeOfWorkers(node))  # type: ignore[arg-type]
+    states = states_of(node, kept.length)
     loop = asyncio.get_running_loop()
     taken = await loop.run_in_executor(worker, states.take_over, kept, least, SECONDS, lines.append)
     worker.shutdown()
@@ -375,11 +379,10 @@ def test_a_state_that_does_not_fit_or_is_not_finite_is_not_used() -> None:
     run(main())
 
 
-async def asked(nodes: Nodes, step: int) -> tuple[Node, TakeOver, Link]:
+async def asked(nodes: Nodes, step: int, length: int = LENGTH) -> tuple[Node, TakeOver, Link]:
     """Return a giver that is at a boundary, and the link of a replica that is to ask it."""
     (giver,), taker = await among(nodes, 1)
-    states = TakeOver(NodeOfWorkers(giver))  # type: ignore[arg-type]
-    states._sender = Worker()
+    states = states_of(giver, length)
     states.trains_from(step)
     await knows(taker, step)
     return taker, states, taker.links[0]
@@ -388,7 +391,7 @@ async def asked(nodes: Nodes, step: int) -> tuple[Node, TakeOver, Link]:
 def test_leaving_giver_ends_and_refuses_states() -> None:
     async def main() -> None:
         async with Nodes() as nodes:
-            taker, states, link = await asked(nodes, 20)
+            taker, states, link = await asked(nodes, 20, LARGE)
             async with link.open(STATE) as stream:
                 await until(lambda: states.wanted(20))
                 assert states.give(Kept(LARGE), 20)
