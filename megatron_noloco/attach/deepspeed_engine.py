@@ -44,11 +44,11 @@ class Divided(Engine):
     """The fp32 weights that ZeRO 1 to 3 leave to this rank.
 
     Args:
-        placed: whether the weights have the same places in all jobs.
+        placed: see `Engine`.
     """
 
     def __init__(self, engine: Any, flats: Sequence[zero.Flat], placed: bool) -> None:
-        self._optimizer = engine.optimizer
+        self._optimizer, self.placed = engine.optimizer, placed
         self.reduced_over = dist.get_process_group_ranks(engine.data_parallel_group)
         parameters = parameters_of([engine.module])
         names, shapes = {id(one): name for name, one in parameters.items()}, shapes_of(parameters)
@@ -57,7 +57,7 @@ class Divided(Engine):
             for parameter, begin, end, own in pieces:
                 name = "" if parameter is None else names[id(parameter)]
                 places = cut(shapes[name], begin, end) if name else []
-                shards.append(Shard(name, flat, own, own + end - begin, places if placed else None))
+                shards.append(Shard(name, flat, own, own + end - begin, places))
         super().__init__([engine.module], shards)
 
     def refresh(self) -> None:

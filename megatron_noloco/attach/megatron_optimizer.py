@@ -25,6 +25,8 @@ class MegatronEngine(Engine):
     Raises UserError for an optimizer that does not divide the weights, or keeps none in fp32.
     """
 
+    placed = False
+
     def __init__(self, optimizer: Any) -> None:
         self._optimizers = list(_dividing(optimizer))
         for one in self._optimizers:
@@ -32,7 +34,7 @@ class MegatronEngine(Engine):
         owned = [weight for one in self._optimizers for weight in _owned(one)]
         chunks = list(dict.fromkeys(chunk for one in self._optimizers for chunk in one.model_chunks))
         copied = self._copied(chunks)
-        super().__init__(chunks, (Shard("", one, 0, one.numel(), None, copied(one)) for one in owned))
+        super().__init__(chunks, (Shard("", one, 0, one.numel(), (), copied(one)) for one in owned))
 
     def _copied(self, chunks: Sequence[Any]) -> Callable[[Tensor], bool]:
         """Return what tells whether other stages or tensor-parallel ranks have a weight as well."""

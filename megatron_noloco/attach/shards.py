@@ -27,8 +27,7 @@ class Shard(NamedTuple):
         name: of the parameter; "" where there is none.
         tensor: that the inner optimizer steps. The shard is elements begin..end of its local part.
         begin, end: see `tensor`.
-        places: rectangles of the unsplit parameter that these elements fill one after the other. None: not known,
-            so that the rank exchanges with the rank at its place of another job, and all jobs need equal ranks.
+        places: rectangles of the unsplit parameter that these elements fill one after the other (`Engine.placed`).
         copied: whether other ranks of the replica have these elements as well.
     """
 
@@ -36,7 +35,7 @@ class Shard(NamedTuple):
     tensor: Tensor
     begin: int
     end: int
-    places: Sequence[Rectangle] | None
+    places: Sequence[Rectangle]
     copied: bool = False
 
     @property
@@ -56,6 +55,8 @@ class Engine(Weights):
         shards: every parameter that any rank of the replica exchanges is named where places are known.
 
     Attributes:
+        placed: whether the places of shards are known, so that jobs may have other ranks. Otherwise a rank
+            exchanges with the rank at its place of another job, and all jobs need equal ranks.
         parameters: of the modules, by name, as they had them at first: `fully_shard` replaces them in a step.
         reduced_over: ranks of this job over which gradients are reduced; None where the loop cannot be asked.
         remedy: what to change where these are not the ranks of the replica: where the job holds all replicas, and
@@ -65,6 +66,7 @@ class Engine(Weights):
     Raises UserError where nothing is trained, for weights on several devices, and as `check_sound` does.
     """
 
+    placed = True
     reduced_over: Sequence[int] | None = None
     remedy = "", ""
     steps: Callable[[], int] | None = None
@@ -103,11 +105,6 @@ class Engine(Weights):
         return list({id(shard.tensor): shard.tensor for shard in self.shards}.values())
 
     @property
-    def placed(self) -> bool:
-        """Whether all shards have places, so that jobs may have other ranks."""
-        return all(shard.places is not None for shard in self.shards)
-
-    @property
     def trained(self) -> dict[str, Any]:
         """The parameters that the ranks of the replica exchange, by name."""
         names = {shard.name for shard in self.shards}
@@ -135,7 +132,7 @@ def held_by(shards: Iterable[Shard], whole: Mapping[str, Matrix]) -> Iterator[Bl
     own = 0
     for shard in shards:
         at = own
-        for place in shard.places or ():
+        for place in shard.places:
             yield Block(at, whole[shard.name], *place)
             at += place.rows * place.width
         own += shard.length

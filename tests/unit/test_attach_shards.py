@@ -86,7 +86,7 @@ def test_zero_exchanges_each_element_once(sizes: list[int], ranks: int, padding:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shard_is_live_and_finds_its_elements_in_a_moment(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.arange(6, dtype=dtype).view(2, 3))
-    shard = Shard("weight", weight, 1, 4, None)
+    shard = Shard("weight", weight, 1, 4, ())
     shard.of(weight).fill_(9)
     assert weight.flatten().tolist() == [0, 9, 9, 9, 4, 5]
     assert shard.of(torch.arange(6).view(2, 3)).tolist() == [1, 2, 3]
