@@ -17,7 +17,7 @@ from megatron_noloco.attach.checks import (
     start_report,
 )
 from megatron_noloco.attach.first_state import model_of
-from megatron_noloco.attach.inner import Inner, Stateful, packages_of
+from megatron_noloco.attach.inner import Inner, Stateful
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.registered import Functions, check_functions
 from megatron_noloco.attach.replica_groups import this_rank, topology_of
@@ -173,7 +173,7 @@ def _engine_of(engine: Any) -> Engine:
 
     Imports the code for one kind only: DeepSpeed and Megatron-core need not be installed.
     """
-    packages = packages_of(engine)
+    packages = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
     if "deepspeed" in packages and hasattr(engine, "global_steps"):
         from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
 

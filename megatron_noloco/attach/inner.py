@@ -55,6 +55,13 @@ class Inner:
     def __init__(self, engine: Engine, parts: Stateful | Sequence[Stateful]) -> None:
         self._engine = engine
         given = parts if isinstance(parts, Sequence) else [parts]
+        for part in given:
+            if isinstance(part, nn.Module) or not isinstance(part, Stateful):
+                raise UserError(
+                    f"attach: inner is a {type(part).__name__}; give the optimizer, or a list of objects with "
+                    "state_dict and load_state_dict"
+                )
+            check_modes(part)
         inside: list[Any] = [one for part in given for one in _inside(part)]
         optimizers = [one for one in inside if isinstance(one, torch.optim.Optimizer)]
         self.kind = " and ".join(type(one).__name__ for one in optimizers).lower()
@@ -176,32 +183,16 @@ class Inner:
 
 def _inside(part: Any) -> Iterator[Any]:
     """Yield the optimizers inside of one of DeepSpeed, Megatron-core or Accelerate; any other object as it is."""
-    if isinstance(part, nn.Module) or not isinstance(part, Stateful):
-        raise UserError(
-            f"attach: inner is a {type(part).__name__}; give the optimizer, or a list of objects with state_dict "
-            "and load_state_dict"
-        )
-    check_modes(part)
-    inside: list[Any] = [part]
-    if "deepspeed" in packages_of(part):
-        from megatron_noloco.engine.zero import steps_another
-
-        inside = [one.optimizer for one in inside] if steps_another(part) else inside
-    elif "megatron" in packages_of(part):
-        from megatron_noloco.attach.megatron_optimizer import optimizers_in
-
-        inside = list(optimizers_in(part))
-    for one in inside:
-        while isinstance(one, torch.optim.Optimizer) and isinstance(
-            below := getattr(one, "optimizer", None), torch.optim.Optimizer
-        ):
-            one = below
-        yield one
-
-
-def packages_of(thing: object) -> set[str]:
-    """Return the packages of an object's classes."""
-    return {cls.__module__.partition(".")[0] for cls in type(thing).__mro__}
+    if hasattr(part, "chained_optimizers"):
+        for one in part.chained_optimizers:
+            yield from _inside(one)
+        return
+    # Schedules have an optimizer, too. One of Megatron-core's has None where this rank has no weights for it.
+    below = getattr(part, "__dict__", {}).get("optimizer", part) if hasattr(part, "param_groups") else part
+    if below is part:
+        yield part
+    elif below is not None:
+        yield from _inside(below)
 
 
 def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
@@ -245,11 +236,9 @@ def _number(value: Any) -> int | float:
 
 def check_modes(optimizer: object) -> None:
     """Raise UserError for an optimizer with other weights to train than to evaluate, also inside another one."""
-    # Not getattr: of Megatron-core's ChainedOptimizer it is a property that fails.
-    while (below := getattr(optimizer, "__dict__", {}).get("optimizer")) is not None:
-        optimizer = below
-    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-        raise UserError(
-            f"attach: {type(optimizer).__name__} has other weights to train than to evaluate (train(), eval()), "
-            "and keeps them in its state, which rounds do not exchange; use an optimizer without these modes"
-        )
+    for one in _inside(optimizer):
+        if all(callable(getattr(one, mode, None)) for mode in ("train", "eval")):
+            raise UserError(
+                f"attach: {type(one).__name__} has other weights to train than to evaluate (train(), eval()), "
+                "and keeps them in its state, which rounds do not exchange; use an optimizer without these modes"
+            )

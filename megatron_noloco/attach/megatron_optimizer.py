@@ -96,15 +96,6 @@ def _dividing(optimizer: Any) -> Iterator[Any]:
             yield from _dividing(one)
 
 
-def optimizers_in(optimizer: Any) -> Iterator[Any]:
-    """Yield the torch optimizers inside one of Megatron-core's, which have the state of the weights it owns."""
-    if hasattr(optimizer, "chained_optimizers"):
-        for one in optimizer.chained_optimizers:
-            yield from optimizers_in(one)
-    elif hasattr(optimizer, "reload_model_params") and optimizer.optimizer is not None:
-        yield optimizer.optimizer
-
-
 def _by_layers(optimizer: Any) -> bool:
     """Return whether this is a LayerWiseDistributedOptimizer, whose optimizers have the parameters it owns."""
     return hasattr(optimizer, "allgather_params")

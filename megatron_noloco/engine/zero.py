@@ -110,12 +110,6 @@ def whole_weights(engine: Any) -> tuple[list[tuple[Tensor, list[Any]]], list[tup
     return stepped, rounded
 
 
-def steps_another(optimizer: Any) -> bool:
-    """Return whether this is an optimizer of DeepSpeed's around another one, which steps its fp32 weights."""
-    names = "fp32_partitioned_groups_flat", "refresh_fp32_params", "fp32_groups_flat", "fp32_groups"
-    return any(hasattr(optimizer, name) for name in names)
-
-
 @contextmanager
 def with_weights(optimizer: Any) -> Iterator[None]:
     """Give the optimizer inside ZeRO its parameters: ZeRO 3 takes them away between two steps."""

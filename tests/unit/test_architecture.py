@@ -101,7 +101,6 @@ INSIDES_OF_DEEPSPEED = {
         "real_dp_process_group",
         "round_robin_bit16_groups",
         "round_robin_bit16_offsets",
-        "refresh_fp32_params",
     ),
     *("single_partition_of_fp32_groups", "swap_optimizer", "update_lp_params"),
 }

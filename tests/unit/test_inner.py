@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,6 +127,25 @@ def test_of_a_group_only_what_changes_is_taken_over(rate: Any) -> None:
     assert {name: value for name, value in before.items() if name != "lr"} == group
     with pytest.raises(ValueError, match="its lr cannot be read"):
         inner.check("adamw", {"others": {}, "settings": {"0": {"lr": "0.5"}}}, {})
+
+
+def test_optimizers_are_found_inside_of_others() -> None:
+    """A chain of Megatron-core's, of which one has no weights here, and one of Accelerate around DeepSpeed's."""
+    model = nn.Linear(2, 2)
+    adam, sgd = torch.optim.AdamW([model.weight]), torch.optim.SGD([model.bias])
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1)
+
+    def around(optimizer: Any) -> Any:
+        nothing: Any = lambda *_: {}  # noqa: E731
+        return SimpleNamespace(
+            optimizer=optimizer, param_groups=[], state_dict=nothing, load_state_dict=nothing
+        )
+
+    chain = around(None)
+    chain.chained_optimizers = [around(None), around(around(adam))]
+    found = inner_of(model, chain, around(sgd), schedule)
+    assert found.kind == "adamw and sgd"
+    assert found.functions.keys() == {"part 2 of inner"}
 
 
 def test_what_has_no_state_is_no_inner_optimizer() -> None:
