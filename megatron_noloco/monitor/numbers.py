@@ -207,17 +207,18 @@ def numbers_in(chart: str) -> list[Number]:
 
 
 def shown(row: Row, name: str) -> str:
-    """Format a number of a row: "" where the row has none or does not show it, "nan" where it is null.
+    """Format a number of a row: "" where the row has none or does not show it, "nan" where that is null.
 
     A value of another kind, which another job may have written, is shown as it is.
     """
     if name not in row:
         return ""
     value, number = row[name], TABLE[name]
-    if value is None:
-        return "nan"
+    is_null = value is None
     try:
-        return number.shown(value) if number.where(value, row) else ""
+        if not number.where(math.nan if is_null else value, row):
+            return ""
+        return "nan" if is_null else number.shown(value)
     except (TypeError, ValueError):
         return str(value)
 

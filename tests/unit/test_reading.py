@@ -122,6 +122,15 @@ def test_watch_shows_the_last_round_in_rows_without_one(tmp_path: Path) -> None:
     assert re.search(r" 7 +1 +100\.0 ", row)
 
 
+def test_watch_shows_no_spread_of_a_round_without_partner(tmp_path: Path) -> None:
+    write(tmp_path, "00", step(1, **meeting(7, **{"round/spread": None, "train/loss": None})))
+    text = io.StringIO()
+    Console(file=text, width=200).print(run_table(RunLog(tmp_path), time.time()))
+    heading, row = text.getvalue().splitlines()[1:3]
+    assert "spread" not in heading
+    assert row.split()[:3] == ["00", "1", "nan"], "the loss"
+
+
 def test_training_time_counts_computed_steps(tmp_path: Path) -> None:
     """2 s each: 10 after a start from another replica's state, 10 of 20, 5 and 5 around a start from its own."""
     log = ReplicaLog(tmp_path)
