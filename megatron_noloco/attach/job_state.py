@@ -6,17 +6,13 @@ vectors. An attached job keeps its own buffers, settings of the optimizer and sc
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.attach.first_state import (
-    buffers_of,
-    check_buffers,
-    digest_of_weights,
-    write_buffers,
-)
+from megatron_noloco.attach.first_state import buffers_of, digest_of_weights, write_buffers
 from megatron_noloco.attach.inner import Inner
 from megatron_noloco.attach.registered import Functions, bytes_of, loaded, read, saved
 from megatron_noloco.attach.shards import Engine
@@ -54,6 +50,8 @@ class JobState:
     ) -> None:
         self._engine, self.outer, self._inner = engine, outer, inner
         self._registered, self._first = registered, first
+        buffers = partial(buffers_of, engine), partial(write_buffers, engine)
+        self._beside: Functions = {**registered, "the model's buffers": buffers}
         self.inner_from = -1
 
     def state_dict(self, done: int) -> dict[str, Tensor]:
@@ -90,7 +88,7 @@ class JobState:
             "engine": {"global_steps": done, "skipped_steps": 0, "schedule_step": None, "loss_scale": {}},
             "rounds": rounds_to_lists(outer),
         }
-        states, problem = saved(self._registered), _ABSENT
+        states, problem = saved(self._beside), _ABSENT
         if self._inner is not None:
             states |= saved(self._inner.functions)
             try:
@@ -99,8 +97,8 @@ class JobState:
                 problem = ""
             except UserError as error:
                 problem = str(error)
-        rest = {"problem": problem, "states": states, "buffers": buffers_of(self._engine)}
-        return State(done, facts, dict(sorted(vectors.items())), bytes_of(rest))
+        rest = bytes_of({"problem": problem, "states": states})
+        return State(done, facts, dict(sorted(vectors.items())), rest)
 
     def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         if not {*names} >= _NEEDED:
@@ -111,20 +109,15 @@ class JobState:
     def load(self, state: State) -> None:
         try:
             rounds = rounds_from_lists(state.facts["rounds"])
-            rest = read(state.rest) if state.rest else dict.fromkeys(("problem", "states", "buffers"))
-            problem, buffers = rest["problem"], rest["buffers"]
-            states = None if rest["states"] is None else dict(rest["states"])
-            if buffers is not None:
-                check_buffers(self._engine, buffers)
+            rest = read(state.rest) if state.rest else None  # a job of the trainer gives none
+            problem, states = ("", None) if rest is None else (rest["problem"], dict(rest["states"]))
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise NotTakenError(f"it is not a state: {type(error).__name__}: {error}") from None
         if self._inner is not None:
             self._use_inner(self._inner, state, problem, states)
-        _warn(loaded(self._registered, states or {}))
+        _warn(loaded(self._registered, {}) if states is None else loaded(self._beside, states))
         with self._engine.writing() as write:
             write(0, state.vectors[FAST_WEIGHTS])
-        if buffers is not None:
-            write_buffers(self._engine, buffers)
         vectors = {name: vector for name, vector in state.vectors.items() if name in VECTORS}
         self.outer.restore(vectors | rounds)
 
