@@ -24,7 +24,7 @@ from megatron_noloco.outer.vectors import HOST, number_tensor
 
 _NEEDED = {FAST_WEIGHTS, VECTORS[0]}
 _SAVED = ("slow_weights", "local_steps_done", "first_weights")
-_ABSENT = "it was not given to attach there"
+_INNER = "the inner optimizer"
 
 
 class JobState:
@@ -88,17 +88,17 @@ class JobState:
             "engine": {"global_steps": done, "skipped_steps": 0, "schedule_step": None, "loss_scale": {}},
             "rounds": rounds_to_lists(outer),
         }
-        states, problem = saved(self._beside), _ABSENT
-        if self._inner is not None:
+        states = saved(self._beside)
+        if self._inner is None:
+            states[_INNER] = "it was not given to attach there"
+        else:
             states |= saved(self._inner.functions)
             try:
                 facts |= {"optimizer": self._inner.kind, "inner": self._inner.facts()}
                 vectors |= self._inner.vectors()
-                problem = ""
             except UserError as error:
-                problem = str(error)
-        rest = bytes_of({"problem": problem, "states": states})
-        return State(done, facts, dict(sorted(vectors.items())), rest)
+                states[_INNER] = str(error)
+        return State(done, facts, dict(sorted(vectors.items())), bytes_of(states))
 
     def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
         if not {*names} >= _NEEDED:
@@ -109,34 +109,31 @@ class JobState:
     def load(self, state: State) -> None:
         try:
             rounds = rounds_from_lists(state.facts["rounds"])
-            rest = read(state.rest) if state.rest else None  # a job of the trainer gives none
-            problem, states = ("", None) if rest is None else (rest["problem"], dict(rest["states"]))
+            states = dict(read(state.rest)) if state.rest else None  # a job of the trainer gives none
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise NotTakenError(f"it is not a state: {type(error).__name__}: {error}") from None
         if self._inner is not None:
-            self._use_inner(self._inner, state, problem, states)
+            self._use_inner(self._inner, state, states)
         _warn(loaded(self._registered, {}) if states is None else loaded(self._beside, states))
         with self._engine.writing() as write:
             write(0, state.vectors[FAST_WEIGHTS])
         vectors = {name: vector for name, vector in state.vectors.items() if name in VECTORS}
         self.outer.restore(vectors | rounds)
 
-    def _use_inner(
-        self, inner: Inner, state: State, problem: object, states: Mapping[str, Any] | None
-    ) -> None:
+    def _use_inner(self, inner: Inner, state: State, states: Mapping[str, Any] | None) -> None:
         """Continue from the state of another inner optimizer, or have all of it begin anew.
 
         Args:
             states: of a schedule and the like; None: they go on as they are.
         """
         try:
-            if problem:
-                raise UserError(str(problem))
+            if states and _INNER in states:
+                raise UserError(str(states[_INNER]))
             inner.check(state.facts["optimizer"], state.facts["inner"], state.vectors)
             if states is not None and (lines := loaded(inner.functions, states)):
                 raise UserError(lines[0])
         except UserError as error:
-            _warn([f"the inner optimizer begins anew: {error}"])
+            _warn([f"{_INNER} begins anew: {error}"])
             return
         inner.load(state.facts["inner"], state.vectors)
         if states is not None:
