@@ -20,7 +20,7 @@ from megatron_noloco.attach.first_state import model_of
 from megatron_noloco.attach.inner import Inner, Stateful
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.registered import Functions, check_functions
-from megatron_noloco.attach.replica_groups import this_rank, topology_of
+from megatron_noloco.attach.replica_groups import replica_of, this_rank, topology_of
 from megatron_noloco.attach.shards import Engine, copies_in
 from megatron_noloco.attach.torch_module import torch_engine
 from megatron_noloco.errors import UserError
@@ -111,8 +111,7 @@ def attach(
     problem = groups_problem(settings, place.replicas)
     starts = gather_from_all_ranks(start_report(weights, topology, rank, alike, state, problem))
     check_start(starts, rank, topology)
-    replica = starts[rank - rank % topology.replica_size :][: topology.replica_size]
-    digests = digests_of(replica)
+    digests = digests_of([starts[one] for one in replica_of(topology, rank)])
     first = {name: found[rank % len(found)] for name, found in digests.items()}
     kept = own_inner, registered or {}, first
     if federation is None:

@@ -17,13 +17,19 @@ def check_reduced_over(engine: Engine, topology: Topology, rank: int) -> None:
                 "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
             )
         return
-    own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
+    own = replica_of(topology, rank)
     if sorted(engine.reduced_over) != own:
         remedy = engine.remedy[topology.separate_jobs].format(replicas=topology.replicas)
         raise UserError(
             f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(engine.reduced_over)}, its "
             f"replica is {own}; {remedy}"
         )
+
+
+def replica_of(topology: Topology, rank: int) -> list[int]:
+    """Return the ranks of this job that are the replica of a rank."""
+    first = rank - rank % topology.replica_size
+    return list(range(first, first + topology.replica_size))
 
 
 def this_rank() -> int:
@@ -56,20 +62,19 @@ class ReplicaGroups:
     """
 
     def __init__(self, replicas: int) -> None:
-        topology, rank = topology_of(replicas), dist.get_rank()
-        self._position, self._size = topology.position(rank), topology.replica_size
-        block = topology.grid[self._position.replica].ravel().tolist()
-        self._data_parallel = dist.new_group(block, use_local_synchronization=True)
+        rank = this_rank()
+        own = replica_of(topology_of(replicas), rank)
+        self._data_parallel = dist.new_group(own, use_local_synchronization=True)
         self._alone = dist.new_group([rank], use_local_synchronization=True)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._data_parallel
 
     def get_data_parallel_world_size(self) -> int:
-        return self._size
+        return self._data_parallel.size()
 
     def get_data_parallel_rank(self) -> int:
-        return self._position.dp
+        return self._data_parallel.rank()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self._alone
