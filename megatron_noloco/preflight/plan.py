@@ -51,8 +51,8 @@ class Plan:
     routed_seconds: float | None
     round_core_seconds: float
     bus_bytes: tuple[int, int]
-    network: Network | None = None
-    gathered_bytes: int = 0
+    network: Network | None
+    gathered_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan for scripts."""
@@ -108,7 +108,7 @@ def plan_of(
     gathered, given = 0, network
     if topology.separate_jobs:  # one rank of a replica exchanges for all
         whole = table_of(architecture).exported_count
-        gathered = _FP32 * max(0, whole - largest.owned) if topology.replica_size > 1 else 0
+        gathered = _FP32 * max(0, whole - largest.owned)
         largest = replace(largest, owned=whole, copied=0)
         if network is not None:
             replicas_of_node = max(1, network.ranks_per_node // topology.replica_size)
@@ -127,16 +127,16 @@ def plan_of(
         computed = core_seconds(config.noloco, largest.owned, topology)
         crosses = bus_bytes(config.noloco, memory.held.owned, topology)
     return Plan(
-        topology,
-        memory,
-        step_seconds,
-        found,
-        sent,
-        seconds,
-        computed,
-        crosses,
-        given,
-        gathered,
+        topology=topology,
+        memory=memory,
+        step_seconds=step_seconds,
+        schemes=found,
+        routed_bytes=sent,
+        routed_seconds=seconds,
+        round_core_seconds=computed,
+        bus_bytes=crosses,
+        network=given,
+        gathered_bytes=gathered,
     )
 
 
