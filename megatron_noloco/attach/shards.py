@@ -63,7 +63,7 @@ class Engine(Weights):
             where it is one replica.
         steps: returns how many steps the optimizer has taken; None where each call of `Attached.step` follows one.
 
-    Raises UserError where nothing is trained, for weights on several devices, and as `check_sound` does.
+    Raises UserError as `check_sound` does.
     """
 
     placed = True
@@ -75,12 +75,7 @@ class Engine(Weights):
         self.modules, self.parameters = modules, parameters_of(modules)
         self.shards = list(shards)
         self._may_train = {id(one) for one in self.parameters.values() if one.requires_grad}
-        if not self.shards:
-            raise UserError("there are no weights that are trained, to be averaged")
-        for shard in self.shards:
-            check_sound(shard.name, local_part(shard.tensor))
-        if len(devices := {str(shard.tensor.device) for shard in self.shards}) > 1:
-            raise UserError(f"the weights lie on {' and '.join(sorted(devices))}; all must be on one device")
+        check_sound((shard.name, local_part(shard.tensor)) for shard in self.shards)
 
     @abstractmethod
     def refresh(self) -> None:

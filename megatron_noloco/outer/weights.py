@@ -130,17 +130,12 @@ class TorchWeights(Weights):
     Parameters in bf16 or fp16 round what is written to them, and the next round takes this rounding for a part of
     the outer gradient. Prefer fp32 parameters (with autocast).
 
-    Raises UserError for no parameters, for parameters on several devices, and as `check_sound` does.
+    Raises UserError as `check_sound` does.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
-        if not self.parameters:
-            raise UserError("there are no weights that are trained, to be averaged")
-        for index, parameter in enumerate(self.parameters):
-            check_sound(f"parameter {index}", parameter)
-        if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
-            raise UserError(f"the weights lie on {' and '.join(sorted(devices))}; all must be on one device")
+        check_sound((f"parameter {index}", one) for index, one in enumerate(self.parameters))
 
     def parts(self) -> list[Tensor]:
         return [parameter.detach().view(-1) for parameter in self.parameters]
@@ -149,15 +144,25 @@ class TorchWeights(Weights):
         """Do nothing: nothing depends on the parameters."""
 
 
-def check_sound(name: str, tensor: Tensor) -> None:
-    """Raise UserError for a tensor that is not floating, not contiguous, or that fp32 would round."""
-    problem = ""
-    if not (tensor.is_floating_point() and tensor.is_contiguous()):
-        problem = "must be floating and contiguous (torch.contiguous_format)"
-    elif tensor.dtype == torch.float64:
-        problem = "must be of 32 bits or less: rounds are in fp32, which would round it"
-    if problem:
-        raise UserError(f"{name}, of shape {list(tensor.shape)} and {tensor.dtype}, {problem}")
+def check_sound(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise UserError for weights that cannot be averaged, given with their names.
+
+    These are no tensors, tensors on several devices, and a tensor that is not floating, not contiguous, or that
+    fp32 would round.
+    """
+    devices, problem = set[str](), ""
+    for name, tensor in tensors:
+        devices.add(str(tensor.device))
+        if not (tensor.is_floating_point() and tensor.is_contiguous()):
+            problem = "must be floating and contiguous (torch.contiguous_format)"
+        elif tensor.dtype == torch.float64:
+            problem = "must be of 32 bits or less: rounds are in fp32, which would round it"
+        if problem:
+            raise UserError(f"{name}, of shape {list(tensor.shape)} and {tensor.dtype}, {problem}")
+    if not devices:
+        raise UserError("there are no weights that are trained, to be averaged")
+    if len(devices) > 1:
+        raise UserError(f"the weights lie on {' and '.join(sorted(devices))}; all must be on one device")
 
 
 class Joined:
