@@ -5,7 +5,6 @@ These decide what the trained weights mean, so all replicas begin with the same.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.model.families import FAMILIES, architecture_of
 from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.outer.weights import Joined
-from megatron_noloco.plans.canonical import Block, Matrix, Rectangle, matrices
+from megatron_noloco.plans.canonical import Block, Matrix, Rectangle, in_turn, matrices
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 
 _ELEMENTS = 1 << 22  # that a digest reads at a time
@@ -40,11 +39,10 @@ def fingerprints_of(engine: Engine) -> dict[str, Fingerprint]:
     trained, shards = engine.trained, engine.shards
     whole = matrices(shapes_of(trained))
     if not engine.placed:  # in the vector of this rank
-        starts = accumulate((shard.length for shard in shards), initial=0)
         whole = {"": Matrix(0, 1, engine.length)}
         shards = [
-            one._replace(name="", places=[Rectangle(0, start, 1, one.length)])
-            for one, start in zip(shards, starts, strict=False)
+            shard._replace(name="", places=[Rectangle(0, start, 1, length)])
+            for shard, length, start in in_turn((shard, shard.length) for shard in shards)
         ]
     frozen = {name: one for name, one in engine.parameters.items() if name not in trained}
     return {

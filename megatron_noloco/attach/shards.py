@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_noloco.errors import UserError
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.weights import check_sound
-from megatron_noloco.plans.canonical import Block, Matrix, Rectangle, blocks, box, matrices
+from megatron_noloco.plans.canonical import Block, Matrix, Rectangle, blocks, box, in_turn, matrices
 
 _WRAPPERS = {  # in names: of torch.compile, and of checkpoint_wrapper
     "_orig_mod",
@@ -92,7 +92,8 @@ class Engine(Weights):
         return [shard.of(shard.tensor) for shard in self.shards]
 
     def copied(self) -> list[tuple[int, int]]:
-        return self.ranges_of(shard.copied for shard in self.shards)
+        laid = in_turn((shard, shard.length) for shard in self.shards)
+        return [(at, at + length) for shard, length, at in laid if shard.copied and length]
 
     @property
     def stepped(self) -> list[Tensor]:
@@ -124,13 +125,11 @@ class Engine(Weights):
 
 def held_by(shards: Iterable[Shard], whole: Mapping[str, Matrix]) -> Iterator[Block]:
     """Yield where the elements of shards lie in a canonical vector; `own` counts from the first shard on."""
-    own = 0
-    for shard in shards:
-        at = own
+    for shard, _, at in in_turn((shard, shard.length) for shard in shards):
+        own = at
         for place in shard.places:
-            yield Block(at, whole[shard.name], *place)
-            at += place.rows * place.width
-        own += shard.length
+            yield Block(own, whole[shard.name], *place)
+            own += place.rows * place.width
 
 
 def held(engine: Engine) -> list[Block] | None:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,13 +43,6 @@ class Weights(ABC):
         Copies that are equal bit for bit get means that are equal bit for bit.
         """
         return ()
-
-    def ranges_of(self, chosen: Iterable[bool]) -> list[tuple[int, int]]:
-        """Return the ranges of the vector in which the chosen ones of `parts` lie, but for empty ones."""
-        ranges = pairwise(accumulate((part.numel() for part in self.parts()), initial=0))
-        return [
-            pair for pair, is_chosen in zip(ranges, chosen, strict=True) if is_chosen and pair[0] < pair[1]
-        ]
 
     @property
     def length(self) -> int:
