@@ -68,7 +68,7 @@ evidence: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
 
 peers: $(INSTALLED)
-	@.venv/bin/python -m tools.peers torchft plan --rates 10 --output runs/peers
+	@.venv/bin/python -m tools.peers
 
 commands: $(INSTALLED)
 	@.venv/bin/python -m tools.commands

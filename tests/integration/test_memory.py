@@ -21,7 +21,7 @@ STAGED: dict[str, Any] = {
 def measured(
     folder: Path, steps: int, every: int, changes: dict[str, Any], timeout: float, since: int = 0
 ) -> dict[str, Any]:
-    """What `tools.memory` prints of a run that writes, evaluates and saves between any two of its looks."""
+    """What memory_of_ranks.py says of a run that writes, evaluates and saves between any two of its looks."""
     where = {
         "data": {"text": write_text(folder)},
         "training": {"train_iters": steps, "output_dir": str(folder)},
@@ -30,7 +30,7 @@ def measured(
     }
     config = write_config(folder, tiny(changes, tiny(where, tiny(STAGED, TINY))))
     options = ["--every", str(every), "--since", str(since)]
-    finished = run_mpi(4, "tools.memory", [config, *options], timeout)
+    finished = run_mpi(4, "tests.integration.memory_of_ranks", [config, *options], timeout)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 

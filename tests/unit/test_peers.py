@@ -91,7 +91,7 @@ def test_takeover_continues_as_torchft() -> None:
 
 
 def test_the_outer_optimizer_is_that_of_the_authors() -> None:
-    """`tools/peers/record.py` ran their code: pairs, alpha 0.5, beta = gamma = 0.7; fp32, so rounding differs."""
+    """recorded/noloco_authors.py ran their code: pairs, alpha 0.5, beta = gamma = 0.7; fp32 rounds otherwise."""
     recorded = json.loads((RECORDED / "noloco_authors.json").read_text())
     numbers, rounds = recorded["numbers"], recorded["noloco"]["rounds"]
     start = torch.tensor(recorded["noloco"]["start"])

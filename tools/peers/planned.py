@@ -12,7 +12,8 @@ from megatron_noloco.preflight.memory import RankParameters
 from megatron_noloco.preflight.schemes import Network, scheme_of
 from tests.netlab.lab import lab
 from tests.netlab.network import Link
-from tools.peers.torchft import Environment, Replicas
+from tools.peers.processes import Replicas
+from tools.peers.replica import Work
 
 STEP_SECONDS = 0.5  # of sleep in a local step, so that ranks which share processors take equal steps
 _ROUNDS = 12
@@ -26,7 +27,7 @@ class Point:
     Attributes:
         megabits: rate of each host's link, per second.
         milliseconds: from host to host.
-        hidden: width of the model; 64: 146,000 weights.
+        hidden: width of the model; 64: 134,016 weights.
         way: "diloco" or "groups", over gloo in one job, or "noloco", separate jobs.
         overlap: local steps of delay; 0: none.
     """
@@ -58,19 +59,27 @@ POINTS = (
 )
 
 
-def measure(environment: Environment, folder: Path, point: Point) -> dict[str, Any]:
+def measure(folder: Path, point: Point) -> dict[str, Any]:
     """Train on hosts of the lab; returns seconds of an exchange and share of time lost, planned and measured."""
-    options = [
-        *["--steps", str(_ROUNDS * point.local_steps), "--local-steps", str(point.local_steps)],
-        *["--hidden", str(point.hidden), "--payload", point.payload, "--overlap", str(point.overlap)],
-        *["--group-size", str(point.group_size), "--pause", str(STEP_SECONDS), "--deadline", "120"],
-        *["--batch", "1", "--length", "16", "--outer-momentum", "0.5"],
-    ]
+    work = Work(
+        steps=_ROUNDS * point.local_steps,
+        local_steps=point.local_steps,
+        outer_momentum=0.5,
+        nesterov=False,
+        group_size=point.group_size,
+        payload=point.payload,
+        overlap_steps=point.overlap,
+        deadline_seconds=120,
+        pause=STEP_SECONDS,
+        hidden=point.hidden,
+        length=16,
+        batch=1,
+    )
     link = Link(point.megabits * 1e6, point.milliseconds / 1e3)
-    where = folder / f"plan-{abs(hash(point))}"
+    where = folder / f"plan-{POINTS.index(point)}"
     with (
         lab([link] * point.replicas) as there,
-        Replicas(environment, where, point.way, point.replicas, options, there) as replicas,
+        Replicas(where, point.way, point.replicas, work, there) as replicas,
     ):
         replicas.wait()
         rows = [replicas.counted(replica)[_LEFT_OUT:] for replica in range(point.replicas)]

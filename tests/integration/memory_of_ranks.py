@@ -1,15 +1,12 @@
 """How the memory of a run's ranks changes over the local steps.
 
-    mpirun --oversubscribe --bind-to none -n 8 python -m tools.memory configs/quickstart.json --steps 2500
+    mpirun --oversubscribe --bind-to none -n 8 python -m tests.integration.memory_of_ranks configs/quickstart.json
 
-Trains as `train` does, and prints one JSON object. For each rank, at each of the local steps in `steps`: resident
+Trains as `train` does, and writes one JSON object. For each rank, at each of the local steps in `steps`: resident
 bytes, which the kernel counts; allocated bytes, which all libraries have taken from malloc and not given back
 (glibc 2.33 or newer); and blocks that Python's own allocator has given out. Where resident bytes grow and the
 other two do not, free memory is in pieces. `growth`: the most resident bytes until the end over the most until
 step `--since`, on the rank where that is largest.
-
-The run writes into the config's output folder, and continues from a checkpoint that is there. Set
-OMP_NUM_THREADS=1 where ranks share cores.
 """
 
 import json
@@ -29,17 +26,13 @@ from tools.processes import held
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--steps", type=int, help="local steps, in place of the config's")
     parser.add_argument("--every", type=int, default=100, help="local steps between two looks")
     parser.add_argument("--since", type=int, default=200, help="the local step from which on growth counts")
     options = parser.parse_args()
-    raw = json.loads(options.config.read_text())
-    if options.steps is not None:
-        raw["training"]["train_iters"] = options.steps
     with redirect_stdout(sys.stderr):
-        ranks = memory_of_a_run(RunConfig(**raw), options.every)
+        ranks = memory_of_a_run(RunConfig(**json.loads(options.config.read_text())), options.every)
     if ranks is not None:
-        print(json.dumps({"growth": growth(ranks, options.since), "ranks": ranks}))
+        json.dump({"growth": growth(ranks, options.since), "ranks": ranks}, sys.stdout)
 
 
 def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]] | None:
