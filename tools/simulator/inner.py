@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,96 +11,55 @@ from megatron_noloco.engine.initialize import quiet
 from megatron_noloco.engine.schedules import build_schedule
 
 
-class Directions(Protocol):
-    """Turns gradients into directions, row by row."""
-
-    ratios: Tensor  # of each weight's learning rate to the scheduled one, fp32, shape [elements]
-
-    def of(self, gradients: Tensor, steps: int) -> Tensor:
-        """Return the change at a learning rate of 1 from gradients [R, elements], which may be overwritten.
-
-        Args:
-            steps: taken so far, this one included.
-        """
-
-    def tensors(self) -> list[Tensor]:
-        """Return the live tensors of the state, a row per replica."""
-
-
 class StackedOptimizer:
-    """Decays weights (decoupled, Loshchilov & Hutter, arXiv 1711.05101), then steps in the direction.
+    """AdamW (arXiv 1412.6980, 1711.05101) on all replicas at once, with bias correction; Muon for some matrices.
+
+    Muon is that of Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
     Args:
         weights: fp32, shape [R, elements]; updated in place.
+        params: of the optimizer, as in the JSON.
         decays: 1 for each weight to which weight decay applies, else 0; fp32, shape [elements].
+        matrices: of each matrix that is orthogonalised on its own, the places of its elements, int64, shape
+            [rows, columns]; none: AdamW alone.
     """
 
-    def __init__(self, weights: Tensor, directions: Directions, decays: Tensor) -> None:
-        self.weights, self.directions, self.decays = weights, directions, decays
-        self.steps = 0
+    def __init__(
+        self, weights: Tensor, params: dict[str, Any], decays: Tensor, matrices: Iterable[Tensor] = ()
+    ) -> None:
+        self.weights, self.steps = weights, 0
+        self._decays, self._eps = decays, params.get("eps", 1e-8)
+        self._betas, self._momentum_beta = params.get("betas", (0.9, 0.999)), params.get("momentum", 0.0)
+        self._first, self._second = torch.zeros_like(weights), torch.zeros_like(weights)
+        by_shape = groupby(sorted(matrices, key=_shape), key=_shape)
+        self._stacks = [torch.stack(list(same)) for _, same in by_shape]  # [matrices, rows, columns]
+        self._momentum = [torch.zeros(len(weights), *stack.shape) for stack in self._stacks]
+        self._ratios = torch.ones(weights.shape[1])  # of each weight's learning rate to the scheduled one
+        if self._stacks:
+            self._ratios *= params["adam_lr"] / params["muon_lr"]
+        for stack in self._stacks:
+            self._ratios[stack] = 1.0
 
     def step(self, gradients: Tensor, learning_rate: float, weight_decay: float) -> None:
+        """Decay the weights, then step; gradients [R, elements] may be overwritten."""
         self.steps += 1
-        directions = self.directions.of(gradients, self.steps)
-        rates = self.directions.ratios * learning_rate
-        self.weights.mul_(1 - rates * self.decays * weight_decay).addcmul_(directions, rates, value=-1)
+        beta1, beta2 = self._betas
+        self._first.lerp_(gradients, 1 - beta1)
+        self._second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        denominator = (self._second.sqrt() / (1 - beta2**self.steps) ** 0.5).add_(self._eps)
+        directions = self._first.div(denominator).div_(1 - beta1**self.steps)
+        for stack, momentum in zip(self._stacks, self._momentum, strict=True):
+            gradient = gradients[:, stack]
+            momentum.lerp_(gradient, 1 - self._momentum_beta)
+            rows, columns = stack.shape[1:]
+            update = orthogonalised(gradient.lerp_(momentum, self._momentum_beta))  # Nesterov's
+            directions[:, stack] = update * max(1.0, rows / columns) ** 0.5
+        rates = self._ratios * learning_rate
+        self.weights.mul_(1 - rates * self._decays * weight_decay).addcmul_(directions, rates, value=-1)
 
     def tensors(self) -> list[Tensor]:
         """Return the live weights and state, a row per replica."""
-        return [self.weights, *self.directions.tensors()]
-
-
-class AdamW:
-    """Adam (Kingma & Ba, arXiv 1412.6980) with bias correction."""
-
-    def __init__(self, like: Tensor, params: dict[str, Any]) -> None:
-        self.ratios = torch.ones(like.shape[1])
-        self.betas, self.eps = params.get("betas", (0.9, 0.999)), params.get("eps", 1e-8)
-        self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
-
-    def of(self, gradients: Tensor, steps: int) -> Tensor:
-        beta1, beta2 = self.betas
-        correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
-        self.first.lerp_(gradients, 1 - beta1)
-        self.second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-        denominator = (self.second.sqrt() / correction2**0.5).add_(self.eps)
-        return self.first.div(denominator).div_(correction1)
-
-    def tensors(self) -> list[Tensor]:
-        return [self.first, self.second]
-
-
-class Muon:
-    """Muon for some matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
-
-    Args:
-        like: the weights, shape [R, elements].
-        matrices: of each matrix that is orthogonalised on its own, the places of its elements, int64, shape
-            [rows, columns].
-    """
-
-    def __init__(self, like: Tensor, params: dict[str, Any], matrices: Iterable[Tensor]) -> None:
-        self._adam = AdamW(like, params)
-        self._beta = params["momentum"]
-        by_shape = groupby(sorted(matrices, key=_shape), key=_shape)
-        self._stacks = [torch.stack(list(same)) for _, same in by_shape]  # [matrices, rows, columns]
-        self._momentum = [torch.zeros(len(like), *stack.shape) for stack in self._stacks]
-        self.ratios = torch.full(like.shape[1:], params["adam_lr"] / params["muon_lr"])
-        for stack in self._stacks:
-            self.ratios[stack] = 1.0
-
-    def of(self, gradients: Tensor, steps: int) -> Tensor:
-        directions = self._adam.of(gradients, steps)
-        for stack, momentum in zip(self._stacks, self._momentum, strict=True):
-            gradient = gradients[:, stack]
-            momentum.lerp_(gradient, 1 - self._beta)
-            rows, columns = stack.shape[1:]
-            update = orthogonalised(gradient.lerp_(momentum, self._beta))  # Nesterov's
-            directions[:, stack] = update * max(1.0, rows / columns) ** 0.5
-        return directions
-
-    def tensors(self) -> list[Tensor]:
-        return [*self._adam.tensors(), *self._momentum]
+        return [self.weights, self._first, self._second, *self._momentum]
 
 
 def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -130,17 +89,12 @@ def clip(gradients: Tensor, largest: float) -> None:
         gradients.div_(((norms + 1e-6) / largest).clamp(min=1.0))
 
 
-def usual_rate(params: dict[str, Any]) -> float:
-    """Return the learning rate that `ratios` refer to."""
-    return float(params.get("muon_lr", params.get("lr", 1e-3)))
-
-
 class LearningRate:
     """The learning rate of each local step, by the trainer's own schedules."""
 
     def __init__(self, ds_config: dict[str, Any]) -> None:
         params = ds_config["optimizer"].get("params", {})
-        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=usual_rate(params))
+        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=params.get("muon_lr", params.get("lr", 1e-3)))
         block = ds_config.get("scheduler")
         self._schedule = None
         if block is not None:

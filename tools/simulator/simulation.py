@@ -25,7 +25,7 @@ from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, Rounds,
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Place
 from tests.loopback import loopback_world
-from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
+from tools.simulator.inner import LearningRate, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
 
 SAVE_SECONDS = 300  # between saves of a run that can be continued
@@ -119,13 +119,10 @@ class Simulation:
 
     def _inner(self) -> StackedOptimizer:
         block = self.config.optimizer.as_deepspeed()
-        params = block["params"]
-        directions: Directions
-        if block["type"] == "AdamW":
-            directions = AdamW(self.weights, params)
-        else:
-            directions = Muon(self.weights, params, self.model.matrices())
-        return StackedOptimizer(self.weights, directions, self.model.of_each(lambda row: row.decays))
+        matrices = self.model.matrices() if block["type"] != "AdamW" else ()
+        return StackedOptimizer(
+            self.weights, block["params"], self.model.of_each(lambda row: row.decays), matrices
+        )
 
     def _outer(self) -> list[Rounds]:
         """Return the trainer's outer optimizers, one per replica, over messages between threads."""
