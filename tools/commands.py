@@ -133,6 +133,7 @@ def _prepare(clone: Path, venv: Path | None) -> None:
     (clone / "my-run.json").write_text(config)
     loop, *_ = re.findall(r"```python\n(.*?)```", (clone / "docs/library.md").read_text(), re.DOTALL)
     (clone / "my_loop.py").write_text(loop)
+    (clone / ".git/info/exclude").write_text("my_loop.py\n")  # `make lint` leaves it out
     short = json.loads((clone / "configs/quickstart.json").read_text())
     short["training"]["train_iters"] = short["noloco"]["local_steps"] = 4
     short["scheduler"]["params"]["warmup_num_steps"] = 2
