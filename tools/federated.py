@@ -1,7 +1,6 @@
 """Replicas as a federation, for measurements: each could as well be a job of its own."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_noloco.federation.gather import Gather
@@ -51,19 +50,3 @@ def outer_of(thread: NodeThread, weights: Weights, settings: NolocoSettings) -> 
     movement = Gather(alone(weights.length))
     replica = Replica(movement, place, Pairing(settings, SEED), leading, lambda find: find())
     return OuterOptimizer(weights, None, place, settings, SEED, replica)
-
-
-def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], object]) -> NodeThread:
-    """Connect the ranks of one job with keys; all of them call it, and return when all are connected.
-
-    Args:
-        folder: empty, and the same for all ranks; not needed later.
-        barrier: returns when all ranks have called it.
-    """
-    if rank == 0:
-        Keys.make(folder / "key")
-    barrier()
-    thread = open_replica(rank, folder, "tcp://*:0", Keys.read(folder / "key"))
-    wait_for_all(thread, size)
-    barrier()
-    return thread

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor
 
 Losses = dict[float, float]  # of the mean model, by `muon_lr`
@@ -126,8 +128,5 @@ def complete(losses: Mapping[float, float]) -> bool:
 def interpolate(losses: Mapping[float, float], rate: float) -> float:
     """Return the loss at a rate by the parabola through the nearest three runs, over log(rate)."""
     near = sorted(losses, key=lambda tried: abs(math.log(tried / rate)))[:3]
-    total = 0.0
-    for one in near:
-        others = [other for other in near if other != one]
-        total += losses[one] * math.prod(math.log(rate / other) / math.log(one / other) for other in others)
-    return total
+    parabola = np.polyfit(np.log(near) - math.log(rate), [losses[one] for one in near], len(near) - 1)
+    return float(parabola[-1])

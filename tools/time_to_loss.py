@@ -30,6 +30,8 @@ from tests.netlab.lab import LabUnavailableError, lab
 from tests.netlab.network import Link
 from tools.options import add_changes, apply, command_line
 
+LIMIT_SECONDS = 3600.0  # of one training
+
 
 class Moment(NamedTuple):
     """One evaluation."""
@@ -46,7 +48,6 @@ def main() -> None:
     parser.add_argument("--delay", default="25ms", help="each way")
     parser.add_argument("--output", type=Path, required=True)
     add_changes(parser, "the base")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of one training, at most")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
     for change in options.set:
@@ -54,7 +55,7 @@ def main() -> None:
     try:
         link = Link(quantity("rate", options.rate), quantity("delay", options.delay))
         curves = {
-            name: train(study["base"], changes, options.output / str(number), link, options.timeout)
+            name: train(study["base"], changes, options.output / str(number), link)
             for number, (name, changes) in enumerate(study["runs"].items())
         }
     except (ValueError, LabUnavailableError) as error:
@@ -71,9 +72,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def train(
-    base: dict[str, Any], changes: list[str], folder: Path, link: Link, timeout_seconds: float
-) -> list[Moment]:
+def train(base: dict[str, Any], changes: list[str], folder: Path, link: Link) -> list[Moment]:
     """Train in the lab, unless that is done; raises LabUnavailableError, and what `Lab.mpirun` raises."""
     raw = copy.deepcopy(base)
     for change in [*changes, f"training.output_dir={folder}"]:
@@ -88,7 +87,7 @@ def train(
         parallel = raw["parallel"]
         ranks = parallel["replicas"] * parallel.get("data_parallel_size", 1)
         with lab([link] * ranks) as there:
-            there.mpirun((), "megatron_noloco", "train", "--config", str(config), seconds=timeout_seconds)
+            there.mpirun((), "megatron_noloco", "train", "--config", str(config), seconds=LIMIT_SECONDS)
         done.write_text(wanted)
     return curve(folder, raw["noloco"].get("enabled", True))
 

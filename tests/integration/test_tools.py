@@ -13,12 +13,12 @@ import pytest
 from tests.harness import REPOSITORY, by_hand, run_mpi
 
 IN_FOLDER = {
-    "bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "bytes_per_parameter"),
+    "bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "median_seconds"),
 }
 ALONE = {
     "bench host": ("--weights 4096 --repeats 1", "core_seconds"),
     "bench payload": ("--elements 2048 --repeats 1", "ways"),
-    "bench throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "ours_over_it"),
+    "bench throughput": ("--size tiny --warm-ups 1 --repeats 1", "ours_over_it"),
     "gpu_check.coding": ("--elements 8192 --repeats 1 --device cpu", "figure"),
     "gpu_check.replicas": (
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",

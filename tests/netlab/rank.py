@@ -66,11 +66,17 @@ def round_over_mpi(elements: int, folder: Path) -> Way:
 
 def round_of_federation(elements: int, folder: Path) -> Way:
     """Return the round between separate jobs, with keys."""
+    from megatron_noloco.federation.keys import Keys
     from megatron_noloco.outer import TorchWeights
-    from tools.federated import join_as_jobs, outer_of
+    from tools.federated import open_replica, outer_of, wait_for_all
 
     world = MPI.COMM_WORLD
-    thread = join_as_jobs(world.rank, world.size, folder, world.Barrier)
+    if world.rank == 0:
+        Keys.make(folder / "key")
+    world.Barrier()
+    thread = open_replica(world.rank, folder, "tcp://*:0", Keys.read(folder / "key"))
+    wait_for_all(thread, world.size)
+    world.Barrier()
     return training_round(outer_of(thread, TorchWeights([_ones(elements)]), _settings()))
 
 

@@ -1,4 +1,4 @@
-"""Time and size of a checkpoint, relative to plain `torch.save` of the same tensors in the same run.
+"""Time of a checkpoint, relative to plain `torch.save` of the same tensors in the same run.
 
     python -m tools.bench checkpoint --hidden-size 384 --layers 6
 
@@ -46,7 +46,6 @@ PLAIN = "torch.save"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--repeats", type=int, default=7, help="timed repeats, after one to warm up")
     parser.add_argument("--folder", help="where to write; default: the system's folder for temporary files")
 
@@ -62,20 +61,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             build(options, Path(folder) / name, name == "async") for name in ("sync", "async")
         )
         medians = measure(waiting, going_on, Path(folder) / "plain.pt", options.repeats)
-        plain_bytes = (Path(folder) / "plain.pt").stat().st_size
         (step,) = catalog.steps(waiting.settings.folder)
-        written = {path.name: path.stat().st_size for path in step.rglob("*") if path.is_file()}
-    parameters = waiting.engine.weights.length
+        written = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
     return {
-        "parameters": parameters,
-        "precision": options.precision,
+        "parameters": waiting.engine.weights.length,
         "repeats": options.repeats,
-        "bytes": sum(written.values()),
-        "bytes_per_parameter": {
-            "all": round(sum(written.values()) / parameters, 2),
-            PLAIN: round(plain_bytes / parameters, 2),
-            **{name: round(size / parameters, 2) for name, size in sorted(written.items())},
-        },
+        "bytes": written,
         "median_seconds": rounded(medians, 4),
         f"times_{PLAIN}": rounded(medians, 2, medians[PLAIN]),
     }
@@ -88,7 +79,7 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "gradient_clipping": 1.0,
-        **({"bf16": {"enabled": True}} if options.precision == "bf16" else {}),
+        "bf16": {"enabled": True},
         "noloco": {"recipe": "paper", "local_steps": 2},
         "parallel": {"replicas": 1},
         "model": {

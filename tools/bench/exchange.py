@@ -60,10 +60,9 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
-    """Return the variants to compare. Each brings the partner's vector here, or the pair's mean or sum."""
+    """Return the variants to compare. Each brings the partner's vector here, or the pair's mean."""
     transport = MpiTransport()
     partner = transport.rank ^ 1
-    pair = world.Split(color=transport.rank // 2)
     outgoing, incoming = torch.full((elements,), float(transport.rank)), torch.zeros(elements)
     raw_outgoing, raw_incoming = outgoing.numpy(), incoming.numpy()
     fits = raw_outgoing.nbytes < 2**31  # one raw call can carry no more
@@ -86,12 +85,4 @@ def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
             raw_outgoing.view(np.uint8), partner, recvbuf=raw_incoming.view(np.uint8), source=partner
         )
 
-    def allreduce() -> None:
-        pair.Allreduce(raw_outgoing, raw_incoming)
-
-    return {
-        TRANSPORT: swap,
-        "exchange": mean,
-        **({"sendrecv": sendrecv} if fits else {}),
-        "allreduce_of_pair": allreduce,
-    }
+    return {TRANSPORT: swap, "exchange": mean} | ({"sendrecv": sendrecv} if fits else {})

@@ -7,7 +7,7 @@ One process, one replica of one rank. `ours` is the local step of `train`: Megat
 optimizer, and the recording of its numbers. The peers take the same microbatches of random tokens through
 
 - `core`: the same Megatron-core model, called by a loop of a few lines;
-- `transformers`: Hugging Face's Llama of the same sizes with torch's attention, compiled (--no-compile: as it is).
+- `transformers`: Hugging Face's Llama of the same sizes with torch's attention, on a GPU compiled.
 
 Both have fp32 master weights, gradients clipped by their norm, and torch's AdamW (fused on a GPU). Steps of ours
 and of a peer alternate. Seconds are medians, on a CPU those of the process itself, so that other work counts
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("LOCAL_RANK", "0")  # before deepspeed is imported, which asks for them
-os.environ["TORCHDYNAMO_DISABLE"] = "0"  # the model of transformers is compiled, on a CPU too
+os.environ["TORCHDYNAMO_DISABLE"] = "0"  # the model of transformers is compiled
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="125M" if gpu else "tiny")
     parser.add_argument("--precision", choices=DTYPES, default="bf16" if gpu else "fp32")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--no-compile", action="store_true", help="of transformers' model")
     parser.add_argument("--warm-ups", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=10)
 
@@ -162,7 +161,7 @@ class Bench:
         with self.device:
             llama: nn.Module = LlamaForCausalLM(config)
         model = llama.to(device=self.device, dtype=self.dtype)
-        called = model if self.options.no_compile else torch.compile(model)
+        called = torch.compile(model) if self.device.type == "cuda" else model
 
         def loss(tokens: Tensor, labels: Tensor) -> Tensor:
             logits = called(input_ids=tokens).logits

@@ -3,11 +3,10 @@
     nice python -m tools.faults chaos --output runs/chaos
 
 Some replicas are killed (SIGKILL), one after another; some of these come back, the first of them without its
-folder; some are stopped and continued (SIGSTOP, SIGCONT); new ones join. With `--cuts`, for root, each replica is
-a host of `tests.netlab`, on a link of 100 Mbit/s and 5 ms, and some links are cut for some seconds: packets are
-lost, and no connection is closed. `--seed` decides the faults, their replicas and moments: each moment is a random
-local step of the run and a random part of a second after it, so that it falls into a step, an exchange, an
-evaluation or a save. Then the same replicas run undisturbed, those that join from the beginning on.
+folder; some are stopped and continued (SIGSTOP, SIGCONT); new ones join. `--seed` decides the faults, their
+replicas and moments: each moment is a random local step of the run and a random part of a second after it, so that
+it falls into a step, an exchange, an evaluation or a save. Then the same replicas run undisturbed, those that join
+from the beginning on.
 
 Reports the faults, the exit code of every replica, the losses of both runs, by how much those of the disturbed one
 are apart (0: all have ended as one model), and the longest pause of a replica without a fault. Exit code 1 when a
@@ -15,19 +14,14 @@ replica that should have ended well did not.
 """
 
 import argparse
-import contextlib
 import random
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.netlab.lab import lab
-from tests.netlab.network import Link
 from tools.faults.disturb import Fault, disturb
 from tools.processes import Federation, base_config, mean
-
-_LINK = Link(rate=100e6, delay=5e-3)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--returns", type=int, default=2, help="of those killed")
     parser.add_argument("--joins", type=int, default=1, help="new replicas")
     parser.add_argument("--freezes", type=int, default=2, help="stopped for some seconds")
-    parser.add_argument("--cuts", type=int, default=0, help="links that are cut for some seconds")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each of the two runs")
@@ -48,14 +41,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     faults = draw_faults(options)
     shutil.rmtree(options.output, ignore_errors=True)
     slots = options.replicas + options.joins
-    with lab([_LINK] * slots) if options.cuts else contextlib.nullcontext() as there:
-        base, settings = base_config(options.steps), {"slots": slots, "start_with": 1}
-        with Federation(options.output / "disturbed", base, settings, there) as disturbed:
-            disturbed.start_all(range(options.replicas))
-            endings = disturb(disturbed, faults, options.limit, there)
-        with Federation(options.output / "undisturbed", base, settings, there) as undisturbed:
-            undisturbed.start_all(range(slots))
-            disturb(undisturbed, [], options.limit, there)
+    base, settings = base_config(options.steps), {"slots": slots, "start_with": 1}
+    with Federation(options.output / "disturbed", base, settings) as disturbed:
+        disturbed.start_all(range(options.replicas))
+        endings = disturb(disturbed, faults, options.limit)
+    with Federation(options.output / "undisturbed", base, settings) as undisturbed:
+        undisturbed.start_all(range(slots))
+        disturb(undisturbed, [], options.limit)
     gone = {fault.replica for fault in faults if fault.what == "kill"}
     gone -= {fault.replica for fault in faults if fault.what.startswith("return")}
     touched = {fault.replica for fault in faults}
@@ -83,7 +75,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def draw_faults(options: argparse.Namespace) -> list[Fault]:
     """Draw the faults, in the order of their moments; each replica has at most one kind."""
     draws = random.Random(options.seed)
-    troubled = options.kills + options.freezes + options.cuts
+    troubled = options.kills + options.freezes
     if options.returns > options.kills or troubled >= options.replicas:
         sys.exit("chaos: at least one replica must stay untouched, and only those killed can return")
 
@@ -98,9 +90,8 @@ def draw_faults(options: argparse.Namespace) -> list[Fault]:
         if number < options.returns:
             back = max(killed[0] + options.steps // 10, moment(0.4, 0.7)[0])
             faults.append(Fault(back, draws.random(), "return empty" if number == 0 else "return", replica))
-    for number, replica in enumerate(victims[options.kills :]):
-        what = "freeze" if number < options.freezes else "cut"
-        faults.append(Fault(*moment(0.1, 0.8), what, replica, draws.uniform(2, 15)))
+    for replica in victims[options.kills :]:
+        faults.append(Fault(*moment(0.1, 0.8), "freeze", replica, draws.uniform(2, 15)))
     for number in range(options.joins):
         faults.append(Fault(*moment(0.2, 0.6), "join", options.replicas + number))
     return sorted(faults, key=lambda fault: (fault.step, fault.seconds))

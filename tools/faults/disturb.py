@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.netlab.lab import Lab
 from tools.processes import Federation
 
 _LOOK_SECONDS = 0.05
@@ -19,23 +18,18 @@ class Fault:
 
     step: int
     seconds: float
-    what: str  # "kill", "return", "return empty", "freeze", "cut", "join"
+    what: str  # "kill", "return", "return empty", "freeze", "join"
     replica: int
-    lasts_seconds: float = math.inf  # "freeze" and "cut"
+    lasts_seconds: float = math.inf  # "freeze"
 
 
 def disturb(
-    federation: Federation,
-    faults: Sequence[Fault],
-    limit: float,
-    lab: Lab | None = None,
-    untouched: Sequence[int] = (),
+    federation: Federation, faults: Sequence[Fault], limit: float, untouched: Sequence[int] = ()
 ) -> dict[int, int | None]:
     """Inflict the faults in turn, and wait until the replicas have ended.
 
     Args:
         limit: seconds.
-        lab: has the links that are cut.
         untouched: do not wait for others; none: wait for all.
 
     Returns:
@@ -49,37 +43,26 @@ def disturb(
         if over:
             break
         for when, fault in [end for end in ends if end[0] <= time.monotonic()]:
-            _undo(fault, federation, lab)
+            federation.signal(fault.replica, signal.SIGCONT)
             ends.remove((when, fault))
         if coming and (federation.furthest_step() >= coming[0].step or not running):
             fault = coming.pop(0)
             time.sleep(fault.seconds)
-            _inflict(fault, federation, lab)
+            _inflict(fault, federation)
             if fault.lasts_seconds < math.inf:
                 ends.append((time.monotonic() + fault.lasts_seconds, fault))
         time.sleep(_LOOK_SECONDS)
     return federation.exit_codes()
 
 
-def _inflict(fault: Fault, federation: Federation, lab: Lab | None) -> None:
+def _inflict(fault: Fault, federation: Federation) -> None:
     match fault.what:
         case "kill":
             federation.kill(fault.replica)
         case "freeze":
             federation.signal(fault.replica, signal.SIGSTOP)
-        case "cut":
-            assert lab is not None
-            lab.cut(lab.names[fault.replica])
         case "return empty":
             shutil.rmtree(federation.host(fault.replica))
             federation.start(fault.replica)
         case _:
             federation.start(fault.replica)
-
-
-def _undo(fault: Fault, federation: Federation, lab: Lab | None) -> None:
-    if fault.what == "freeze":
-        federation.signal(fault.replica, signal.SIGCONT)
-    else:
-        assert lab is not None
-        lab.heal(lab.names[fault.replica])

@@ -2,7 +2,7 @@
 
     nice python -m tools.faults faulty --output runs/faulty
 
-The last replica sends NaN, or a million times its weights, from its first exchange on; or it is stopped (SIGSTOP)
+The last replica sends NaN from its first exchange on; or it is stopped (SIGSTOP)
 after a third of the local steps, for good; or its local steps take three times as long. Each local step has a
 pause of `--step-seconds`, so that it is slow and not the machine.
 
@@ -20,7 +20,7 @@ from typing import Any
 from tools.faults.disturb import Fault, disturb
 from tools.processes import Federation, base_config, mean
 
-_FACTORS = {"healthy": 1.0, "sends_nan": math.nan, "sends_millionfold": 1e6, "frozen": 1.0, "slow": 1.0}
+_FACTORS = {"healthy": 1.0, "sends_nan": math.nan, "frozen": 1.0, "slow": 1.0}
 _SLOWER = 3
 
 

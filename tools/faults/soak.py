@@ -36,26 +36,21 @@ from megatron_noloco.settings import NolocoSettings
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
 from tools.processes import held
 
-_SAMPLES = 60
+_REPLICAS, _SEED, _SAMPLES = 4, 0, 60
+_ABSENCES, _DELAY_SECONDS = 0.1, 0.05  # share of rounds that a replica leaves out; before a round, at most
 _LOOK_SECONDS = 0.001
 _CUT = "is cut, says the soak"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--elements", type=int, default=100_000)
-    parser.add_argument(
-        "--absences", type=float, default=0.1, help="share of rounds that a replica leaves out"
-    )
     parser.add_argument(
         "--restarts", type=float, default=0.01, help="share of rounds before which one restarts"
     )
     parser.add_argument(
         "--drops", type=float, default=0.01, help="share of rounds in which one loses messages"
     )
-    parser.add_argument("--delay", type=float, default=0.05, help="seconds, at most, before a round")
-    parser.add_argument("--seed", type=int, default=0)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,11 +66,11 @@ class Soak:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
         self.folder = folder
-        self.draws = random.Random(options.seed)
+        self.draws = random.Random(_SEED)
         self.rounds = self.restarts = self.absences = self.drops = 0
         self.skips_injected = 0
         self.skips: Counter[str] = Counter()  # by their reason
-        self.replicas = [self._start(replica, 0) for replica in range(options.replicas)]
+        self.replicas = [self._start(replica, 0) for replica in range(_REPLICAS)]
 
     def run(self) -> dict[str, Any]:
         started, samples = time.monotonic(), list[tuple[float, dict[str, int]]]()
@@ -89,7 +84,6 @@ class Soak:
             for replica in self.replicas:
                 replica.thread.close()
         return {
-            "seed": self.options.seed,
             "minutes": round((time.monotonic() - started) / 60, 1),
             "rounds": self.rounds,
             "restarts": self.restarts,
@@ -115,14 +109,14 @@ class Soak:
             self.restarts += 1
         for replica in self.replicas:  # connections that a restart has broken are made again
             wait_for_all(replica.thread, len(self.replicas))
-        here = [replica for replica in self.replicas if self.draws.random() >= self.options.absences]
+        here = [replica for replica in self.replicas if self.draws.random() >= _ABSENCES]
         absent = [replica for replica in self.replicas if replica not in here]
         for replica in absent:
             replica.leave_out(number)
         for replica in here:
             replica.wait_until_known(number, here)
         loses = self.draws.choice(here) if here and self.draws.random() < self.options.drops else None
-        delays = [self.draws.uniform(0, self.options.delay) for _ in here]
+        delays = [self.draws.uniform(0, _DELAY_SECONDS) for _ in here]
         why_not = threads.map(lambda one, delay: one.take_part(number, delay, one is loses), here, delays)
         self.skips.update(filter(None, why_not))
         self.rounds += 1

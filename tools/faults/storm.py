@@ -2,15 +2,13 @@
 
     nice python -m tools.faults storm --output runs/storm --replicas 8 --every 52 --restart 5 --minutes 15
 
-Every `--every` seconds one, drawn at random, is
-killed (SIGKILL), and started again `--restart` seconds later. With `--notice` it is told to leave (SIGTERM) so
-many seconds before, and is killed if it is still there then. Each local step takes at least `--step-seconds`, so
-that replicas that run do not gain what those that do not run leave of the processor. Before, the same replicas run
-undisturbed for two minutes.
+Every `--every` seconds one, drawn at random, is killed (SIGKILL), and started again `--restart` seconds later.
+With `--notice` it is told to leave (SIGTERM) so many seconds before, and is killed if it is still there then. Each
+local step takes at least `--step-seconds`, so that replicas that run do not gain what those that do not run leave
+of the processor. Before, the same replicas run undisturbed for two minutes.
 
-`tools.efficiency` says which local steps count; those that as many replicas would have
-taken follow from the median time of a step in the undisturbed run. Lost steps are those that were taken and do not
-count, in the time of the kills alone.
+`tools.efficiency` says which local steps count; those that as many replicas would have taken follow from the
+median time of a step in the undisturbed run.
 """
 
 import argparse
@@ -59,7 +57,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seconds_per_step": round(seconds_per_step, 4),
         "steps_that_count": storm.count,
         "step_efficiency": round(storm.count * seconds_per_step / (options.replicas * storm.seconds), 4),
-        "lost_steps_per_departure": round((storm.taken - storm.count) / max(1, storm.kills), 2),
         "killed_all_the_same": storm.overdue,
         "missed_rounds": sum(storm.federation.total(one, "missed_rounds") for one in range(options.replicas)),
         "exit_codes": storm.exit_codes,
@@ -71,7 +68,7 @@ class Storm:
 
     Attributes:
         seconds: since all replicas trained.
-        taken, count: local steps in this time, and those of them that count.
+        count: local steps in this time that count.
         kills, overdue: replicas that were killed or told to leave; told, and killed as they did not.
     """
 
@@ -82,7 +79,7 @@ class Storm:
         base["noloco"]["local_steps"] = base["training"]["log_interval"] = options.local_steps
         settings = {"slots": options.replicas, "start_with": options.replicas}
         self.federation = Federation(folder, base, settings)
-        self.kills = self.overdue = self.taken = self.count = 0
+        self.kills = self.overdue = self.count = 0
         self.seconds = 0.0
         self.exit_codes: list[int] = []
         self._draws = random.Random(options.seed)
@@ -96,7 +93,7 @@ class Storm:
             while not all(federation.rows(replica) for replica in replicas):
                 self._check()
                 time.sleep(_LOOK_SECONDS)
-            before, taken, started = self._counted(), self._taken(), time.monotonic()
+            before, started = self._counted(), time.monotonic()
             next_kill = started + self.options.every
             while (now := time.monotonic()) < started + seconds:
                 for replica in [one for one, when in coming.items() if when <= now]:
@@ -112,7 +109,6 @@ class Storm:
                     self._check()
                 time.sleep(_LOOK_SECONDS)
             self.seconds, self.count = time.monotonic() - started, self._counted() - before
-            self.taken = self._taken() - taken
             self.exit_codes = [code for code in federation.exit_codes().values() if code is not None]
 
     def seconds_per_step(self) -> float:
@@ -123,12 +119,8 @@ class Storm:
     def _counted(self) -> int:
         return sum(steps_that_count(self.federation.rows(one)) for one in range(self.options.replicas))
 
-    def _taken(self) -> int:
-        return sum(len(path.read_text().splitlines()) for path in self.federation.folder.glob("steps_*"))
-
     def _start(self, replica: int) -> None:
-        pause, times = str(self.options.step_seconds), str(self.federation.folder)
-        self.federation.start(replica, "tools.faults.replica", pause, "--times", times)
+        self.federation.start(replica, "tools.faults.replica", str(self.options.step_seconds))
 
     def _remove(self, replica: int) -> None:
         """Kill a replica, after a notice if there is one."""

@@ -4,8 +4,8 @@
 
 A rank is a replica. Its local steps take `--step-seconds` at least, far longer than they need here, so that all
 can share the processors of one machine. Three cases: "even"; "one_slow", where those of the last replica take
-`--slower` times as long; and "by_chance", where every local step of every replica takes a time of its own,
-lognormal with `--sigma` and the same mean.
+3 times as long; and "by_chance", where every local step of every replica takes a time of its own,
+lognormal with the same mean.
 
 "goodput" is the number of local steps that all took, over what they would have taken
 without waiting between the first step of all and the last, at one step in `--step-seconds`.
@@ -23,6 +23,7 @@ from typing import Any
 
 from tools.processes import Federation, base_config, write_as_one_job
 
+_SLOWER, _SIGMA, _LIMIT_SECONDS = 3.0, 0.5, 900.0
 _CASES = ("even", "one_slow", "by_chance")
 _METHODS: dict[str, dict[str, Any]] = {
     "synchronous": {"enabled": False},
@@ -37,10 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--step-seconds", type=float, default=0.5)
-    parser.add_argument("--slower", type=float, default=3.0)
-    parser.add_argument("--sigma", type=float, default=0.5)
     parser.add_argument("--cases", nargs="+", choices=_CASES, default=list(_CASES))
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for each run")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -50,8 +48,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for case in options.cases:
         seconds = options.replicas * [options.step_seconds]
         if case == "one_slow":
-            seconds[-1] *= options.slower
-        pace = [",".join(map(str, seconds)), "--sigma", str(options.sigma if case == "by_chance" else 0)]
+            seconds[-1] *= _SLOWER
+        pace = [",".join(map(str, seconds)), "--sigma", str(_SIGMA if case == "by_chance" else 0)]
         for method, noloco in _METHODS.items():
             folder = (options.output / f"{case}, {method}").resolve()
             folder.mkdir(parents=True)
@@ -79,7 +77,7 @@ def one_job(folder: Path, noloco: dict[str, Any], through: list[str], options: a
     command += ["--nproc-per-node", str(options.replicas), "-m", *through, "train", "--config", str(file)]
     with (folder / "log").open("w") as log:
         subprocess.run(
-            command, stdout=log, stderr=log, check=True, timeout=options.limit,
+            command, stdout=log, stderr=log, check=True, timeout=_LIMIT_SECONDS,
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )  # fmt: skip
 
@@ -91,7 +89,7 @@ def separate_jobs(
     with Federation(folder, config(noloco, options), settings) as federation:
         for replica in range(options.replicas):
             federation.start(replica, *through)
-        federation.wait(options.limit)
+        federation.wait(_LIMIT_SECONDS)
         if any(federation.exit_codes().values()):
             sys.exit(f"uneven: exit codes {federation.exit_codes()}, see {folder}")
 
