@@ -11,20 +11,20 @@ and writes it to OUTPUT/commands.json; what has passed there is not run again. E
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_noloco.cli.main import help_pages
 from tools.options import command_line
+from tools.runner import Results, run_command
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "configs/README.md"]
 TABLE = ROOT / "tools/commands.txt"
+LIMIT_SECONDS = 1800
 _DATA = ("json", "python", "mermaid", "yaml")  # blocks that hold no commands
 _COMMAND = re.compile(
     r"((?:[A-Z_]+=\S* )*(?:nice )?(?:(?:until )?launch/\w+\.sh|megatron-noloco|make|[\w./]*python3?|mpirun"
@@ -45,13 +45,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "runs/commands")
     parser.add_argument("--venv", type=Path, help="an environment of `make setup`, which is then left out")
     parser.add_argument("--only", default=".*", metavar="REGEX", help="commands to run")
-    parser.add_argument(
-        "--limit", type=float, default=1800, help="seconds of a command (default: %(default)s)"
-    )
     options = parser.parse_args()
-    output = options.output.resolve()
-    clone, results = output / "clone", output / "commands.json"
-    found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    clone, results = options.output.resolve() / "clone", Results(options.output / "commands.json")
     if not clone.exists():
         _prepare(clone, options.venv)
     commands = to_run(rows())[bool(options.venv) :]  # the first makes the environment
@@ -59,13 +54,13 @@ def main() -> int:
         command: number for number, command in enumerate(commands) if re.fullmatch(options.only, command)
     }
     for command, number in planned.items():
-        if found.get(command, {}).get("exit_code") != 0:
-            begin = time.monotonic()
-            code = _run(command, clone, output / f"{number:02}.log", options.limit)
-            found[command] = {"exit_code": code, "seconds": round(time.monotonic() - begin, 1)}
-            results.write_text(json.dumps(found, indent=1))
-        print(f"{found[command]['exit_code']:4} {found[command]['seconds']:7} s  {command}", flush=True)
-    return int(any(found[command]["exit_code"] for command in planned))
+        log, found = options.output / f"{number:02}.log", results.found.get(command)
+        if found is None or not found.passed:
+            found = run_command(["sh", "-c", command], log, LIMIT_SECONDS, clone, _environ(clone))
+            results.add(command, found)
+        verdict = "passed" if found.passed else f"FAILED, see {log}:"
+        print(f"{found.seconds:7} s  {verdict} {command}", flush=True)
+    return int(any(not results.found[command].passed for command in planned))
 
 
 def to_run(table: list[Row]) -> list[str]:
@@ -146,9 +141,9 @@ def _prepare(clone: Path, venv: Path | None) -> None:
         )  # older than the environment: make does not set it up again
 
 
-def _run(command: str, clone: Path, log: Path, limit: float) -> int:
-    """Run a command in a shell with the environment of the clone; return its exit code, 124 when it is late."""
-    environ = os.environ | {
+def _environ(clone: Path) -> dict[str, str]:
+    """Return the environment of the clone."""
+    return os.environ | {
         "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}",
         "PYTHONPATH": str(clone),
         "VIRTUAL_ENV": f"{clone}/.venv",
@@ -156,18 +151,6 @@ def _run(command: str, clone: Path, log: Path, limit: float) -> int:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",
     }
-    with log.open("w") as file:
-        file.write(f"$ {command}\n")
-        file.flush()
-        process = subprocess.Popen(
-            command, shell=True, cwd=clone, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return 124
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu_check import runner
-from tools.gpu_check.runner import REPOSITORY, Results, Step, run, run_all
+from tools import runner
 from tools.gpu_check.steps import STEPS
+from tools.runner import REPOSITORY, Results, Step, run, run_all
 
 
 def python(name: str, code: str, limit_seconds: float = 60, gpus: int = 1) -> Step:

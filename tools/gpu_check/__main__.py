@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from tools.gpu_check.runner import Results, run_all, table
 from tools.gpu_check.steps import STEPS
 from tools.options import command_line
+from tools.runner import Results, run_all, table
 
 
 def main() -> int:

@@ -21,8 +21,8 @@ from typing import Any
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.preflight.mpi_check import find_mpirun
-from tools.gpu_check.runner import REPOSITORY
 from tools.options import command_line
+from tools.runner import REPOSITORY
 from tools.throughput_models import SIZES, config_of
 
 QUICKSTART_LOSS = 1.2492  # of the same run on a CPU

@@ -1,6 +1,6 @@
 """The steps, the most important first."""
 
-from tools.gpu_check.runner import Step
+from tools.runner import Step
 
 _PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
 _REPLICAS = ("-m", "tools.gpu_check.replicas")

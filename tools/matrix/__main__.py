@@ -17,9 +17,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.gpu_check.runner import REPOSITORY, Outcome, Results, run
 from tools.matrix.combinations import COMBINATIONS, PACKAGES, STEPS, Combination
 from tools.options import command_line
+from tools.runner import REPOSITORY, Outcome, Results, run
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "megatron-noloco" / "matrix"
 

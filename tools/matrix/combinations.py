@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tools.gpu_check.runner import REPOSITORY, Step
+from tools.runner import REPOSITORY, Step
 
 
 @dataclass(frozen=True)

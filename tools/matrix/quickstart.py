@@ -3,7 +3,7 @@
 import json
 
 from tools.gpu_check.replicas import launched
-from tools.gpu_check.runner import REPOSITORY
+from tools.runner import REPOSITORY
 
 _STEPS = 20
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 _GRACE_SECONDS = 5.0
 _ERROR_LINES = 12
 
@@ -103,13 +103,20 @@ def table(steps: Sequence[Step], found: Mapping[str, Outcome]) -> str:
 
 
 def run(step: Step, log: Path, python: str = sys.executable) -> Outcome:
-    """Run a step, with its output in the log. No process that it started is left behind."""
+    """Run a step in this repository; see `run_command`."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return run_command([python, *step.command], log, step.limit_seconds, REPOSITORY, environ)
+
+
+def run_command(
+    command: Sequence[str], log: Path, limit_seconds: float, folder: Path, environ: Mapping[str, str]
+) -> Outcome:
+    """Run a command, with its output in the log. No process that it started is left behind."""
     started = time.monotonic()
     process = subprocess.Popen(
-        [python, *step.command],
-        cwd=REPOSITORY,
+        command,
+        cwd=folder,
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -119,7 +126,7 @@ def run(step: Step, log: Path, python: str = sys.executable) -> Outcome:
     )
     late = False
     try:
-        out, error = process.communicate(timeout=step.limit_seconds)
+        out, error = process.communicate(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         late = True
         out, error = _end(process)
@@ -132,7 +139,7 @@ def run(step: Step, log: Path, python: str = sys.executable) -> Outcome:
     figure, peer = figures(out)
     if passed:
         return Outcome(True, seconds, figure, peer)
-    said = [f"ended after its {step.limit_seconds:g} seconds"] if late else []
+    said = [f"ended after its {limit_seconds:g} seconds"] if late else []
     said += (error.strip() or out.strip()).splitlines()[-_ERROR_LINES:]
     return Outcome(False, seconds, figure, peer, "\n".join(said))
 
