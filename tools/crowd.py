@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link
@@ -30,7 +32,6 @@ from megatron_noloco.federation.messages import Address, Member, Status
 from megatron_noloco.federation.node import Carriers, Identity, Node
 from megatron_noloco.federation.tcp import TcpCarrier
 from tools.options import command_line
-from tools.processes import memory_bytes
 
 _GRAIN_SECONDS = 0.001  # the clock jumps when nothing happens for so long
 _SETTLE_SECONDS, _IDLE_SECONDS = 20.0, 10.0
@@ -90,7 +91,7 @@ class Crowd:
 
     async def measure(self, replicas: int) -> dict[str, Any]:
         gc.collect()
-        before, loop = memory_bytes("VmRSS"), asyncio.get_running_loop()
+        before, loop = psutil.Process().memory_info().rss, asyncio.get_running_loop()
         for slot in range(replicas):
             await self._start(slot, 1)
             await asyncio.sleep(random.uniform(0, 0.5))  # else all tick at once
@@ -98,7 +99,10 @@ class Crowd:
         gc.collect()
         gc.freeze()  # or each collection would visit the objects of all replicas
         await asyncio.sleep(_SETTLE_SECONDS)
-        found: dict[str, Any] = {"replicas": replicas, "bytes": (memory_bytes("VmRSS") - before) // replicas}
+        found: dict[str, Any] = {
+            "replicas": replicas,
+            "bytes": (psutil.Process().memory_info().rss - before) // replicas,
+        }
         _CountedNode.statuses, started, busy = 0, loop.time(), time.process_time()
         await asyncio.sleep(_IDLE_SECONDS)
         replica_seconds = (loop.time() - started) * replicas

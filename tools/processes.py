@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
+
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
 from tests.netlab.lab import Lab
@@ -25,42 +27,7 @@ _BASE = Path(__file__).parents[1] / "configs" / "federation.json"
 _PORT = 29500  # on every host of a lab
 
 
-class Written:
-    """What the replicas of a run have written to their metrics, during the run and afterwards."""
-
-    def folders(self, replica: int) -> Iterable[Path]:
-        """Return the folders in which a replica writes metrics; there may be none yet."""
-        raise NotImplementedError
-
-    def step(self, replicas: Iterable[int]) -> int:
-        """Return the step of the replica that is furthest."""
-        return max((int(self.last(replica, "step") or 0) for replica in replicas), default=0)
-
-    def loss(self, replica: int) -> float | None:
-        """Return the loss of a replica's last evaluation, in nats per token."""
-        return self.last(replica, "validation/loss")
-
-    def last(self, replica: int, name: str) -> Any:
-        """Return the newest value of a metric."""
-        return next((row[name] for row in reversed(self.rows(replica)) if name in row), None)
-
-    def total(self, replica: int, name: str) -> int:
-        """Return a counter; it is 0 where the log leaves it out."""
-        return int(self.last(replica, f"total/{name}") or 0)
-
-    def longest_pause(self, replica: int) -> float:
-        """Return the longest time, in seconds, for which a round stopped training."""
-        return max((row.get("round/pause_seconds", 0.0) for row in self.rows(replica)), default=0.0)
-
-    def rows(self, replica: int) -> list[Row]:
-        """Return all rows of a replica's metrics, those of earlier starts included."""
-        logs = [ReplicaLog(folder) for folder in self.folders(replica)]
-        for log in logs:
-            log.update()
-        return [row for log in logs for row in log.rows]
-
-
-class Federation(Written):
+class Federation:
     """Replicas as separate jobs. A context that leaves no process behind.
 
     Args:
@@ -142,7 +109,7 @@ class Federation(Written):
         return [replica for replica, process in self._processes.items() if process.poll() is None]
 
     def furthest_step(self) -> int:
-        return self.step(self._processes)
+        return max((int(self.last(replica, "step") or 0) for replica in self._processes), default=0)
 
     def exit_codes(self) -> dict[int, int | None]:
         """Return the exit code of every replica's last process; None where it runs."""
@@ -152,8 +119,28 @@ class Federation(Written):
         """Return the folder of a replica, which no other replica uses."""
         return self.folder / f"host_{replica}"
 
-    def folders(self, replica: int) -> Iterable[Path]:
-        return self.host(replica).glob("replica_*")
+    def loss(self, replica: int) -> float | None:
+        """Return the loss of a replica's last evaluation, in nats per token."""
+        return self.last(replica, "validation/loss")
+
+    def last(self, replica: int, name: str) -> Any:
+        """Return the newest value of a metric."""
+        return next((row[name] for row in reversed(self.rows(replica)) if name in row), None)
+
+    def total(self, replica: int, name: str) -> int:
+        """Return a counter; it is 0 where the log leaves it out."""
+        return int(self.last(replica, f"total/{name}") or 0)
+
+    def longest_pause(self, replica: int) -> float:
+        """Return the longest time, in seconds, for which a round stopped training."""
+        return max((row.get("round/pause_seconds", 0.0) for row in self.rows(replica)), default=0.0)
+
+    def rows(self, replica: int) -> list[Row]:
+        """Return all rows of a replica's metrics, those of earlier starts included."""
+        logs = [ReplicaLog(folder) for folder in self.host(replica).glob("replica_*")]
+        for log in logs:
+            log.update()
+        return [row for log in logs for row in log.rows]
 
 
 def base_config(steps: int) -> dict[str, Any]:
@@ -198,27 +185,17 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
-def memory_bytes(name: str) -> int:
-    """Return "VmRSS" or "VmHWM" of this process; the peak of getrusage counts the process that started it."""
-    return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
-
-
-def allocated_bytes() -> int:
-    """What this process has taken from malloc and not given back."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = _Mallinfo2
-    malloc = libc.mallinfo2().numbers
-    return malloc[4] + malloc[7]
-
-
 def held() -> dict[str, int]:
     """Return what this process holds: memory, files, threads, without what waits to be freed."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc, this = ctypes.CDLL(None), psutil.Process()
+    libc.malloc_trim(0)
+    libc.mallinfo2.restype = _Mallinfo2
+    malloc = libc.mallinfo2().numbers
     return {
-        "allocated_bytes": allocated_bytes(),
-        "resident_bytes": memory_bytes("VmRSS"),
+        "allocated_bytes": malloc[4] + malloc[7],  # what all libraries have taken and not given back
+        "resident_bytes": this.memory_info().rss,
         "python_blocks": sys.getallocatedblocks(),
-        "files": len(os.listdir("/proc/self/fd")),
+        "files": this.num_fds(),
         "threads": threading.active_count(),
     }

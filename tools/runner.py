@@ -1,16 +1,21 @@
-"""Runs steps one after the other, each in a process of its own, and keeps their outcomes."""
+"""Runs steps one after the other, each in a process of its own, and keeps their outcomes; runs the trainer."""
 
 import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+from megatron_noloco.preflight.mpi_check import find_mpirun
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _GRACE_SECONDS = 5.0
@@ -142,6 +147,30 @@ def run_command(
     said = [f"ended after its {limit_seconds:g} seconds"] if late else []
     said += (error.strip() or out.strip()).splitlines()[-_ERROR_LINES:]
     return Outcome(False, seconds, figure, peer, "\n".join(said))
+
+
+def launched(config: dict[str, Any], ranks: int) -> tuple[list[ReplicaLog], str]:
+    """Train by a script in launch/, in a folder that is then removed; returns the replicas' logs, and its output.
+
+    Raises SystemExit with the last lines of a run that failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        training = config["training"] | {"output_dir": f"{folder}/run"}
+        path.write_text(json.dumps(config | {"training": training}))
+        script = "mpirun.sh" if "MPIRUN" in os.environ or find_mpirun() else "torchrun.sh"
+        finished = subprocess.run(
+            [f"launch/{script}", str(ranks), str(path)],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHON": sys.executable},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if finished.returncode != 0:
+            raise SystemExit("\n".join(finished.stdout.splitlines()[-30:]))
+        return RunLog(Path(folder) / "run").replicas, finished.stdout
 
 
 def figures(out: str) -> tuple[str, str]:

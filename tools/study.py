@@ -16,7 +16,7 @@ Finished runs are in OUTPUT/results.jsonl and are not repeated, and refused if t
 interrupted study can be continued, and a simulated run from where it was at most five minutes before. `--jobs`
 makes several runs side by side. A run is simulated on one core; `--compiled` by `torch.compile`, which needs a
 C++ compiler. With `--trainer` it is the trainer itself under mpirun, with a process for each rank: for what is
-not simulated, such as pipeline stages. A run that failed is in OUTPUT, with its log.
+not simulated, such as pipeline stages.
 """
 
 import hashlib

@@ -9,20 +9,13 @@ overlap: seconds for which a round stops the local steps, with one step's delay 
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_noloco.monitor.numbers import Row
-from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
-from megatron_noloco.preflight.mpi_check import find_mpirun
 from tools.options import command_line
-from tools.runner import REPOSITORY
+from tools.runner import REPOSITORY, launched
 from tools.throughput_models import SIZES, config_of
 
 QUICKSTART_LOSS = 1.2492  # of the same run on a CPU
@@ -94,28 +87,7 @@ def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[Row]:
 
 def rows(config: dict[str, Any], ranks: int, kind: str) -> list[Row]:
     """Run a config; returns the rows of replica 0. Raises SystemExit with the last output of a failed run."""
-    return launched(config, ranks)[0].rows_of(kind)
-
-
-def launched(config: dict[str, Any], ranks: int) -> tuple[ReplicaLog, str]:
-    """Run a config; returns the log of replica 0, and what the run said. Raises SystemExit where it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        config["training"] |= {"output_dir": f"{folder}/run"}
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config))
-        script = "mpirun.sh" if "MPIRUN" in os.environ or find_mpirun() else "torchrun.sh"
-        environ = os.environ | {"PYTHON": sys.executable}
-        finished = subprocess.run(
-            [f"launch/{script}", str(ranks), str(path)],
-            cwd=REPOSITORY,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if finished.returncode != 0:
-            raise SystemExit("\n".join(finished.stdout.splitlines()[-30:]))
-        return RunLog(Path(folder) / "run").replicas[0], finished.stdout
+    return launched(config, ranks)[0][0].rows_of(kind)
 
 
 WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

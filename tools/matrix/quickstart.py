@@ -2,8 +2,7 @@
 
 import json
 
-from tools.gpu_check.replicas import launched
-from tools.runner import REPOSITORY
+from tools.runner import REPOSITORY, launched
 
 _STEPS = 20
 
@@ -13,7 +12,7 @@ def main() -> None:
     config["training"] |= {"train_iters": _STEPS, "log_interval": 1}
     config["scheduler"]["params"] |= {"total_num_steps": _STEPS, "warmup_num_steps": 2}
     config["evaluation"] = {"iters": 0}
-    log, said = launched(config, ranks=8)
+    (log, *_), said = launched(config, ranks=8)
     noise = [line for line in said.splitlines() if "warning" in line.lower() or "deprecat" in line.lower()]
     if noise:
         raise SystemExit("\n".join(["the console shows", *noise]))
