@@ -20,11 +20,8 @@ import psutil
 
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
-from tests.netlab.lab import Lab
-from tests.netlab.relay import address_of
 
 _BASE = Path(__file__).parents[1] / "configs" / "federation.json"
-_PORT = 29500  # on every host of a lab
 
 
 class Federation:
@@ -33,26 +30,13 @@ class Federation:
     Args:
         folder: for a folder and a log of each replica.
         settings: changes of the block `federation`; and "slots", the most replicas.
-        there: the hosts of the replicas; None: all run on this one.
-        homes: replicas behind a router, with the host's name (`Lab.behind`); no other can connect to them.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        base: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        there: Lab | None = None,
-        homes: Mapping[int, str] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, base: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self.folder = folder
-        self._there, self._homes = there, homes or {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         settings = dict(settings)
-        slots = settings.pop("slots")
-        self._addresses = [f"{address_of(slot)}:{_PORT}" for slot in range(slots)]
-        if there is None:
-            self._addresses = [f"127.0.0.1:{port}" for port in free_ports(slots)]
+        self._addresses = [f"127.0.0.1:{port}" for port in free_ports(settings.pop("slots"))]
         self._base = {**base, "federation": base["federation"] | settings}
 
     def __enter__(self) -> "Federation":
@@ -70,23 +54,28 @@ class Federation:
         """
         folder = self.host(replica)
         folder.mkdir(parents=True, exist_ok=True)
-        seeds = [address for slot, address in enumerate(self._addresses) if slot not in self._homes]
-        here = {
-            "listen": "off" if replica in self._homes else f"tcp://{self._addresses[replica]}",
-            "rendezvous": "tcp://" + ",".join(seeds),
-        }
-        config = self._base | {"federation": self._base["federation"] | here}
+        config = self._base | {"federation": self._base["federation"] | self.network(replica)}
         config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
         file = (folder / "config.json").resolve()
         file.write_text(json.dumps(config))
         command = [sys.executable, "-m", *(through or ["megatron_noloco"]), "train", "--config", str(file)]
         command += ["--replica", str(replica), "--progress", "lines"]
-        if self._there is not None:
-            host = self._homes.get(replica, self._there.names[replica])
-            command = self._there.on(host, *command)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self.folder / f"replica_{replica}.log").open("ab") as log:
-            self._processes[replica] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            self._processes[replica] = subprocess.Popen(
+                self.placed(replica, command), stdout=log, stderr=log, env=environment
+            )
+
+    def network(self, replica: int) -> dict[str, str]:
+        """Return where a replica listens, and the addresses that it knows."""
+        return {
+            "listen": f"tcp://{self._addresses[replica]}",
+            "rendezvous": "tcp://" + ",".join(self._addresses),
+        }
+
+    def placed(self, replica: int, command: list[str]) -> list[str]:
+        """Return what runs the command of a replica where it belongs: on this host."""
+        return command
 
     def start_all(self, replicas: Iterable[int]) -> None:
         for replica in replicas:

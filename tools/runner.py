@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,6 @@ class Results:
 
     def add(self, name: str, outcome: Outcome) -> None:
         self.found[name] = outcome
-        self._write()
-
-    def forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.found.pop(name, None)
-        self._write()
-
-    def _write(self) -> None:
         partial = self._path.with_suffix(".partial")
         partial.write_text(
             json.dumps({name: asdict(outcome) for name, outcome in self.found.items()}, indent=1)

@@ -26,7 +26,7 @@ ALONE = {
     ),
     "faults soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
     "bench federation": ("--megabytes 1 --repeats 1 --pause 0 --payloads int8", "seconds_of_small_rounds"),
-    "bench routing": ("--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
+    "bench routing": ("--hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
 OF_RANKS = {
     "bench exchange": (2, "--megabytes 0.01 --repeats 1", "transport_time_over"),

@@ -10,11 +10,36 @@ from typing import Any
 from megatron_noloco.federation.keys import Keys
 from tests.netlab.lab import Lab, lab
 from tests.netlab.network import Link
+from tests.netlab.relay import address_of
 from tools.processes import Federation, base_config
 
 _REPLICAS, _HOMES = 4, 2
+_PORT = 29500  # on every host
 _STEPS = 60
 _SECONDS = 600.0
+
+
+class InLab(Federation):
+    """Replicas on hosts of a lab.
+
+    Args:
+        homes: replicas behind a router, with the host's name (`Lab.behind`); no other can connect to them.
+    """
+
+    def __init__(
+        self, folder: Path, base: dict[str, Any], settings: dict[str, Any], there: Lab, homes: dict[int, str]
+    ) -> None:
+        super().__init__(folder, base, settings)
+        self._there, self._homes = there, homes
+
+    def network(self, replica: int) -> dict[str, str]:
+        addresses = [f"tcp://{address_of(slot)}:{_PORT}" for slot in range(_REPLICAS)]
+        seeds = [address[6:] for slot, address in enumerate(addresses) if slot not in self._homes]
+        listen = "off" if replica in self._homes else addresses[replica]
+        return {"listen": listen, "rendezvous": "tcp://" + ",".join(seeds)}
+
+    def placed(self, replica: int, command: list[str]) -> list[str]:
+        return self._there.on(self._homes.get(replica, self._there.names[replica]), *command)
 
 
 def measure(link: Link, congestion: str) -> Iterator[dict[str, Any]]:
@@ -37,7 +62,7 @@ def _run(there: Lab, names: dict[int, str], folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     base = base_config(_STEPS)
     base["noloco"] |= {"payload": "int8"}
-    with Federation(folder, base, settings, there, names) as federation:
+    with InLab(folder, base, settings, there, names) as federation:
         for replica in range(_REPLICAS):
             federation.start(replica)
         federation.wait(_SECONDS)

@@ -38,6 +38,7 @@ from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 from tools.bench.laps import Laps, rounded
+from tools.models import Size, config_of
 
 VOCABULARY, SEQUENCE = 256, 32
 PLAIN = "torch.save"
@@ -74,22 +75,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Checkpointer:
     """Return a checkpointer of a replica that has made one local step."""
-    raw: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+    hidden = options.hidden_size
+    raw = config_of(Size(options.layers, hidden, 4 * hidden, 4, SEQUENCE, VOCABULARY, 1, 1), "bf16") | {
         "noloco": {"recipe": "paper", "local_steps": 2},
-        "parallel": {"replicas": 1},
-        "model": {
-            "num_layers": options.layers,
-            "hidden_size": options.hidden_size,
-            "ffn_hidden_size": 4 * options.hidden_size,
-            "num_attention_heads": 4,
-            "seq_length": SEQUENCE,
-        },
-        "data": {"text": "none is read"},
         "training": {"train_iters": 1, "output_dir": str(folder)},
         "checkpoint": {"async_save": asynchronous, "keep_last": 1},
     }

@@ -4,17 +4,17 @@
     torchrun --nproc-per-node 2 -m tools.bench overlap --megabytes 64
 
 Every rank is a replica. A local step consists of matrix products on one core, in `--microbatches` parts between
-which messages may move, as in the trainer. It is `--step-over-exchange` times as long as an exchange that training
-waits for, which is measured first. A repeat runs in turn k local steps alone, with a round that training waits for
-("none"), and with one that is merged d steps later ("delayed"). Times are those of the slowest rank:
+which messages may move, as in the trainer. It is as long as an exchange that training waits for, which is measured
+first. A repeat runs in turn k = 4 local steps alone, with a round that training waits for ("none"), and with one
+that is merged d = 2 steps later ("delayed"). Times are those of the slowest rank, the shortest of the repeats:
 
     all         the k steps and what the round adds to them
     pause       time in calls of the outer optimizer
     wait        the part of it that waits for messages
     in_the_air  the first d local steps of a round; under "alone" the same steps without one
 
-Between ranks of one machine the processor itself carries the messages: no wait is
-left, but copying and arithmetic take from the steps what they took from the pause. On a slow network, for root:
+Between ranks of one machine the processor itself carries the messages: no wait is left, but copying and arithmetic
+take from the steps what they took from the pause. On a slow network, for root:
 
     python -m tests.netlab run --hosts 2 --rate 100Mbit --delay 25ms --module tools.bench overlap --megabytes 8
 """
@@ -41,24 +41,17 @@ from tools.bench.laps import slowest
 
 WIDTH = 256  # of the matrices of a local step: 1 MB for the three of them
 WARM_UPS, DEADLINE_SECONDS = 2, 300.0
+LOCAL_STEPS, OVERLAP_STEPS = 4, 2  # k and d
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 weights / 1e6")
-    parser.add_argument("--local-steps", type=int, default=4, help="k")
-    parser.add_argument("--overlap-steps", type=int, default=2, help="d, less than k")
-    parser.add_argument("--step-over-exchange", type=float, default=1.0)
     parser.add_argument("--microbatches", type=int, default=8, help="of a local step")
     parser.add_argument("--repeats", type=int, default=9, help=f"timed repeats, after {WARM_UPS} to warm up")
 
 
 def run(options: argparse.Namespace) -> NoReturn:
     """Measure."""
-    if not 0 < options.overlap_steps < options.local_steps:
-        raise SystemExit(
-            f"--overlap-steps {options.overlap_steps} must lie between 0 and {options.local_steps}"
-        )
-
     torch.set_num_threads(1)
     world = read_world(os.environ)
     join(world, "gloo")
@@ -85,8 +78,8 @@ def measure(options: argparse.Namespace, transport: Transport) -> None:
             "transport": transport.name,
             "ranks": dist.get_world_size(),
             "bytes": int(options.megabytes * 1e6) // 4 * 4,
-            "local_steps": options.local_steps,
-            "overlap_steps": options.overlap_steps,
+            "local_steps": LOCAL_STEPS,
+            "overlap_steps": OVERLAP_STEPS,
             "exchange_seconds": round(exchange_seconds, 5),
             "fastest_seconds": fastest,
             "delayed_over_none": {what: ratio(what, "delayed", "none") for what in ("pause", "wait")},
@@ -96,9 +89,7 @@ def measure(options: argparse.Namespace, transport: Transport) -> None:
 
 
 def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptimizer:
-    settings = NolocoSettings(
-        local_steps=options.local_steps, payload="fp32", deadline_seconds=DEADLINE_SECONDS
-    )
+    settings = NolocoSettings(local_steps=LOCAL_STEPS, payload="fp32", deadline_seconds=DEADLINE_SECONDS)
     weights = TorchWeights([torch.ones(int(options.megabytes * 1e6) // 4)])
     return OuterOptimizer(weights, transport, Place(transport.rank, transport.world_size), settings)
 
@@ -118,14 +109,14 @@ class Bench:
         options, exchanges = self.options, []
         for _ in range(5):
             dist.barrier()
-            self.done += options.local_steps
+            self.done += LOCAL_STEPS
             (report,) = self.outer.after_local_step(self.done)
             exchanges.append(report.exchange.seconds)
         seconds = slowest(statistics.median(exchanges[1:]))
         self.products = 200
         self.step()
         one = slowest(timed(self.step)) / (self.products * options.microbatches)
-        self.products = max(1, round(options.step_over_exchange * seconds / options.microbatches / one))
+        self.products = max(1, round(seconds / options.microbatches / one))
         return seconds
 
     def step(self) -> None:
@@ -137,7 +128,7 @@ class Bench:
 
     def measure(self) -> dict[str, dict[str, list[float]]]:
         """Return the seconds per variant, part and repeat."""
-        ways = {"alone": -1, "none": 0, "delayed": self.options.overlap_steps}
+        ways = {"alone": -1, "none": 0, "delayed": OVERLAP_STEPS}
         found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
         for repeat in range(-WARM_UPS, self.options.repeats):
             for name, overlap_steps in ways.items():
@@ -154,12 +145,12 @@ class Bench:
         reports: list[RoundReport] = []
         if overlap_steps >= 0:
             self.outer.overlap_steps = overlap_steps
-            self.done += self.options.local_steps
+            self.done += LOCAL_STEPS
             reports += self.outer.after_local_step(self.done)
-        for index in range(1, self.options.local_steps + 1):
+        for index in range(1, LOCAL_STEPS + 1):
             seconds = timed(self.step)
-            in_the_air += seconds if index <= self.options.overlap_steps else 0.0
-            if overlap_steps >= 0 and index < self.options.local_steps:
+            in_the_air += seconds if index <= OVERLAP_STEPS else 0.0
+            if overlap_steps >= 0 and index < LOCAL_STEPS:
                 reports += self.outer.after_local_step(self.done + index)
         times = {"all": time.perf_counter() - started, "in_the_air": in_the_air}
         times["pause"] = sum(report.pause_seconds for report in reports)

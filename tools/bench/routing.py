@@ -28,19 +28,16 @@ from megatron_noloco.pipeline.pipeline import Pipeline
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from tools.bench.laps import Laps, rounded, slowest
+from tools.models import Size, config_of
 
 VOCABULARY = 256
 WARM_UPS = 3
+REPLICAS, STAGES, MICROBATCHES, MICRO_BATCH = 2, 2, 4, 8
 BASE, AGAIN = "off", "off again"
 INTERVALS = ("round", "microbatch")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=40, help=f"timed repeats, after {WARM_UPS} to warm up")
@@ -48,10 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure."""
-    if options.replicas < 2 or options.stages < 2:
-        raise SystemExit("there is nothing to route with fewer than 2 replicas of 2 stages")
     config = configuration(options)
-    ranks = options.replicas * options.stages
+    ranks = REPLICAS * STAGES
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             run_rank, args=(ranks, folder, config, options.repeats), nprocs=ranks, start_method="fork"
@@ -59,9 +54,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         found = json.loads(Path(folder, "seconds.json").read_text())
     medians, fastest = found["medians"], found["fastest"]
     return {
-        "ranks": f"{options.replicas} replicas x {options.stages} stages",
-        "microbatches": options.microbatches,
-        "message_bytes": options.micro_batch_size * options.seq_length * options.hidden * 4,
+        "ranks": f"{REPLICAS} replicas x {STAGES} stages",
+        "microbatches": MICROBATCHES,
+        "message_bytes": MICRO_BATCH * options.seq_length * options.hidden * 4,
         "repeats": options.repeats,
         "median_seconds": rounded(medians, 5),
         "median_over_off": rounded(medians, 3, medians[BASE]),
@@ -70,26 +65,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def configuration(options: argparse.Namespace) -> RunConfig:
-    return RunConfig(
-        **{
-            "train_micro_batch_size_per_gpu": options.micro_batch_size,
-            "gradient_accumulation_steps": options.microbatches,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
-            "parallel": {"replicas": options.replicas, "pipeline_model_parallel_size": options.stages},
-            "model": {
-                "num_layers": options.layers,
-                "hidden_size": options.hidden,
-                "ffn_hidden_size": 3 * options.hidden,
-                "num_attention_heads": 4,
-                "num_query_groups": 2,
-                "seq_length": options.seq_length,
-                "untie_embeddings_and_output_weights": True,
-            },
-            "data": {"text": "python-stdlib"},
-            "training": {"train_iters": 1},
-            "noloco": {"enabled": False},
-        }
-    )
+    hidden, length = options.hidden, options.seq_length
+    size = Size(2 * STAGES, hidden, 3 * hidden, 4, length, VOCABULARY, MICRO_BATCH, MICROBATCHES)
+    raw = config_of(size, "fp32")
+    raw["parallel"] = {"replicas": REPLICAS, "pipeline_model_parallel_size": STAGES}
+    raw["model"]["untie_embeddings_and_output_weights"] = True
+    return RunConfig(**raw)
 
 
 def run_rank(rank: int, ranks: int, folder: str, config: RunConfig, repeats: int) -> None:

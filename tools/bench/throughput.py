@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.job.start_up import before_engines
-from tools.throughput_models import BETAS, CLIPPING, LR, SIZES, WEIGHT_DECAY, config_of
+from tools.models import BETAS, CLIPPING, LR, SIZES, WEIGHT_DECAY, config_of
 
 before_engines()  # before Megatron-core and deepspeed are imported
 

@@ -4,7 +4,7 @@
 
 Runs the steps of `steps.py` in order of importance, each in a process of its own under its own time limit. After
 each, results.json and table.md in the folder have its outcome, STEP.log all that it said. The same command goes on
-after the last finished step; --again runs all anew. --seconds ends the command before a step that might not end in
+after the last finished step. --seconds ends the command before a step that might not end in
 time. Steps that need more GPUs than are here wait; without a GPU, all of them.
 
 Exit code 1 where a step failed.
@@ -24,14 +24,11 @@ def main() -> int:
     parser = command_line(__doc__, "python -m tools.gpu_check")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"), help="folder of the results")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps alone")
-    parser.add_argument("--again", action="store_true", help="run finished steps again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all steps of this command")
     options = parser.parse_args()
 
     chosen = [step for step in STEPS if options.only is None or step.name in options.only]
     results = Results(options.output / "results.json")
-    if options.again:
-        results.forget(step.name for step in chosen)
     gpus = torch.cuda.device_count()
     for line in run_all(chosen, results, gpus, options.seconds):
         print(line, flush=True)

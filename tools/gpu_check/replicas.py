@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_noloco.monitor.numbers import Row
+from tools.models import SIZES, config_of
 from tools.options import command_line
 from tools.runner import REPOSITORY, launched
-from tools.throughput_models import SIZES, config_of
 
 QUICKSTART_LOSS = 1.2492  # of the same run on a CPU
 _SEEDS_DIFFER = 0.03  # nats per token, at most

@@ -57,32 +57,9 @@ class Simulation:
     """
 
     def __init__(self, config: RunConfig, compiled: bool = False, texts: Sequence[str] = ()) -> None:
-        if (
-            not isinstance(config.parallel.replicas, int)
-            or config.parallel.world_size != config.parallel.replicas
-        ):
-            raise ValueError(
-                "parallel: give a number of replicas, and no other parallel size: one process has them all"
-            )
-        if config.optimizer.type not in ("AdamW", "Muon") or config.precision != "fp32":
-            raise ValueError("optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation")
-        for name, measures in {
-            "local_steps": config.noloco.most_waiting is not None,
-            "overlap_steps": config.noloco.overlap_steps == "auto",
-        }.items():
-            if measures:
-                raise ValueError(f'noloco.{name} "auto" measures time: give a number in a simulation')
-        if config.training.pretrained is not None:
-            raise ValueError("training.pretrained is not simulated")
-        for name in ("z_loss_coeff", "hidden_dropout", "attention_dropout"):
-            if getattr(config.model, name):
-                raise ValueError(f"model.{name} is not simulated")
-        if not config.evaluation.iters:
-            raise ValueError("evaluation.iters 0: a simulation has no other result; give at least 1")
-        if config.data.reset_attention_mask or config.data.eod_mask_loss or config.data.sft_data_path:
-            raise ValueError(
-                "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
-            )
+        for refusal in _refusals(config):
+            raise ValueError(refusal)
+        assert isinstance(config.parallel.replicas, int)
         self.replicas = config.parallel.replicas
         self.config = resolve(config, self.replicas).config
         tokenizer = build_tokenizer(config.data.tokenizer)
@@ -253,6 +230,25 @@ class Simulation:
         """Return each row's mean loss over the microbatches of a text, shape [rows]."""
         batches = samples.expand(len(weights), -1, -1, -1).unbind(1)
         return torch.stack([self.model.losses(weights, batch) for batch in batches]).mean(dim=0)
+
+
+def _refusals(config: RunConfig) -> Iterator[str]:
+    """Yield what is not simulated."""
+    noloco, data, replicas = config.noloco, config.data, config.parallel.replicas
+    if not isinstance(replicas, int) or config.parallel.world_size != replicas:
+        yield "parallel: give a number of replicas, and no other parallel size: one process has them all"
+    if config.optimizer.type not in ("AdamW", "Muon") or config.precision != "fp32":
+        yield "optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation"
+    if noloco.most_waiting is not None or noloco.overlap_steps == "auto":
+        yield 'noloco.local_steps or overlap_steps "auto" measures time: give a number in a simulation'
+    if not config.evaluation.iters:
+        yield "evaluation.iters 0: a simulation has no other result; give at least 1"
+    refused = {"training.pretrained": config.training.pretrained is not None}
+    for name in ("z_loss_coeff", "hidden_dropout", "attention_dropout"):
+        refused[f"model.{name}"] = bool(getattr(config.model, name))
+    for name in ("reset_attention_mask", "eod_mask_loss", "sft_data_path"):
+        refused[f"data.{name}"] = bool(getattr(data, name))
+    yield from (f"{name} is not simulated" for name, given in refused.items() if given)
 
 
 def _check_compiler() -> None:

@@ -1,4 +1,4 @@
-"""The models on which throughput is measured, and their training settings."""
+"""The models of measurements, and their training settings."""
 
 from dataclasses import dataclass
 from typing import Any
