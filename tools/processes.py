@@ -140,21 +140,6 @@ def base_config(steps: int) -> dict[str, Any]:
     return base
 
 
-def write_as_one_job(folder: Path, base: Mapping[str, Any], parallel: Mapping[str, int]) -> Path:
-    """Write the config of one job with all replicas of a federation, and return its path.
-
-    Args:
-        folder: for the config and the output.
-    """
-    config = {name: block for name, block in base.items() if name != "federation"}
-    config["noloco"] = config["noloco"] | {"routing": "off"}
-    config["parallel"] = dict(parallel)
-    config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
-    file = folder / "config.json"
-    file.write_text(json.dumps(config))
-    return file
-
-
 def free_ports(count: int) -> Iterator[int]:
     """Yield ports of the loopback interface that are free now."""
     with contextlib.ExitStack() as stack:

@@ -135,12 +135,8 @@ def plot(curves: dict[str, list[Moment]], target: float, network: str, path: Pat
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, moments in curves.items():
-        axes.plot(
-            [moment.seconds for moment in moments],
-            [moment.loss for moment in moments],
-            marker=".",
-            label=name,
-        )
+        _, seconds, losses = zip(*moments, strict=True)
+        axes.plot(seconds, losses, marker=".", label=name)
     axes.axhline(target, color="black", linewidth=1, linestyle=":")
     axes.set_xscale("log")
     axes.set_xlabel(f"seconds of training, {network}")

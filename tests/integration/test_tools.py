@@ -16,7 +16,7 @@ IN_FOLDER = {
     "bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "median_seconds"),
 }
 ALONE = {
-    "bench host": ("--weights 4096 --repeats 1", "core_seconds"),
+    "bench host": ("--weights 4096 --repeats 1", "core seconds, int8, groups of 4"),
     "bench payload": ("--elements 2048 --repeats 1", "ways"),
     "bench throughput": ("--size tiny --warm-ups 1 --repeats 1", "ours_over_it"),
     "gpu_check.coding": ("--elements 8192 --repeats 1 --device cpu", "figure"),

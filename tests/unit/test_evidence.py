@@ -66,7 +66,7 @@ alone = alone @ b
     ]
 
 
-def test_a_method_of_a_study_is_compared_with_the_baselines_of_its_group() -> None:
+def test_a_study_compares_methods_within_their_groups() -> None:
     """The rows of a group stand together; those without one come first."""
     losses = {
         "alone @ b": 2.0,

@@ -27,33 +27,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure."""
     torch.set_num_threads(1)
-    found = {
-        f"{payload}, groups of {members}": round(
-            seconds(options.weights, members, payload, options.repeats), 2
-        )
+    return {
+        f"core seconds, {payload}, groups of {members}": round(seconds(options, members, payload), 2)
         for members in (2, 4)
         for payload in ("fp32", "int8", "int4", "int3")
     }
-    return {"core_seconds": found}
 
 
-def seconds(weights: int, members: int, payload: str, repeats: int) -> float:
+def seconds(options: argparse.Namespace, members: int, payload: str) -> float:
     """Return the core seconds of a rank for 10^9 weights."""
     method: dict[str, Any] = {**PAPER, "local_steps": 1, "payload": payload, "group_size": members}
     settings = NolocoSettings(**method)
-    start = torch.randn(weights)
+    start = torch.randn(options.weights)
     outers = [
         OuterOptimizer(
-            TorchWeights([start + 0.01 * torch.randn(weights)]),
+            TorchWeights([start + 0.01 * torch.randn(options.weights)]),
             transport,
             Place(transport.rank, members),
             settings,
         )
         for transport in loopback_world(members)
     ]
-    laps = Laps(repeats)
+    laps = Laps(options.repeats)
     with ThreadPoolExecutor(members) as threads:
         for index in laps:
             with laps.lap("round"):
                 list(threads.map(lambda outer, index=index: outer.run_round(index), outers))
-    return min(laps.cpu["round"]) / members / weights * 1e9
+    return min(laps.cpu["round"]) / members / options.weights * 1e9

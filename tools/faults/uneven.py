@@ -14,6 +14,7 @@ steps that the last replica left out, as slow ones do in a federation (docs/faul
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.processes import Federation, base_config, write_as_one_job
+from tools.processes import Federation, base_config
 
 _SLOWER, _SIGMA, _LIMIT_SECONDS = 3.0, 0.5, 900.0
 _CASES = ("even", "one_slow", "by_chance")
@@ -70,9 +71,12 @@ def config(noloco: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
 
 
 def one_job(folder: Path, noloco: dict[str, Any], through: list[str], options: argparse.Namespace) -> None:
-    synchronous = noloco.get("enabled") is False
-    parallel = {"replicas" if not synchronous else "data_parallel_size": options.replicas}
-    file = write_as_one_job(folder, config(noloco, options), parallel)
+    raw = config(noloco, options)
+    del raw["federation"]
+    raw["noloco"]["routing"] = "off"
+    raw["parallel"] = {"replicas" if noloco.get("enabled", True) else "data_parallel_size": options.replicas}
+    raw["training"]["output_dir"] = str(folder)
+    (file := folder / "config.json").write_text(json.dumps(raw))
     command = [sys.executable, "-m", "megatron_noloco.job.torchrun", "--standalone"]
     command += ["--nproc-per-node", str(options.replicas), "-m", *through, "train", "--config", str(file)]
     with (folder / "log").open("w") as log:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_noloco.engine.initialize import fused_adam_loads
 
-SHOWN = (
+SHOWN = [
     "torch",
     "megatron-core",
     "deepspeed",
@@ -18,7 +18,7 @@ SHOWN = (
     "transformer-engine",
     "flash-attn",
     "triton",
-)
+]
 
 
 def main() -> None:

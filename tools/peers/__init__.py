@@ -1,1 +1,0 @@
-"""The same work with other programs, side by side: `python -m tools.peers --help`."""
