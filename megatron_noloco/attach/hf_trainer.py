@@ -120,11 +120,10 @@ class NolocoCallback(TrainerCallback):
                     "NolocoCallback"
                 )
             saved = torch.load(file, map_location="cpu", weights_only=True)
-        engine: Any = self._trainer.model_wrapped
-        of_deepspeed = hasattr(engine, "global_steps")  # whose optimizer Accelerate wraps
-        optimizer: Any = engine.optimizer if of_deepspeed else self._trainer.optimizer
-        inner = [optimizer, _schedule_of(self._trainer)]
-        self._noloco = self._attach(engine, state=saved, inner=inner, stopped=self._ends_early)
+        inner: Any = [self._trainer.optimizer, _schedule_of(self._trainer)]
+        self._noloco = self._attach(
+            self._trainer.model_wrapped, state=saved, inner=inner, stopped=self._ends_early
+        )
         # By a `train` that resumes after one that has failed; else the next step refuses it.
         self._noloco.when_loaded = partial(setattr, self, "_loaded", True)
         self._trains, self._model = True, ref(self._trainer.model)
