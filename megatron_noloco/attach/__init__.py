@@ -1,7 +1,7 @@
 """NoLoCo for a training loop that exists: one line before the loop, one after each optimizer step.
 
     noloco = attach(engine, NolocoSettings(local_steps=50), replicas=4)    # this job holds four replicas; or
-    noloco = attach(engine, NolocoSettings(local_steps=50), federation=FederationSettings(slots=4, ...), slot=0)
+    noloco = attach(engine, NolocoSettings(local_steps=50), federation=FederationSettings(rendezvous=...), slot=0)
     ...
     engine.step()      # of DeepSpeed; or optimizer.step()
     noloco.step()

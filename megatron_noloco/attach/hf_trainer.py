@@ -1,7 +1,7 @@
 """NoLoCo for the `Trainer` of Hugging Face's transformers, alone, with FSDP2 or with DeepSpeed.
 
     trainer = Trainer(model, args, ...)
-    trainer.add_callback(NolocoCallback(trainer, FederationSettings(slots=4, ...), slot=0))
+    trainer.add_callback(NolocoCallback(trainer, FederationSettings(rendezvous=...), slot=0))
     trainer.train()             # or trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
 
