@@ -267,7 +267,7 @@ def _check_uploads(args: TrainingArguments) -> None:
 
 
 def _is_complete(args: TrainingArguments, file: Path) -> bool:
-    """Whether a file of this rank's state is that of the checkpoint around it, and not of an earlier one."""
+    """Return whether a file has this rank's state of the checkpoint around it, not of an earlier one."""
     saved = _random_state(args, file)
     return file.exists() and saved.exists() and file.stat().st_mtime_ns >= saved.stat().st_mtime_ns
 
