@@ -29,7 +29,7 @@ from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import JobPeers
 from megatron_noloco.plans.topology import Place, Topology
-from megatron_noloco.settings import FederationSettings, NolocoSettings, groups_problem
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
@@ -106,16 +106,13 @@ def attach(
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         topology = Topology(dp=ranks, slot=slot, separate_jobs=True)
     rank = this_rank()
-    place = topology.place(rank)
-    alike = settings.model_dump() | {"seed": seed, "slot": topology.slot}
-    problem = groups_problem(settings, place.replicas)
-    starts = gather_from_all_ranks(start_report(weights, topology, rank, alike, state, problem))
+    starts = gather_from_all_ranks(start_report(weights, topology, rank, settings, seed, state))
     check_start(starts, rank, topology)
     digests = digests_of([starts[one] for one in replica_of(topology, rank)])
     first = {name: found[rank % len(found)] for name, found in digests.items()}
     kept = own_inner, registered or {}, first
     if federation is None:
-        outer = OuterOptimizer(weights, TorchTransport(), place, settings, seed)
+        outer = OuterOptimizer(weights, TorchTransport(), topology.place(rank), settings, seed)
         job_state = JobState(weights, outer, *kept)
         done = 0 if state is None else job_state.restore(state)
         return Attached(weights, done, job_state, JobPeers(outer), None)

@@ -14,7 +14,13 @@ from megatron_noloco.attach.shards import Engine, held
 from megatron_noloco.errors import UserError
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import MOST_SLOTS, FederationSettings, NolocoSettings, federation_problems
+from megatron_noloco.settings import (
+    MOST_SLOTS,
+    FederationSettings,
+    NolocoSettings,
+    federation_problems,
+    groups_problem,
+)
 
 _HAS_STATE = "whether there is a state"
 
@@ -76,21 +82,16 @@ def start_report(
     engine: Engine,
     topology: Topology,
     rank: int,
-    alike: dict[str, Any],
+    settings: NolocoSettings,
+    seed: int,
     state: Mapping[str, Tensor] | None,
-    problem: str,
 ) -> StartReport:
-    """Return the report of this rank.
-
-    Args:
-        alike: values that must be equal on all ranks; what is alike in states is added.
-        problem: with the settings; empty where there is none.
-    """
-    first = fingerprints_of(engine)
-    alike = alike | {_HAS_STATE: state is not None}
+    """Return the report of this rank."""
+    problem, first = "", fingerprints_of(engine)
+    alike = settings.model_dump() | {"seed": seed, "slot": topology.slot, _HAS_STATE: state is not None}
     try:
-        if problem:
-            raise UserError(f"attach: {problem}")
+        if wrong := groups_problem(settings, topology.total_replicas):
+            raise UserError(f"attach: {wrong}")
         check_reduced_over(engine, topology, rank)
         if state is not None:
             check_state(state, engine)

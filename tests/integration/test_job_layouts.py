@@ -36,7 +36,7 @@ Rank = tuple[StartReport, Tensor]  # and its weights
 def of_rank(engine: Engine) -> Rank:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    report = start_report(engine, Topology(dp=ranks, separate_jobs=True), rank, {}, None, "")
+    report = start_report(engine, Topology(dp=ranks, separate_jobs=True), rank, paper(), 0, None)
     assert not report.problem
     return report, engine.read()
 
