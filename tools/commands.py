@@ -28,7 +28,7 @@ LIMIT_SECONDS = 1800
 _DATA = ("json", "python", "mermaid", "yaml")  # blocks that hold no commands
 _COMMAND = re.compile(
     r"((?:[A-Z_]+=\S* )*(?:nice )?(?:(?:until )?launch/\w+\.sh|megatron-noloco|make|[\w./]*python3?|mpirun"
-    r"|torchrun|deepspeed|sbatch|srun|pip|hf|tensorboard|scp|sysctl)(?: (?=\S).*|$))"
+    r"|torchrun|deepspeed|sbatch|srun|pip|hf|tensorboard|cp|scp|sysctl)(?: (?=\S).*|$))"
 )
 
 
