@@ -33,12 +33,15 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a table to print")
     parser.add_argument("--csv", type=Path, default=EVIDENCE, help="runs to print tables of")
     options = parser.parse_args()
-    names, runs = options.names, read(options.csv)
+    names = options.names
     if unknown := [name for name in names if name not in (*defined, "all")]:
         # not by `choices`: argparse of Python 3.11 then refuses a command line without names
         parser.error(f"there is no table {unknown[0]}; known are {', '.join(defined)}, all")
-    for name in defined if "all" in names else names:
-        print(with_caption(defined[name], runs))
+    try:
+        for name in defined if "all" in names else names:
+            print(with_caption(defined[name], read(options.csv)))
+    except (OSError, TableError) as error:
+        parser.error(str(error))
     if not names:
         for page in sorted((ROOT / "docs").glob("*.md")):
             page.write_text(written(page.read_text(), read(EVIDENCE), defined))
