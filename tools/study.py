@@ -95,13 +95,9 @@ def main() -> None:
 
 
 def row_of(study: str, key: Key, result: dict[str, Any]) -> evidence.Run:
-    worst, sent = max(result["replica_losses"]), result["sent_bytes"]
-    return evidence.Run(study, *key, finite(result["mean_model_loss"]), worst, sent)
-
-
-def finite(loss: float) -> float:
-    """Return the loss; infinity, worse than all others, for a run that has diverged."""
-    return loss if math.isfinite(loss) else math.inf
+    """Return the row of the CSV; a loss that has diverged is infinity, worse than all others."""
+    loss = result["mean_model_loss"] if math.isfinite(result["mean_model_loss"]) else math.inf
+    return evidence.Run(study, *key, loss, max(result["replica_losses"]), result["sent_bytes"])
 
 
 class Runs:
@@ -149,7 +145,7 @@ class Runs:
                 file.write(json.dumps({**key._asdict(), **result}) + "\n")
                 print(f"{key}: {result['mean_model_loss']:.4f}", file=sys.stderr)
             self.results[key] = result
-        return finite(self.results[key]["mean_model_loss"])
+        return row_of("", key, self.results[key]).loss
 
 
 def read(path: Path) -> dict[Key, dict[str, Any]]:

@@ -40,7 +40,7 @@ def main() -> None:
     try:
         for name in defined if "all" in names else names:
             print(with_caption(defined[name], read(options.csv)))
-    except (OSError, TableError) as error:
+    except (FileNotFoundError, TableError) as error:
         parser.error(str(error))
     if not names:
         for page in sorted((ROOT / "docs").glob("*.md")):

@@ -42,7 +42,8 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     }
     path = tmp_path / "results.jsonl"
     same = digest(configure(plan, "one", 1.0, 1))
-    row = {"name": "one", "learning_rate": 1.0, "seed": 1, "mean_model_loss": 2.0, "json": same}
+    row = {"name": "one", "learning_rate": 1.0, "seed": 1, "json": same}
+    row |= {"mean_model_loss": 2.0, "replica_losses": [2.0], "sent_bytes": 0}
     path.write_text(json.dumps(row) + "\n")
     runs = Runs(plan | {"tune": False}, path, 1, lambda raw, folder: {})
     assert list(runs.all()) == [Key("one", 1.0, 1)]

@@ -115,8 +115,10 @@ class Bench:
             ratios = [theirs / our for our, theirs in zip(ours_seconds, seconds, strict=True)]
             found[name] = figures(seconds) | {"ours_over_it": round(statistics.median(ratios), 4)}
             found.setdefault("ours", figures(ours_seconds))  # beside the first peer
-            del peer
-            forget()
+            del peer  # and free its memory
+            gc.collect()
+            torch.compiler.reset()
+            torch.cuda.empty_cache()  # does nothing without a GPU
         return found | {
             "figure": f"{found['ours']['tokens_per_second']} tokens/s, MFU {found['ours']['mfu']}",
             "peer": ", ".join(f"{found[name]['ours_over_it']} of {name}" for name in self.options.peers),
@@ -224,13 +226,6 @@ class Bench:
         with laps.lap(name):
             step()
             wait_for(self.device)
-
-
-def forget() -> None:
-    """Free the memory of deleted objects."""
-    gc.collect()
-    torch.compiler.reset()
-    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 PEERS: dict[str, Callable[[Bench], Step]] = {"core": Bench.core, "transformers": Bench.transformers}
