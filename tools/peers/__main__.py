@@ -54,7 +54,8 @@ def runs_of(part: str, logs: Path) -> dict[str, Callable[[], Any]]:
     if part == "faults":
         return {f"faults, {way}": partial(measure.faults, logs, way) for way in ("torchft", "noloco")}
     if part == "plan":
-        return {f"plan, {point}": partial(planned.measure, logs, point) for point in planned.POINTS}
+        points = enumerate(planned.POINTS)
+        return {f"plan, {number}": partial(planned.measure, logs, point) for number, point in points}
     return {
         f"links, {rate} Mbit/s, {replicas} replicas, {way}": partial(
             measure.slow_links, logs, Link(rate * 1e6, 0.01), replicas, way

@@ -1,10 +1,10 @@
 """What `plan` says of rounds on a network, against rounds in the network lab."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.plans.topology import Topology
@@ -27,54 +27,44 @@ class Point:
     Attributes:
         megabits: rate of each host's link, per second.
         milliseconds: from host to host.
-        hidden: width of the model; 64: 134,016 weights.
         way: "diloco" or "groups", over gloo in one job, or "noloco", separate jobs.
-        overlap: local steps of delay; 0: none.
     """
 
     megabits: float
     milliseconds: float
     replicas: int
-    hidden: int = 64
-    way: str = "groups"
-    payload: Literal["fp32", "int8", "int4"] = "fp32"
-    local_steps: int = 4
-    group_size: int = 2
-    overlap: int = 0
+    way: str
+    work: Work
+
+
+def _work(hidden: int = 64, **changes: Any) -> Work:
+    """Return work for a model of this width; 64: 134,016 weights."""
+    same = Work(
+        _ROUNDS * 4, 4, outer_momentum=0.5, nesterov=False, deadline_seconds=120, pause=STEP_SECONDS,
+        hidden=hidden, length=16, batch=1,
+    )  # fmt: skip
+    return replace(same, **changes)
 
 
 POINTS = (
-    Point(10, 25, 2),
-    Point(10, 25, 8, payload="int8"),
-    Point(10, 100, 4, hidden=128, payload="int8"),
-    Point(10, 25, 4, payload="int4", way="noloco"),
-    Point(10, 25, 4, group_size=4),
-    Point(10, 25, 4, way="diloco"),
-    Point(10, 25, 4, overlap=2),
-    Point(100, 5, 2, hidden=128),
-    Point(100, 50, 4, hidden=128, way="noloco"),
-    Point(100, 5, 8, hidden=128, way="diloco", payload="int8"),
-    Point(100, 25, 8, hidden=128),
-    Point(100, 100, 4, hidden=128, payload="int8", overlap=1),
+    Point(10, 25, 2, "groups", _work()),
+    Point(10, 25, 8, "groups", _work(payload="int8")),
+    Point(10, 100, 4, "groups", _work(128, payload="int8")),
+    Point(10, 25, 4, "noloco", _work(payload="int4")),
+    Point(10, 25, 4, "groups", _work(group_size=4)),
+    Point(10, 25, 4, "diloco", _work()),
+    Point(10, 25, 4, "groups", _work(overlap_steps=2)),
+    Point(100, 5, 2, "groups", _work(128)),
+    Point(100, 50, 4, "noloco", _work(128)),
+    Point(100, 5, 8, "diloco", _work(128, payload="int8")),
+    Point(100, 25, 8, "groups", _work(128)),
+    Point(100, 100, 4, "groups", _work(128, payload="int8", overlap_steps=1)),
 )
 
 
 def measure(folder: Path, point: Point) -> dict[str, Any]:
     """Train on hosts of the lab; returns seconds of an exchange and share of time lost, planned and measured."""
-    work = Work(
-        steps=_ROUNDS * point.local_steps,
-        local_steps=point.local_steps,
-        outer_momentum=0.5,
-        nesterov=False,
-        group_size=point.group_size,
-        payload=point.payload,
-        overlap_steps=point.overlap,
-        deadline_seconds=120,
-        pause=STEP_SECONDS,
-        hidden=point.hidden,
-        length=16,
-        batch=1,
-    )
+    work = point.work
     link = Link(point.megabits * 1e6, point.milliseconds / 1e3)
     where = folder / f"plan-{POINTS.index(point)}"
     with (
@@ -91,10 +81,10 @@ def measure(folder: Path, point: Point) -> dict[str, Any]:
         "",
         TrainerSettings(
             method="diloco" if point.way == "diloco" else "noloco",
-            local_steps=point.local_steps,
-            payload=point.payload,
-            group_size=point.group_size,
-            overlap_steps=point.overlap,
+            local_steps=work.local_steps,
+            payload=work.payload,
+            group_size=work.group_size,
+            overlap_steps=work.overlap_steps,
         ),
         RankParameters(0, weights, weights, 0, 0),
         Topology(1, 1, 1, 1, separate_jobs=True)
@@ -104,12 +94,12 @@ def measure(folder: Path, point: Point) -> dict[str, Any]:
         STEP_SECONDS,
     )
     return {
-        "point": vars(point),
+        "point": asdict(point),
         "weights": weights,
         "seconds": {"planned": planned.seconds_per_exchange, "measured": exchange},
         "share of time lost": {
             "planned": planned.share_lost(STEP_SECONDS),
-            "measured": pause / (pause + point.local_steps * STEP_SECONDS),
+            "measured": pause / (pause + work.local_steps * STEP_SECONDS),
         },
     }
 
@@ -119,7 +109,7 @@ def errors(found: list[dict[str, Any]]) -> dict[str, float]:
 
     With overlap an exchange is seen to have ended at the end of a local step, so only its share is compared.
     """
-    waited = [one["seconds"] for one in found if not one["point"]["overlap"]]
+    waited = [one["seconds"] for one in found if not one["point"]["work"]["overlap_steps"]]
     wrong = [abs(math.log(one["planned"] / one["measured"])) for one in waited]
     shares = [abs(one["planned"] - one["measured"]) for one in (each["share of time lost"] for each in found)]
     return {
