@@ -70,14 +70,11 @@ def test_the_first_message_is_short() -> None:
     assert lines == [f"a message has more than {LONGEST_FIRST_BYTES} bytes"]
 
 
-def test_replica_tells_thousands_of_addresses() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            first = await nodes.add(0)
-            await nodes.add(1, address_of(0) | {slot: Address("", 5) for slot in range(2, 4096)})
-            await until(lambda: len(first.directory.addresses) == 4096)
-
-    run(main())
+async def test_replica_tells_thousands_of_addresses() -> None:
+    async with Nodes() as nodes:
+        first = await nodes.add(0)
+        await nodes.add(1, address_of(0) | {slot: Address("", 5) for slot in range(2, 4096)})
+        await until(lambda: len(first.directory.addresses) == 4096)
 
 
 class Tells:

@@ -116,96 +116,78 @@ def vectors(seed: int = 0) -> list[Tensor]:
     return [base + 0.01 * noise(LENGTH, seed=seed + 1 + slot) for slot in range(2)]
 
 
-def test_without_faults_rounds_count_and_give_the_mean() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            replicas, own = list(map(replica_of, await pair(nodes))), vectors()
-            for number in range(3):
-                for found in await both(replicas, own, number):
-                    assert found.counts
-                    assert torch.equal(found.used, (own[0] + own[1]) / 2)
-
-    run(main())
+async def test_without_faults_rounds_count_and_give_the_mean() -> None:
+    async with Nodes() as nodes:
+        replicas, own = list(map(replica_of, await pair(nodes))), vectors()
+        for number in range(3):
+            for found in await both(replicas, own, number):
+                assert found.counts
+                assert torch.equal(found.used, (own[0] + own[1]) / 2)
 
 
 @pytest.mark.parametrize(
     ("factor", "why"),
     [(math.nan, "sent numbers that are not finite"), (1e4, "sent absurd numbers")],
 )
-def test_a_vector_that_must_not_be_used_is_skipped_on_both_sides(factor: float, why: str) -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            replicas, own = list(map(replica_of, await pair(nodes))), vectors()
-            own[1] = own[1] * factor
-            first, second = await both(replicas, own, 0)
-            assert not first.counts
-            assert not second.counts
-            assert first.report.missed.startswith(f"replica 1 {why}")
-            assert second.report.missed.startswith(
-                ("replica 0 does not accept the mean", "replica 0 was sent numbers")
-            )
-            assert torch.equal(first.used, own[0])
-            assert not (first.report.in_doubt)
-            assert not (second.report.in_doubt)
-            found = await take_part(replicas[0], own[0], 1)
-            assert why in found.report.missed, "it is avoided for some rounds"
-
-    run(main())
+async def test_a_vector_that_must_not_be_used_is_skipped_on_both_sides(factor: float, why: str) -> None:
+    async with Nodes() as nodes:
+        replicas, own = list(map(replica_of, await pair(nodes))), vectors()
+        own[1] = own[1] * factor
+        first, second = await both(replicas, own, 0)
+        assert not first.counts
+        assert not second.counts
+        assert first.report.missed.startswith(f"replica 1 {why}")
+        assert second.report.missed.startswith(
+            ("replica 0 does not accept the mean", "replica 0 was sent numbers")
+        )
+        assert torch.equal(first.used, own[0])
+        assert not (first.report.in_doubt)
+        assert not (second.report.in_doubt)
+        found = await take_part(replicas[0], own[0], 1)
+        assert why in found.report.missed, "it is avoided for some rounds"
 
 
-def test_replicas_of_unlike_sizes_skip_the_round() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            made = await pair(nodes)
-            replicas = [replica_of(made[0]), replica_of(made[1], LENGTH + 1)]
-            found = await both(replicas, [torch.ones(LENGTH), torch.ones(LENGTH + 1)], 0)
-            assert not any(one.counts or one.report.in_doubt for one in found)
-            assert any("a vector of another length" in one.report.missed for one in found)
-
-    run(main())
+async def test_replicas_of_unlike_sizes_skip_the_round() -> None:
+    async with Nodes() as nodes:
+        made = await pair(nodes)
+        replicas = [replica_of(made[0]), replica_of(made[1], LENGTH + 1)]
+        found = await both(replicas, [torch.ones(LENGTH), torch.ones(LENGTH + 1)], 0)
+        assert not any(one.counts or one.report.in_doubt for one in found)
+        assert any("a vector of another length" in one.report.missed for one in found)
 
 
-def test_absent_partner_is_awaited_until_deadline() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            made = await pair(nodes)
-            replica, at = replica_of(made[0]), asyncio.get_running_loop().time
-            began = at()
-            found = await take_part(replica, vectors()[0], 0, phase=30.0)
-            assert 30.0 + DEADLINE <= at() - began < 31.0 + DEADLINE
-            assert found.report.missed == "replica 1 missed the deadline"
-            assert not found.report.in_doubt
-            again = await take_part(replica, vectors()[0], 1)
-            assert again.report.missed == "replica 1 missed its last deadline"
-
-    run(main())
+async def test_absent_partner_is_awaited_until_deadline() -> None:
+    async with Nodes() as nodes:
+        made = await pair(nodes)
+        replica, at = replica_of(made[0]), asyncio.get_running_loop().time
+        began = at()
+        found = await take_part(replica, vectors()[0], 0, phase=30.0)
+        assert 30.0 + DEADLINE <= at() - began < 31.0 + DEADLINE
+        assert found.report.missed == "replica 1 missed the deadline"
+        assert not found.report.in_doubt
+        again = await take_part(replica, vectors()[0], 1)
+        assert again.report.missed == "replica 1 missed its last deadline"
 
 
-def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            made = await pair(nodes)
-            waits = asyncio.create_task(take_part(replica_of(made[0]), vectors()[0], 3))
-            await asyncio.sleep(1.0)
-            began = asyncio.get_running_loop().time()
-            made[1].begin_round(3, None)
-            found = await waits
-            assert asyncio.get_running_loop().time() - began < 1.0
-            assert found.report.missed == "replica 1 has no part in this round"
-
-    run(main())
+async def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
+    async with Nodes() as nodes:
+        made = await pair(nodes)
+        waits = asyncio.create_task(take_part(replica_of(made[0]), vectors()[0], 3))
+        await asyncio.sleep(1.0)
+        began = asyncio.get_running_loop().time()
+        made[1].begin_round(3, None)
+        found = await waits
+        assert asyncio.get_running_loop().time() - began < 1.0
+        assert found.report.missed == "replica 1 has no part in this round"
 
 
-def test_a_lost_connection_is_named_as_such() -> None:
-    async def main() -> None:
-        async with Nodes(lambda number: (100, None) if number == 1 else (None, None)) as nodes:
-            found = await both(list(map(replica_of, await pair(nodes))), vectors(), 0)
-            assert {one.report.missed for one in found} == {
-                "replica 1: the connection was lost",
-                "replica 0: the connection was lost",
-            }
-
-    run(main())
+async def test_a_lost_connection_is_named_as_such() -> None:
+    async with Nodes(lambda number: (100, None) if number == 1 else (None, None)) as nodes:
+        found = await both(list(map(replica_of, await pair(nodes))), vectors(), 0)
+        assert {one.report.missed for one in found} == {
+            "replica 1: the connection was lost",
+            "replica 0: the connection was lost",
+        }
 
 
 def test_cut_before_last_byte_leaves_no_doubt() -> None:
@@ -314,41 +296,35 @@ def test_no_fault_splits_a_verdict_unreported() -> None:
     assert 0 < in_doubt < 50, in_doubt
 
 
-def test_who_is_asked_about_a_round_that_it_has_skipped_says_so() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            made = await pair(nodes)
-            mine, theirs = made[0].links[1], made[1].links[0]
-            for link in (mine, theirs):
-                link.ledger.begin(5)
-            mine.ledger.prepare(5)
-            theirs.ledger.close(5, False)
-            await mine.settle(5, mine.ledger, 20.0)
-            assert mine.ledger.verdict(5) is False
-            await theirs.say(Prepared(5))  # too late
-            await asyncio.sleep(1.0)
-            assert mine.ledger.verdict(5) is False
-
-    run(main())
-
-
-def test_a_partner_whose_process_has_died_is_not_asked_for_long() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            made = await pair(nodes)
-            link, at = made[0].links[1], asyncio.get_running_loop().time
+async def test_who_is_asked_about_a_round_that_it_has_skipped_says_so() -> None:
+    async with Nodes() as nodes:
+        made = await pair(nodes)
+        mine, theirs = made[0].links[1], made[1].links[0]
+        for link in (mine, theirs):
             link.ledger.begin(5)
-            link.ledger.prepare(5)
-            nodes.nodes.remove(made[1])
-            for task in list(made[1]._tasks):
-                task.cancel()
-            await made[1]._carriers.network.close()
-            began = at()
-            await link.settle(5, link.ledger, 20.0)
-            assert at() - began < 5.0
-            assert link.ledger.verdict(5) is None
+        mine.ledger.prepare(5)
+        theirs.ledger.close(5, False)
+        await mine.settle(5, mine.ledger, 20.0)
+        assert mine.ledger.verdict(5) is False
+        await theirs.say(Prepared(5))  # too late
+        await asyncio.sleep(1.0)
+        assert mine.ledger.verdict(5) is False
 
-    run(main())
+
+async def test_a_partner_whose_process_has_died_is_not_asked_for_long() -> None:
+    async with Nodes() as nodes:
+        made = await pair(nodes)
+        link, at = made[0].links[1], asyncio.get_running_loop().time
+        link.ledger.begin(5)
+        link.ledger.prepare(5)
+        nodes.nodes.remove(made[1])
+        for task in list(made[1]._tasks):
+            task.cancel()
+        await made[1]._carriers.network.close()
+        began = at()
+        await link.settle(5, link.ledger, 20.0)
+        assert at() - began < 5.0
+        assert link.ledger.verdict(5) is None
 
 
 @pytest.mark.parametrize(

@@ -216,61 +216,52 @@ def test_takers_of_any_layout_get_the_vector_at_once(layouts: tuple[Layout, Layo
             assert torch.equal(part, scattered(canonical, holding, range(length)))
 
 
-def test_replicas_that_ask_together_are_given_one_copy() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            givers, first = await among(nodes, 1)
-            second, kept = await nodes.add(2, address_of(0)), Kept()
-            giving(givers[0], kept, 7)
-            await knows(first, 7)
-            await until(lambda: second.present() and second.present()[0].step == 7)
-            kept.copied.clear()
-            found = await asyncio.gather(take(first), take(second))
-            assert [one.used[0].step for one in found] == kept.copied * 2
-
-    run(main())
+async def test_replicas_that_ask_together_are_given_one_copy() -> None:
+    async with Nodes() as nodes:
+        givers, first = await among(nodes, 1)
+        second, kept = await nodes.add(2, address_of(0)), Kept()
+        giving(givers[0], kept, 7)
+        await knows(first, 7)
+        await until(lambda: second.present() and second.present()[0].step == 7)
+        kept.copied.clear()
+        found = await asyncio.gather(take(first), take(second))
+        assert [one.used[0].step for one in found] == kept.copied * 2
 
 
-def test_stalled_taker_delays_others_by_one_bucket() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            givers, taker = await among(nodes, 1)
-            sleeper, kept = await nodes.add(2, address_of(0)), Kept(LARGE)
-            states = giving(givers[0], kept, 7)
-            await knows(taker, 7)
-            await until(lambda: sleeper.present())
-            async with sleeper.links[0].open(STATE) as stream:
-                began = asyncio.get_running_loop().time()
-                found = await take(taker, kept=Kept(LARGE))
-                assert found.used
-                assert found.lines == []
-                assert asyncio.get_running_loop().time() - began < COME_SECONDS / 2 + 3 * PHASE
-                await until(lambda: states._giving is not None and states._giving.done(), COME_SECONDS)
-                with pytest.raises(ConnectionError, match="has taken nothing for 60 s"):
-                    await stream.receive(8 * LARGE)
-
-    run(main())
+async def test_stalled_taker_delays_others_by_one_bucket() -> None:
+    async with Nodes() as nodes:
+        givers, taker = await among(nodes, 1)
+        sleeper, kept = await nodes.add(2, address_of(0)), Kept(LARGE)
+        states = giving(givers[0], kept, 7)
+        await knows(taker, 7)
+        await until(lambda: sleeper.present())
+        async with sleeper.links[0].open(STATE) as stream:
+            began = asyncio.get_running_loop().time()
+            found = await take(taker, kept=Kept(LARGE))
+            assert found.used
+            assert found.lines == []
+            assert asyncio.get_running_loop().time() - began < COME_SECONDS / 2 + 3 * PHASE
+            await until(lambda: states._giving is not None and states._giving.done(), COME_SECONDS)
+            with pytest.raises(ConnectionError, match="has taken nothing for 60 s"):
+                await stream.receive(8 * LARGE)
 
 
-def test_a_taker_that_is_killed_costs_nobody_anything() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            givers, taker = await among(nodes, 1)
-            killed = await nodes.add(2, address_of(0))
-            giving(givers[0], Kept(LARGE), 7)
-            await knows(taker, 7)
-            await until(lambda: killed.present())
-            async with killed.links[0].open(STATE) as stream:
-                began, taking = (
-                    asyncio.get_running_loop().time(),
-                    asyncio.create_task(take(taker, kept=Kept(LARGE))),
-                )
-                await stream.receive(100)
-                stream.abort("was killed")
-                assert (await taking).used
-                assert asyncio.get_running_loop().time() - began < COME_SECONDS / 10
-
-    run(main())
+async def test_a_taker_that_is_killed_costs_nobody_anything() -> None:
+    async with Nodes() as nodes:
+        givers, taker = await among(nodes, 1)
+        killed = await nodes.add(2, address_of(0))
+        giving(givers[0], Kept(LARGE), 7)
+        await knows(taker, 7)
+        await until(lambda: killed.present())
+        async with killed.links[0].open(STATE) as stream:
+            began, taking = (
+                asyncio.get_running_loop().time(),
+                asyncio.create_task(take(taker, kept=Kept(LARGE))),
+            )
+            await stream.receive(100)
+            stream.abort("was killed")
+            assert (await taking).used
+            assert asyncio.get_running_loop().time() - began < COME_SECONDS / 10
 
 
 Answer = Callable[[Link, Stream], Awaitable[None]]
@@ -332,27 +323,24 @@ async def has_no_state(link: Link, stream: Stream) -> None:
         (has_no_state, "has no state to give", 0),
     ],
 )
-def test_giver_without_state_is_named_next_is_asked(answer: Answer, why: str, seconds: float) -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            (other, giver), taker = await among(nodes, 2)
-            giving(giver, Kept(), 900)
-            TakeOver(NodeOfWorkers(other)).trains_from(5000)  # type: ignore[arg-type]
-            other.serves[STATE] = answer
-            await knows(taker, 5000, 900)
-            began = asyncio.get_running_loop().time()
-            found = await take(taker, least=800)
-            assert asyncio.get_running_loop().time() - began < seconds + 10.0
-            (line,) = found.lines
-            assert line.startswith(f"0 was not taken over: {why}")
-            assert found.taken is not None
-            assert found.taken.slot == 1
-            assert found.used
-
-    run(main())
+async def test_giver_without_state_is_named_next_is_asked(answer: Answer, why: str, seconds: float) -> None:
+    async with Nodes() as nodes:
+        (other, giver), taker = await among(nodes, 2)
+        giving(giver, Kept(), 900)
+        TakeOver(NodeOfWorkers(other)).trains_from(5000)  # type: ignore[arg-type]
+        other.serves[STATE] = answer
+        await knows(taker, 5000, 900)
+        began = asyncio.get_running_loop().time()
+        found = await take(taker, least=800)
+        assert asyncio.get_running_loop().time() - began < seconds + 10.0
+        (line,) = found.lines
+        assert line.startswith(f"0 was not taken over: {why}")
+        assert found.taken is not None
+        assert found.taken.slot == 1
+        assert found.used
 
 
-def test_a_state_that_does_not_fit_or_is_not_finite_is_not_used() -> None:
+async def test_a_state_that_does_not_fit_or_is_not_finite_is_not_used() -> None:
     """Nor is a state that turns out in its use not to fit."""
 
     class Picky(Kept):
@@ -361,22 +349,19 @@ def test_a_state_that_does_not_fit_or_is_not_finite_is_not_used() -> None:
                 raise NotTakenError("it is\nno state")
             super().load(state)
 
-    async def main() -> None:
-        async with Nodes() as nodes:
-            givers, taker = await among(nodes, 4)
-            kinds = [Kept(wrong=float("inf")), Kept(facts={}), Kept(wrong=float("nan")), Kept()]
-            for slot, (node, kept) in enumerate(zip(givers, kinds, strict=True)):
-                giving(node, kept, 1000 * (4 - slot))
-            await knows(taker, 4000, 3000, 2000, 1000)
-            assert (await take(taker, kept=Picky())).lines == [
-                "0 was not taken over: its numbers are not finite",
-                "1 was not taken over: its facts are others",
-                "2 was not taken over: its numbers are not finite",
-                "3 was not taken over: it is no state",
-            ]
-            assert (await take(taker)).used
-
-    run(main())
+    async with Nodes() as nodes:
+        givers, taker = await among(nodes, 4)
+        kinds = [Kept(wrong=float("inf")), Kept(facts={}), Kept(wrong=float("nan")), Kept()]
+        for slot, (node, kept) in enumerate(zip(givers, kinds, strict=True)):
+            giving(node, kept, 1000 * (4 - slot))
+        await knows(taker, 4000, 3000, 2000, 1000)
+        assert (await take(taker, kept=Picky())).lines == [
+            "0 was not taken over: its numbers are not finite",
+            "1 was not taken over: its facts are others",
+            "2 was not taken over: its numbers are not finite",
+            "3 was not taken over: it is no state",
+        ]
+        assert (await take(taker)).used
 
 
 async def asked(nodes: Nodes, step: int, length: int = LENGTH) -> tuple[Node, TakeOver, Link]:
@@ -388,31 +373,28 @@ async def asked(nodes: Nodes, step: int, length: int = LENGTH) -> tuple[Node, Ta
     return taker, states, taker.links[0]
 
 
-def test_leaving_giver_ends_and_refuses_states() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            taker, states, link = await asked(nodes, 20, LARGE)
-            async with link.open(STATE) as stream:
-                await until(lambda: states.wanted(20))
-                assert states.give(Kept(LARGE), 20)
-                await stream.receive(100)
-                taking = asyncio.create_task(take(taker))
-                await until(lambda: states._waiting)
-                assert not states.wanted(20), "one copy at a time"
-                with Worker() as worker:
-                    await asyncio.get_running_loop().run_in_executor(worker, states.close)
-                with pytest.raises(ConnectionError, match="gives no state any more"):
-                    await stream.receive(8 * LARGE)
-            assert await taking == (None, [], ["0 was not taken over: has no state to give"])
-
-    run(main())
+async def test_leaving_giver_ends_and_refuses_states() -> None:
+    async with Nodes() as nodes:
+        taker, states, link = await asked(nodes, 20, LARGE)
+        async with link.open(STATE) as stream:
+            await until(lambda: states.wanted(20))
+            assert states.give(Kept(LARGE), 20)
+            await stream.receive(100)
+            taking = asyncio.create_task(take(taker))
+            await until(lambda: states._waiting)
+            assert not states.wanted(20), "one copy at a time"
+            with Worker() as worker:
+                await asyncio.get_running_loop().run_in_executor(worker, states.close)
+            with pytest.raises(ConnectionError, match="gives no state any more"):
+                await stream.receive(8 * LARGE)
+        assert await taking == (None, [], ["0 was not taken over: has no state to give"])
 
 
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [(None, "MemoryError: no memory"), (State(0, FACTS, {}), "ValidationError: 1 validation")],
 )
-def test_a_state_that_cannot_be_copied_or_sent_stops_no_training(
+async def test_a_state_that_cannot_be_copied_or_sent_stops_no_training(
     wrong: State | None, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Wrong(Kept):
@@ -421,40 +403,34 @@ def test_a_state_that_cannot_be_copied_or_sent_stops_no_training(
                 raise MemoryError("no memory for a copy")
             return wrong
 
-    async def main() -> None:
-        async with Nodes() as nodes:
-            _, states, link = await asked(nodes, 20)
-            async with link.open(STATE) as stream:
-                await until(lambda: states.wanted(20))
-                assert states.give(Wrong(), 20) == (wrong is not None)
-                with pytest.raises(ConnectionError, match="cannot give its state"):
-                    await stream.receive(1)
-            async with link.open(STATE) as stream:
-                await until(lambda: states.wanted(20))
-                assert states.give(Kept(), 20)
-                await stream.receive(100)
-
-    run(main())
+    async with Nodes() as nodes:
+        _, states, link = await asked(nodes, 20)
+        async with link.open(STATE) as stream:
+            await until(lambda: states.wanted(20))
+            assert states.give(Wrong(), 20) == (wrong is not None)
+            with pytest.raises(ConnectionError, match="cannot give its state"):
+                await stream.receive(1)
+        async with link.open(STATE) as stream:
+            await until(lambda: states.wanted(20))
+            assert states.give(Kept(), 20)
+            await stream.receive(100)
     assert f"this rank's state cannot be given: {line}" in capfd.readouterr().err
 
 
-def test_stopping_job_takes_no_state() -> None:
-    async def main() -> None:
-        async with Nodes() as nodes:
-            (giver,), taker = await among(nodes, 1)
-            TakeOver(NodeOfWorkers(giver)).trains_from(5)  # type: ignore[arg-type]
-            giver.serves[STATE] = says_nothing
-            await knows(taker, 5)
-            at = asyncio.get_running_loop().time
-            taking = asyncio.create_task(take(taker))
-            await asyncio.sleep(1.0)
-            taker._stopped = lambda: True
-            began = at()
-            assert await taking == (None, [], [])
-            assert await take(taker) == (None, [], [])
-            assert at() - began < 2.0
-
-    run(main())
+async def test_stopping_job_takes_no_state() -> None:
+    async with Nodes() as nodes:
+        (giver,), taker = await among(nodes, 1)
+        TakeOver(NodeOfWorkers(giver)).trains_from(5)  # type: ignore[arg-type]
+        giver.serves[STATE] = says_nothing
+        await knows(taker, 5)
+        at = asyncio.get_running_loop().time
+        taking = asyncio.create_task(take(taker))
+        await asyncio.sleep(1.0)
+        taker._stopped = lambda: True
+        began = at()
+        assert await taking == (None, [], [])
+        assert await take(taker) == (None, [], [])
+        assert at() - began < 2.0
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 5)), st.integers(0, 9), st.integers(1, 5), st.data())
