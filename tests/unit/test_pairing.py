@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from typing import Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,27 +54,15 @@ def test_numbers_of_members_have_gaps(members: set[int], round_index: int, fragm
     assert found == pairs
 
 
-@settings(max_examples=100)
-@given(st.integers(2, 12), st.integers(0, 9), st.data())
-def test_members_that_have_left_cost_no_round(count: int, round_index: int, data: st.DataObject) -> None:
-    there = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
-    members = set(range(count))
-    partners = {
-        one: Pairing(NolocoSettings(), 3).choose(
-            one, (round_index, 0), Candidates(members, there - {one}, there - {one}, set())
-        )
-        for one in there
-    }
-    assert sum(partner is None for partner in partners.values()) == len(there) % 2
-    assert all(partners[partner] == one for one, partner in partners.items() if partner is not None)
-
-
 @settings(max_examples=60)
-@given(st.integers(2, 17), st.integers(0, 5), st.integers(0, 2), st.data())
+@given(
+    st.integers(2, 17), st.integers(0, 9), st.integers(0, 2), st.sampled_from(["auto", "random"]), st.data()
+)
 def test_at_most_one_replica_is_left_without_a_partner(
-    replicas: int, round_index: int, fragment: int, data: st.DataObject
+    replicas: int, round_index: int, fragment: int, pairing: Literal["auto", "random"], data: st.DataObject
 ) -> None:
-    grouping = Grouping(replicas, 2, seed=3)
+    """Members that have left cost no round."""
+    grouping = grouping_of(NolocoSettings(pairing=pairing), replicas, seed=3)
     present = data.draw(st.sets(st.integers(0, replicas - 1), min_size=1))
     partners = {
         replica: choose(grouping, replica, (round_index, fragment), known(present - {replica}))
