@@ -314,31 +314,6 @@ def test_a_saved_split_that_had_no_effect_is_left_out() -> None:
     assert config_of_checkpoint(saved).data.split == "949,50,1"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "line"),
-    [
-        ("noloco.overlap", {"mode": "delyed"}, "noloco.overlap is not a known key; write"),
-        ("noloco.overlap", {"mode": "none", "delay_steps": 1}, "noloco.overlap is not a known key; write"),
-        ("noloco.overlap", {"mode": "delayed", "delay_steps": 6}, "noloco.overlap is not a known key; write"),
-        ("noloco.routing", "step", 'noloco.routing: must be one of "off", "round"'),
-        ("noloco.routing", {"intervall": "round"}, 'noloco.routing: must be one of "off", "round"'),
-        ("noloco.routing", {"interval": 5}, 'noloco.routing: must be one of "off", "round", "microbatch"'),
-        ("noloco.grouping", "stage", "noloco.grouping is not a known key; replicas always exchange as"),
-        ("federation.local_steps", "some", "federation.local_steps is not a known key; write"),
-        ("federation.relay", True, "federation.relay is not a known key"),
-        (
-            "federation.notice_command",
-            "curl -sf notice",
-            "federation.notice_command is not a known key; leave it out, and run it by launch/notice.sh",
-        ),
-    ],
-)
-def test_old_forms_are_refused_in_a_file(name: str, value: Any, line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        RunConfig(**edited({name: value}))
-    assert str(caught.value).startswith(line)
-
-
 def test_a_checkpoint_with_settings_that_are_gone_is_read() -> None:
     now = config(noloco__local_steps=3)
     federated = RunConfig(**edited(FEDERATION | {"federation.key_file": "key"}))

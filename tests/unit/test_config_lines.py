@@ -43,6 +43,8 @@ WRONG: list[dict[str, Any]] = [
     {"training.micro_batch_size": 8},
     {"noloco.H": 8},
     {"data.reset_position_ids": True},
+    {"noloco.overlap": 1, "noloco.grouping": "stage"},
+    {"federation.local_steps": "all", "federation.notice_command": "curl"},
     {"model.tie_word_embeddings": 1},
     {"cuda_graph_impl": "local"},
     # keys of DeepSpeed that do nothing here
