@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -363,35 +364,19 @@ class TestMicrobatches:
         dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         return partial(training_microbatch, dataset, Order.of(len(dataset), seed=1), self.plan)
 
-    def test_labels_are_the_next_tokens(self) -> None:
-        tokens, labels, documents = self.source()(step=2, replica=1, dp=1, microbatch=0)
-        assert tokens.shape == labels.shape == (2, 4)
-        assert tokens.dtype == labels.dtype == torch.int64
-        assert tokens.is_contiguous()
-        assert labels.is_contiguous()
-        assert torch.equal(labels, tokens + 1)  # the corpus counts
-        assert documents is None
-
-    def test_purity(self) -> None:
-        """A rank that joins late reads what a rank that was always there reads."""
-        old, new = self.source(), self.source()
-        for step in range(5):
-            old(0, step, 0, 0)
-        mine, other = old(1, 3, 2, 1), new(1, 3, 2, 1)
-        assert torch.equal(mine.tokens, other.tokens)
-        assert torch.equal(mine.labels, other.labels)
-
     def test_an_epoch_reads_every_sample_once(self) -> None:
-        """30 samples, 24 a step: 5 steps are 4 epochs."""
-        source = self.source()
-        first_tokens = [
-            token
-            for step in range(5)
-            for replica in range(3)
-            for dp in range(2)
-            for microbatch in range(2)
-            for token in source(dp, step, replica, microbatch)[0][:, 0].tolist()
-        ]
+        """30 samples, 24 a step: 5 steps are 4 epochs. A rank that joins late reads what all others read."""
+        source, first_tokens = self.source(), list[int]()
+        places = list(product(range(5), range(3), range(2), range(2)))
+        found = {at: source(at[2], at[0], at[1], at[3]) for at in reversed(places)}
+        for tokens, labels, documents in map(found.__getitem__, places):
+            assert tokens.shape == labels.shape == (2, 4)
+            assert tokens.dtype == labels.dtype == torch.int64
+            assert tokens.is_contiguous()
+            assert labels.is_contiguous()
+            assert torch.equal(labels, tokens + 1)  # the corpus counts
+            assert documents is None
+            first_tokens += tokens[:, 0].tolist()
         for epoch in range(4):
             assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))
 
