@@ -1,8 +1,6 @@
 """Samples: cut in order or from shuffled sequences, every token a label once, documents told apart."""
 
-from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -99,19 +97,6 @@ def test_samples_are_those_of_the_shuffled_sequences(
         patch.setattr(samples_module, "_BATCH_BLOCKS", 2)
         found = samples(dataset(lengths, seed, before))
     assert found == samples(Samples(Dataset(laid_end_to_end(lengths, seed)), NEEDS))
-
-
-@settings(max_examples=30)
-@given(lengths=any_lengths, seed=st.integers(0, 5))
-def test_every_token_is_a_label_once(lengths: list[int], seed: int) -> None:
-    """But the first one, and the rest that is shorter than a sample; inputs precede their labels in a sequence."""
-    made = dataset(lengths, seed)
-    labels = Counter(token for sample in samples(made) for token in sample[1:])
-    assert set(labels.values()) == {1}
-    assert sum(labels.values()) == len(made) * SEQ == (sum(lengths) - 1) // SEQ * SEQ
-    begins = {0, *np.cumsum(lengths).tolist()}
-    for sample in samples(made):
-        assert all(label == token + 1 or label in begins for token, label in pairwise(sample))
 
 
 def test_seeds_differ_and_neighbours_part() -> None:
