@@ -70,23 +70,6 @@ def test_the_functions_are_the_equations(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_one_group_is_torch_sgd_on_mean_outer_gradient(nesterov: bool) -> None:
-    """DiLoCo: momentum 0.9 is alpha, learning rate 0.7 beta, and the gradient phi minus the mean of theta."""
-    alpha, beta, members = 0.9, 0.7, 4
-    draw = torch.Generator().manual_seed(0)
-    expected = torch.randn(ELEMENTS, generator=draw, dtype=torch.float64)
-    phi, delta = expected.clone(), torch.zeros_like(expected)
-    sgd = torch.optim.SGD([expected], lr=beta, momentum=alpha, nesterov=nesterov)
-    for _ in range(6):
-        thetas = phi + torch.randn(members, ELEMENTS, generator=draw, dtype=torch.float64)
-        expected.grad = phi - thetas.mean(0)
-        sgd.step()
-        mean_c = torch.stack([combine(theta, phi, beta, beta) for theta in thetas]).mean(0)
-        phi, delta = outer_step(phi, delta, mean_c, alpha, beta, nesterov)
-        close(phi, expected.numpy())
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("gamma", [0.7, 0.3])
 def test_results_can_be_written_over_the_arguments(gamma: float, nesterov: bool) -> None:
     theta, phi, delta, mean_c = torch.randn(4, ELEMENTS, generator=torch.Generator().manual_seed(0))
