@@ -289,19 +289,6 @@ def test_the_spread_seen_by_the_groups_is_unbiased(replicas: int, group_size: in
     assert sum(estimates) / len(estimates) == pytest.approx(float(theta.double().var(0).mean()), rel=0.02)
 
 
-@with_and_without_delay
-def test_without_gradients_the_spread_shrinks_as_rho_says(overlap_steps: int) -> None:
-    fleet = Fleet(noise(8, 400, seed=3), seed=5, overlap_steps=overlap_steps)
-    variances = []
-    for _ in range(12):
-        for _ in range(K):
-            fleet.step(torch.zeros(8, 400))
-        fleet.wait()
-        variances.append(float(fleet.phi.var(dim=0).mean()))
-    factor = (variances[-1] / variances[1]) ** (1 / 10)
-    assert factor == pytest.approx(spread_factor(0.5, 0.7, 2), abs=0.1)
-
-
 @pytest.mark.parametrize(
     ("replicas", "group_size", "cycle", "alpha", "gamma", "nesterov"),
     [
