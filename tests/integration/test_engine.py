@@ -22,6 +22,7 @@ from tests.integration.tiny import (
     Recorded,
     build,
     microbatch,
+    sizes,
     tiny,
     train,
     weights_of,
@@ -162,15 +163,14 @@ def test_equals_plain_adamw_with_clipping() -> None:
 # Other topologies
 
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-DP2 = {"data_parallel_size": 2}
+TP2, PP2, DP2 = sizes(tp=2), sizes(pp=2), sizes(dp=2)
 SEQUENCE = {**TP2, "sequence_parallel": True}
 HALF_THE_MICROBATCHES = {"gradient_accumulation_steps": 2}
 ZERO_2 = {"zero_optimization": {"stage": 2}}
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "TP2 x PP2": ({"parallel": {**TP2, **PP2}}, 4),
     "TP2 x PP2 with sequence parallelism": ({"parallel": {**SEQUENCE, **PP2}}, 4),
-    "PP2 x VP2": ({"parallel": {**PP2, "virtual_pipeline_model_parallel_size": 2}}, 2),
+    "PP2 x VP2": ({"parallel": sizes(pp=2, vpp=2)}, 2),
     "PP2 of 1 and 3 layers": ({"parallel": {**PP2, "num_layers_in_first_pipeline_stage": 1}}, 2),
     "DP2 x PP2": ({"parallel": {**DP2, **PP2}, **HALF_THE_MICROBATCHES}, 4),
     "DP2 with ZeRO 2": ({"parallel": DP2, **HALF_THE_MICROBATCHES, **ZERO_2}, 2),
@@ -210,7 +210,7 @@ def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize(
     ("parallel", "ranks", "tied"),
     [
-        ({**PP2, "virtual_pipeline_model_parallel_size": 2}, 2, False),
+        (sizes(pp=2, vpp=2), 2, False),
         ({**TP2, **PP2}, 4, True),
         ({"replicas": 2, **DP2}, 4, False),
     ],

@@ -153,7 +153,7 @@ def test_rounds_are_those_without_it(pp: int, interval: str, tmp_path: Path) -> 
         {"model": {**MODEL, "num_layers": 4}},
     ]
     without = saved_run(tmp_path / "without", [*mixture, layout(pp, dp=2)])
-    apart = saved_run(tmp_path / "apart", [*mixture, layout(pp, dp=2, expert_model_parallel_size=2)])
+    apart = saved_run(tmp_path / "apart", [*mixture, layout(pp, dp=2, ep=2)])
     for vector in ("slow_weights", "fast_weights"):
         for replica in range(2):
             found, expected = weights(apart, replica, vector), weights(without, replica, vector)

@@ -28,7 +28,7 @@ from tests.harness import REPOSITORY, free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, assert_same, begin_alone, state_of
-from tests.integration.tiny import run_as_slots, tiny, write_config, write_text
+from tests.integration.tiny import run_as_slots, sizes, tiny, write_config, write_text
 from tools.faults.replica import pause, send_times
 
 STEPS = 8
@@ -130,7 +130,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
 def test_job_without_a_rank_ends_and_partner_continues(tmp_path: Path, text: str) -> None:
     """Of four ranks, tp 2 x pp 2, while a round of a fragment overlaps with local steps."""
     more = {
-        "parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        "parallel": sizes(tp=2, pp=2),
         "noloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 3},
         "federation": {"start_with": 2, "rounds_behind": 1000, "skip_local_steps": False},
         "training": {"train_iters": 12},
@@ -177,7 +177,7 @@ def test_two_stage_replica_without_disk_takes_over_and_ends(
             "encryption": encryption,
             "key_file": str(tmp_path / "key"),
         },
-        "parallel": {"pipeline_model_parallel_size": 2},
+        "parallel": sizes(pp=2),
         "training": {"train_iters": 40},
         "checkpoint": {"save_interval": 1, "keep_last": 100},
     }
@@ -221,11 +221,11 @@ def writes_what_it_takes(folder: Path) -> None:
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
-    (2, {"parallel": {"pipeline_model_parallel_size": 2}}),
+    (2, {"parallel": sizes(pp=2)}),
     (
         4,
         {
-            "parallel": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
+            "parallel": sizes(tp=2, dp=2),
             "gradient_accumulation_steps": 1,
         },
     ),

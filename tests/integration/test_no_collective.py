@@ -13,7 +13,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Position, Topology
 from tests.harness import run_mpi, run_ranks, said
 from tests.integration.spied_run import spied_rank
-from tests.integration.tiny import FAMILY_MODELS, metrics, tiny, write_config, write_text
+from tests.integration.tiny import FAMILY_MODELS, metrics, sizes, tiny, write_config, write_text
 
 STEPS, LOCAL_STEPS, MICROBATCHES, SEED = 15, 3, 2, 1234
 STAGED = Topology(replicas=4, pp=2)
@@ -29,12 +29,7 @@ def config(
         {
             "gradient_accumulation_steps": MICROBATCHES,
             "noloco": {"local_steps": LOCAL_STEPS, "routing": interval, **noloco},
-            "parallel": {
-                "replicas": topology.replicas,
-                "pipeline_model_parallel_size": topology.pp,
-                "data_parallel_size": topology.dp,
-                "expert_model_parallel_size": topology.ep,
-            },
+            "parallel": sizes(replicas=topology.replicas, pp=topology.pp, dp=topology.dp, ep=topology.ep),
             "model": {"num_layers": 2, **model},
             "data": {"text": write_text(folder)},
             "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder)},

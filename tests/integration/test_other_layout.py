@@ -25,6 +25,7 @@ from tests.integration.tiny import (
     already_joined,
     build_run,
     metrics,
+    sizes,
     write_config,
 )
 from tests.unit.test_checkpoint_files import flip_a_bit
@@ -44,14 +45,7 @@ def layout(pp: int = 1, tp: int = 1, dp: int = 1, vpp: int = 1, replicas: int = 
     """Changes of the tiny config; a replica has the same batch with every dp. `more` is for the block parallel."""
     return {
         "gradient_accumulation_steps": 4 // dp,
-        "parallel": {
-            "replicas": replicas,
-            "pipeline_model_parallel_size": pp,
-            "tensor_model_parallel_size": tp,
-            "data_parallel_size": dp,
-            "virtual_pipeline_model_parallel_size": vpp,
-            **more,
-        },
+        "parallel": sizes(replicas=replicas, pp=pp, tp=tp, dp=dp, vpp=vpp, **more),
     }
 
 
@@ -60,9 +54,8 @@ def padded(multiple: int, changes: Changes) -> Changes:
 
 
 def ranks(changes: Changes) -> int:
-    sizes = changes["parallel"]
-    names = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size")
-    return int(sizes["replicas"] * math.prod(sizes[name] for name in names))
+    parallel = changes["parallel"]
+    return int(parallel["replicas"] * math.prod(parallel[name] for name in sizes(pp=1, tp=1, dp=1)))
 
 
 def saved_run(folder: Path, changes: Sequence[Changes], steps: int = SAVED) -> Run:
@@ -160,8 +153,8 @@ def parameters(run: Run) -> str:
         ([LATE], layout(tp=2), layout(pp=2, replicas=3)),
         (
             [EXPERTS, MUON],
-            layout(dp=2, expert_model_parallel_size=2, sequence_parallel=False),
-            layout(tp=2, expert_model_parallel_size=1, sequence_parallel=True),
+            layout(dp=2, ep=2, sequence_parallel=False),
+            layout(tp=2, ep=1, sequence_parallel=True),
         ),
         pytest.param([MUON, BF16, TIED], layout(dp=2, pp=2), layout(tp=2), marks=pytest.mark.slow),
     ],

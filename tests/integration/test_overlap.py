@@ -17,7 +17,7 @@ from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training.choices import LocalStepsChoice, OverlapChoice
 from tests.harness import run_ranks
 from tests.integration.chaos import Run
-from tests.integration.tiny import build, metrics, microbatch, tiny
+from tests.integration.tiny import build, metrics, microbatch, sizes, tiny
 
 K = 4
 
@@ -141,15 +141,7 @@ def counted(rank: int, world_size: int, raw: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (2, 1), (2, 2)])
 def test_messages_may_move_at_every_microbatch(stages: int, virtual: int) -> None:
-    raw = tiny(
-        {
-            "gradient_accumulation_steps": 4,
-            "parallel": {
-                "pipeline_model_parallel_size": stages,
-                "virtual_pipeline_model_parallel_size": virtual,
-            },
-        }
-    )
+    raw = tiny({"gradient_accumulation_steps": 4, "parallel": sizes(pp=stages, vpp=virtual)})
     assert run_ranks(stages, counted, raw) == [4 * virtual] * stages
 
 

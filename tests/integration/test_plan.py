@@ -27,6 +27,7 @@ from tests.integration.tiny import (
     already_joined,
     metrics,
     run_whole,
+    sizes,
     tiny,
     write_config,
     write_text,
@@ -38,22 +39,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "groups of 4": (4, {"parallel": {"replicas": 4}, "noloco": {"group_size": 4}}),
     "uneven stages": (
         4,
-        {
-            "parallel": {
-                "replicas": 2,
-                "pipeline_model_parallel_size": 2,
-                "num_layers_in_first_pipeline_stage": 1,
-            }
-        },
+        {"parallel": sizes(replicas=2, pp=2, num_layers_in_first_pipeline_stage=1)},
     ),
     "data and tensor parallel": (
         8,
-        {"parallel": {"replicas": 2, "data_parallel_size": 2, "tensor_model_parallel_size": 2}},
+        {"parallel": sizes(replicas=2, dp=2, tp=2)},
     ),
     "expert and data parallel": (
         4,
         {
-            "parallel": {"replicas": 2, "data_parallel_size": 2, "expert_model_parallel_size": 2},
+            "parallel": sizes(replicas=2, dp=2, ep=2),
             "model": FAMILY_MODELS["mixtral"],
         },
     ),
@@ -61,11 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         MUON
         | {
-            "parallel": {
-                "replicas": 2,
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-            },
+            "parallel": sizes(replicas=2, pp=2, vpp=2),
             "model": {"untie_embeddings_and_output_weights": False},
             "noloco": {"payload": "int8"},
         },

@@ -36,6 +36,7 @@ from tests.integration.tiny import (
     MUON,
     build,
     microbatch,
+    sizes,
     tiny,
     weights_of,
     write_config,
@@ -132,16 +133,10 @@ BF16 = {"bf16": {"enabled": True}}
 TIED = {"untie_embeddings_and_output_weights": False}
 
 
-def sizes(pp: int = 1, tp: int = 1, dp: int = 1, **others: int) -> dict[str, int]:
-    """The block `parallel`."""
-    names = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size")
-    return {name: size for name, size in zip(names, (pp, tp, dp), strict=True) if size > 1} | others
-
-
 # Models of other families on several ranks, tied, are in test_families.py.
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "virtual stages": (sizes(2, virtual_pipeline_model_parallel_size=2), {}),
-    "one key/value head": (sizes(2), {"model": {"num_query_groups": 1}}),
+    "virtual stages": (sizes(pp=2, vpp=2), {}),
+    "one key/value head": (sizes(pp=2), {"model": {"num_query_groups": 1}}),
     "a key/value head per query": (sizes(tp=2), {"model": {"num_query_groups": None}}),
     "wide heads": ({}, {"model": {"kv_channels": 16, "rotary_base": 5e5, "norm_epsilon": 1e-3}}),
     "bf16, tied, dp 2": (sizes(dp=2), BF16 | {"model": TIED}),
@@ -149,7 +144,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         sizes(dp=3),
         MUON | {"model": {"num_layers": 2, "num_query_groups": 4}},
     ),
-    "experts, dp 2 x ep 2": (sizes(dp=2, expert_model_parallel_size=2), {"model": FAMILY_MODELS["mixtral"]}),
+    "experts, dp 2 x ep 2": (sizes(dp=2, ep=2), {"model": FAMILY_MODELS["mixtral"]}),
 }
 
 
@@ -158,7 +153,7 @@ def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path)
     parallel, changes = CASES[case]
     model = {"parallel": parallel, "model": LOUD | changes.get("model", {})}
     raw = tiny({**changes, **model, "training": {"output_dir": str(tmp_path / "run")}})
-    world_size = math.prod(size for name, size in parallel.items() if name in sizes(2, 2, 2))
+    world_size = math.prod(size for name, size in parallel.items() if name in sizes(pp=2, tp=2, dp=2))
     ranks = run_ranks(world_size, save, raw, STEPS)
     expected = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
     dtype = "bfloat16" if "bf16" in changes else "float32"  # the working weights are the master's, rounded
@@ -179,7 +174,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     folder = tmp_path_factory.mktemp("replicas")
     raw = tiny(
         {
-            "parallel": {"pipeline_model_parallel_size": 2},
+            "parallel": sizes(pp=2),
             "model": LOUD,
             "noloco": {"enabled": False},
             "training": {"output_dir": str(folder)},
@@ -359,7 +354,7 @@ def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(
     ("dtype", "keys", "parallel"),
     [
-        (torch.float32, {"num_key_value_heads": 4, "tie_word_embeddings": True}, sizes(2, 2)),
+        (torch.float32, {"num_key_value_heads": 4, "tie_word_embeddings": True}, sizes(pp=2, tp=2)),
         (torch.bfloat16, {"rope_theta": 5e5}, sizes(tp=2)),  # trained in fp32
     ],
 )

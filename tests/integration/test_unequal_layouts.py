@@ -13,7 +13,7 @@ from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.plans.canonical import Holding
 from megatron_noloco.training.run import Run
 from tests.integration.federation import Federation
-from tests.integration.tiny import FAMILY_MODELS, tiny, write_text
+from tests.integration.tiny import FAMILY_MODELS, sizes, tiny, write_text
 from tests.unit.fleet import noise
 
 ROUNDS = 3
@@ -22,12 +22,7 @@ Job = tuple[int, dict[str, Any]]
 
 
 def job(pp: int = 1, dp: int = 1, tp: int = 1, ep: int = 1, zero: int = 1) -> Job:
-    parallel = {
-        "pipeline_model_parallel_size": pp,
-        "data_parallel_size": dp,
-        "tensor_model_parallel_size": tp,
-        "expert_model_parallel_size": ep,
-    }
+    parallel = sizes(pp=pp, dp=dp, tp=tp, ep=ep)
     batch = {"gradient_accumulation_steps": 2 // dp, "zero_optimization": {"stage": zero}}
     return pp * dp * tp, {"parallel": parallel, **batch}
 

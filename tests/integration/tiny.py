@@ -117,6 +117,20 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": None, "muon_lr": 0.02, "a
 MUON_ROUNDING = 1 if ns_compute_dtype("gram") == torch.float32 else 100
 
 
+_SIZES = {
+    "pp": "pipeline_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "dp": "data_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+
+
+def sizes(**given: Any) -> dict[str, Any]:
+    """The block `parallel`, in which pp, tp, dp, vpp and ep are short for the sizes."""
+    return {_SIZES.get(name, name): value for name, value in given.items()}
+
+
 def tiny(changes: Mapping[str, Any] | None = None, base: Mapping[str, Any] = TINY) -> dict[str, Any]:
     """A config file's content: the tiny one with `changes`, block by block. A key changed to None goes."""
     merged = dict(base)

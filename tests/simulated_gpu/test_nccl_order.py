@@ -37,7 +37,7 @@ LAYOUTS: dict[str, list[Changes]] = {
     "two stages of two chunks": [FOUR_LAYERS, layout(pp=2, vpp=2)],
     "tp 2 with sequence parallelism": [layout(tp=2, replicas=1, sequence_parallel=True)],
     "dp 2, ZeRO 2": [ZERO_2, layout(dp=2, replicas=1)],
-    "ep 2, bf16": [BF16, EXPERTS, layout(dp=2, replicas=1, expert_model_parallel_size=2)],
+    "ep 2, bf16": [BF16, EXPERTS, layout(dp=2, replicas=1, ep=2)],
 }
 BY_HAND: dict[str, list[Changes]] = {
     "two stages": [layout(pp=2)],
@@ -52,7 +52,7 @@ BY_HAND: dict[str, list[Changes]] = {
     "two stages, tp 2 x dp 2, tied, bf16": [BF16, TIED, layout(pp=2, tp=2, dp=2)],
     "two stages, tp 2, ep 2": [
         EXPERTS,
-        layout(pp=2, tp=2, dp=2, expert_model_parallel_size=2, sequence_parallel=True),
+        layout(pp=2, tp=2, dp=2, ep=2, sequence_parallel=True),
     ],
 }
 ALL = LAYOUTS | BY_HAND

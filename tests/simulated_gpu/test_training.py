@@ -33,7 +33,7 @@ CASES: dict[str, list[Changes]] = {
     "routes, a round under way": [TIED, UNDER_WAY, ON_DEVICE, layout(pp=2)],
     "tp 2, sequence parallelism": [layout(tp=2, replicas=1, sequence_parallel=True)],
     "dp 2, ZeRO 2": [{"zero_optimization": {"stage": 2}}, layout(dp=2, replicas=1)],
-    "ep 2": [EXPERTS, layout(dp=2, replicas=1, expert_model_parallel_size=2)],
+    "ep 2": [EXPERTS, layout(dp=2, replicas=1, ep=2)],
     "dropout": [DROPOUT, UNDER_WAY, {"noloco": {"payload": "int4"}}, layout()],
 }
 BY_HAND: dict[str, list[Changes]] = {
