@@ -501,36 +501,3 @@ def test_replica_with_nonfinite_weights_ends_and_resumes(
         federation.wait()
         assert "step 6, " in federation.log(0).removeprefix(log)
         assert math.isfinite(federation.rows(0)[-1]["train/loss"])
-
-
-@pytest.mark.slow
-def test_slow_replica_skips_steps_without_cost_to_partners(tmp_path: Path, text: str) -> None:
-    """Its steps take three times as long. It takes part in the rounds, and the others learn as without it."""
-    steps, local_steps = 64, 8
-    more = {
-        "noloco": {"local_steps": local_steps},
-        "training": {"train_iters": steps},
-        "checkpoint": {"save_interval": 20},
-        "evaluation": {"interval": steps, "iters": 4},
-    }
-    losses = []
-    for slow in ((), (3,)):
-        start_with = {"federation": {"start_with": 3 + len(slow)}}
-        with Federation(tmp_path / f"{len(slow)}", changes(text, **tiny(more, start_with))) as federation:
-            for replica in range(3):
-                federation.start(replica, disturb=partial(pause, 0.1))
-            for replica in slow:
-                federation.start(replica, disturb=partial(pause, 0.3))
-            federation.wait()
-            losses.append(last_losses(federation, 3))
-            if slow:
-                rows, saves = federation.rows(3), federation.rows(3, "checkpoint")
-    left_out = steps - len(rows)
-    assert rows[-1]["step"] == steps
-    assert left_out == rows[-1]["total/skipped_ahead"] > steps / 4
-    rounds = [row for row in rows if "round/index" in row]
-    assert len(rounds) > steps / local_steps / 2
-    assert sum(bool(row["round/partners"]) for row in rounds) > len(rounds) / 2
-    assert {row["step"] // 20 for row in saves} == {1, 2, 3}, "what was due in a step left out comes later"
-    assert saves[-1]["step"] == steps
-    assert losses[1] == pytest.approx(losses[0], rel=0.03)  # a busy machine leaves out other steps

@@ -10,6 +10,7 @@ from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.outer.peers import Boundary, JobPeers
 from megatron_noloco.plans.fragments import due_after, fragment_after
+from megatron_noloco.training.run import Schedule
 
 
 class Outer:
@@ -64,3 +65,12 @@ def test_the_replicas_of_a_job_train_in_step(done: int, takes_over: bool) -> Non
         assert boundary == Boundary(done)
     assert not peers.average(done, trained=False, before_waiting=lambda: None).reports
     assert peers.summary(1, 1) == ""
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(0, 9))
+def test_what_was_due_in_a_step_left_out_is_done_after_it(before: int, steps: int, interval: int) -> None:
+    done, last = before + steps, 40
+    schedule = Schedule(last, interval, interval, interval)
+    due = done == last or any(interval and step % interval == 0 for step in range(before + 1, done + 1))
+    found = schedule.logs(before, done), schedule.saves(before, done), schedule.evaluates_after(before, done)
+    assert found == (due, due, due)
