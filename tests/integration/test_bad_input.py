@@ -14,7 +14,7 @@ import pytest
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import blend
-from tests.harness import call, run_mpi, run_torchrun
+from tests.harness import call, run_mpi
 from tests.integration.tiny import already_joined
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import write_dataset
@@ -197,14 +197,3 @@ def test_one_rank_alone_fails_under_mpirun(folder: Path) -> None:
         f"port {port} of rank 0's host is in use, perhaps by another job: set MASTER_PORT to a free one (for "
         "launch/deepspeed.sh PORT)"
     ]
-
-
-@pytest.mark.slow
-def test_mpi_demanded_under_torchrun(folder: Path) -> None:
-    config = config_with(folder, {"noloco": {"transport": "mpi"}})
-    finished = run_torchrun(2, LATE, ["train", "--config", config])
-    assert finished.returncode != 0
-    line, of_torchrun = our_lines(finished.stderr, 'transport "mpi"')
-    assert "MPI sees a world of 1 but torchrun started 2 ranks" in line
-    assert line in of_torchrun, "it reads the reason in the file of the rank"
-    assert "exitcode  : 2" in finished.stderr, "torchrun itself exits with 1, and tells ours"
