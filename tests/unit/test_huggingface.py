@@ -775,20 +775,8 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
         assert (code, found.architecture(257)) == (0, replace(model, seq_length=16))
 
 
-def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "llama", make_model())
-    add_a_tokenizer_of_words(folder, **{"</s>": 2})
-    code, output = import_folder(folder)
-    assert code == 0
-    assert json.loads(output.read_text())["data"] == {
-        **SMALLEST["data"],
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": str(folder),
-    }
-
-
 @pytest.mark.parametrize("given", [{}, {"prepend_bos": False}])
-def test_import_begins_documents_as_tokenizer(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, given: dict[str, Any]) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2, "<s>": 3})
     tokenizer = FastTokenizer(folder)._tokenizer
@@ -797,7 +785,9 @@ def test_import_begins_documents_as_tokenizer(tmp_path: Path, given: dict[str, A
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     code, output = import_folder(folder, {"data": SMALLEST["data"] | given})
-    assert (code, json.loads(output.read_text())["data"]["prepend_bos"]) == (0, not given)
+    of_model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    expected = SMALLEST["data"] | of_model | {"prepend_bos": not given}
+    assert (code, json.loads(output.read_text())["data"]) == (0, expected)
 
 
 def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
