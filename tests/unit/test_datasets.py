@@ -294,21 +294,6 @@ def test_an_unreadable_file_is_one_line(folder: Path, capsys: pytest.CaptureFixt
 
 
 class TestText:
-    def test_text_through_a_fast_tokenizer(self, tmp_path: Path) -> None:
-        make_tokenizer(tmp_path)
-        (tmp_path / "text").mkdir()
-        text = "two three Größe " * 40
-        (tmp_path / "text" / "a.txt").write_text(text)
-        (tmp_path / "text" / "empty.txt").touch()
-        data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
-        built = build(text=str(tmp_path / "text"), split="8,1,1", vocab=300, **data)
-        tokenizer = build_tokenizer(TokenizerChoice(str(tmp_path)))
-        assert built.validation is not None
-        parts = [blend.parts[0].tokens for blend in (built.training, built.validation)]
-        assert built.summary.endswith(" validation tokens; left out: 1 empty file (empty.txt)")
-        assert text.startswith("".join(map(tokenizer.decode, parts)))
-        assert parts[0][-1] == parts[1][-1] == tokenizer.end_of_document
-
     def test_a_long_text_is_encoded_in_pieces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_tokenizer(tmp_path)
         tokenizer = FastTokenizer(tmp_path)
