@@ -40,11 +40,7 @@ def mpi_outcomes() -> Outcomes:
     return [line["outcomes"] for line in sorted(said(finished), key=lambda line: line["rank"])]
 
 
-TRANSPORTS = {
-    "loopback": loopback_outcomes,
-    "torch": torch_outcomes,
-    "mpi": mpi_outcomes,
-}
+TRANSPORTS = {"loopback": loopback_outcomes, "torch": torch_outcomes, "mpi": mpi_outcomes}
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

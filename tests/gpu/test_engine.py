@@ -98,9 +98,7 @@ def test_a_dynamic_scale_goes_down_where_fp16_overflows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "waits"),
-    [({}, 3), (BF16, 4), (FP16, 3), (MUON, 3)],
-    ids=["fp32", "bf16", "fp16", "Muon"],
+    ("changes", "waits"), [({}, 3), (BF16, 4), (FP16, 3), (MUON, 3)], ids=["fp32", "bf16", "fp16", "Muon"]
 )
 def test_what_a_local_step_waits_for(changes: dict[str, Any], waits: int) -> None:
     """The norm of the gradients; before it a copy and a read, to mark one that is not finite; in DeepSpeed's bf16

@@ -34,12 +34,7 @@ def state(config: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"bf16": {"enabled": True}, "model": {"hidden_dropout": 0.1}},
-        {"fp16": {"enabled": True}},
-        MUON,
-    ],
+    [{}, {"bf16": {"enabled": True}, "model": {"hidden_dropout": 0.1}}, {"fp16": {"enabled": True}}, MUON],
     ids=["fp32", "bf16 with dropout", "fp16", "Muon"],
 )
 def test_resume_is_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -48,11 +48,7 @@ class Federation:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        changes: Mapping[str, Any],
-        apart: bool = False,
-        base: Mapping[str, Any] = TINY,
+        self, folder: Path, changes: Mapping[str, Any], apart: bool = False, base: Mapping[str, Any] = TINY
     ) -> None:
         ours = {
             "federation": {
@@ -148,7 +144,7 @@ class Federation:
     def until_it_has_a_partner(self, replica: int, after: int) -> None:
         """Wait until a replica has had a round with a partner, later than a step."""
         self._wait_until(
-            lambda: any(row["step"] > after and row.get("round/partners") for row in self.rows(replica)),
+            lambda: any(row["step"] > after and row.get("round/partners") for row in self.rows(replica))
         )
 
     def until_log(self, replica: int, text: str, rank: int = 0) -> None:

@@ -309,11 +309,7 @@ def test_a_drawn_config_trains_as_separate_jobs(
     one_job.change({"checkpoint": {"save_interval": STEPS}})
     run_ranks(ranks, run_as_slots, write_config(one_job.folder, one_job.raw))
     ours = {
-        "federation": {
-            "start_with": slots,
-            "rounds_behind": STEPS,
-            "skip_local_steps": False,
-        },
+        "federation": {"start_with": slots, "rounds_behind": STEPS, "skip_local_steps": False},
         "noloco": {"transport": None},
         "parallel": {"replicas": None},
         "training": {"output_dir": str(tmp_path / "jobs")},

@@ -238,11 +238,7 @@ def continued(rank: int, world_size: int, folder: Path, stage: int, bf16: bool) 
 
 @pytest.mark.parametrize(
     ("stage", "bf16"),
-    [
-        (1, True),
-        *(slow((stage, True)) for stage in (0, 2, 3)),
-        *(slow((stage, False)) for stage in range(4)),
-    ],
+    [(1, True), *(slow((stage, True)) for stage in (0, 2, 3)), *(slow((stage, False)) for stage in range(4))],
 )
 def test_an_engine_continues_from_its_checkpoint(tmp_path: Path, stage: int, bf16: bool) -> None:
     """To the last bit; so the weights that a checkpoint brings back are those that the state was saved with."""

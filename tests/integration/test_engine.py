@@ -209,11 +209,7 @@ def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str
 
 @pytest.mark.parametrize(
     ("parallel", "ranks", "tied"),
-    [
-        (sizes(pp=2, vpp=2), 2, False),
-        ({**TP2, **PP2}, 4, True),
-        ({"replicas": 2, **DP2}, 4, False),
-    ],
+    [(sizes(pp=2, vpp=2), 2, False), ({**TP2, **PP2}, 4, True), ({"replicas": 2, **DP2}, 4, False)],
     ids=str,
 )
 def test_initial_weights_do_not_depend_on_the_topology(

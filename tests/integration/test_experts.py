@@ -148,10 +148,7 @@ def weights(run: Run, replica: int, vector: str) -> dict[str, Tensor]:
 )
 def test_rounds_are_those_without_it(pp: int, interval: str, tmp_path: Path) -> None:
     """Two replicas, two rounds: both runs end with the same weights, read from checkpoints of both layouts."""
-    mixture = [
-        {"noloco": {"local_steps": 2, "routing": interval}},
-        {"model": {**MODEL, "num_layers": 4}},
-    ]
+    mixture = [{"noloco": {"local_steps": 2, "routing": interval}}, {"model": {**MODEL, "num_layers": 4}}]
     without = saved_run(tmp_path / "without", [*mixture, layout(pp, dp=2)])
     apart = saved_run(tmp_path / "apart", [*mixture, layout(pp, dp=2, ep=2)])
     for vector in ("slow_weights", "fast_weights"):

@@ -37,12 +37,7 @@ def llama3(factor: float) -> dict[str, Any]:
 
 def yarn(factor: float) -> dict[str, Any]:
     """A context of so many tokens before that frequencies are scaled wholly, in part, and not at all."""
-    return {
-        "rope_type": "yarn",
-        "rope_theta": 1e3,
-        "factor": factor,
-        "original_max_position_embeddings": 64,
-    }
+    return {"rope_type": "yarn", "rope_theta": 1e3, "factor": factor, "original_max_position_embeddings": 64}
 
 
 # Keys of a config.json of transformers' own, of models that stand for a family

@@ -222,13 +222,7 @@ def writes_what_it_takes(folder: Path) -> None:
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {"parallel": sizes(pp=2)}),
-    (
-        4,
-        {
-            "parallel": sizes(tp=2, dp=2),
-            "gradient_accumulation_steps": 1,
-        },
-    ),
+    (4, {"parallel": sizes(tp=2, dp=2), "gradient_accumulation_steps": 1}),
 ]
 
 
@@ -364,8 +358,7 @@ def test_job_stopped_while_waiting_saves_nothing(tmp_path: Path, text: str) -> N
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["signal", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop --leave", "notice"))],
+    "way", ["signal", *(pytest.param(way, marks=pytest.mark.slow) for way in ("stop --leave", "notice"))]
 )
 def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, way: str) -> None:
     """In the middle of a local phase. The round counts, for both, and it goes on behind it when it comes back."""
@@ -486,11 +479,7 @@ def test_replica_with_nonfinite_weights_ends_and_resumes(
 ) -> None:
     """Before the next round. No other replica comes."""
     monkeypatch.setattr(membership, "FIRST_SECONDS", 0.0)
-    more = {
-        "noloco": {"local_steps": 4},
-        "training": {"train_iters": 12},
-        "checkpoint": {"save_interval": 3},
-    }
+    more = {"noloco": {"local_steps": 4}, "training": {"train_iters": 12}, "checkpoint": {"save_interval": 3}}
     with Federation(tmp_path, changes(text, **more)) as federation:
         federation.start(0, disturb=partial(poisons_itself, 7))
         assert federation.exit_codes(0) == [1]

@@ -74,11 +74,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 80},
     },
     "bf16, ZeRO 0": {"stage": 0, "fused": True, "bf16": {"enabled": True}},
-    "bf16, ZeRO 1": {
-        "stage": 1,
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
+    "bf16, ZeRO 1": {"stage": 1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "bf16, ZeRO 3": {"stage": 3, "bf16": {"enabled": True}},
 }
 

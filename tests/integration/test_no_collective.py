@@ -160,8 +160,7 @@ def test_messages_over_mpi_with_overlap_go_to_partners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "overlap_steps",
-    [*(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, LOCAL_STEPS)), "auto"],
+    "overlap_steps", [*(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, LOCAL_STEPS)), "auto"]
 )
 def test_messages_with_overlap_go_to_partners(tmp_path: Path, overlap_steps: int | str) -> None:
     """Partners only, however late the outcome is merged, and however the delay is chosen."""

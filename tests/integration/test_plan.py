@@ -37,20 +37,11 @@ ROUNDS = 3  # of 2 local steps
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pairs": (2, {"parallel": {"replicas": 2}}),
     "groups of 4": (4, {"parallel": {"replicas": 4}, "noloco": {"group_size": 4}}),
-    "uneven stages": (
-        4,
-        {"parallel": sizes(replicas=2, pp=2, num_layers_in_first_pipeline_stage=1)},
-    ),
-    "data and tensor parallel": (
-        8,
-        {"parallel": sizes(replicas=2, dp=2, tp=2)},
-    ),
+    "uneven stages": (4, {"parallel": sizes(replicas=2, pp=2, num_layers_in_first_pipeline_stage=1)}),
+    "data and tensor parallel": (8, {"parallel": sizes(replicas=2, dp=2, tp=2)}),
     "expert and data parallel": (
         4,
-        {
-            "parallel": sizes(replicas=2, dp=2, ep=2),
-            "model": FAMILY_MODELS["mixtral"],
-        },
+        {"parallel": sizes(replicas=2, dp=2, ep=2), "model": FAMILY_MODELS["mixtral"]},
     ),
     "tied, virtual stages, Muon, int8": (
         4,

@@ -254,10 +254,7 @@ def train_clipped_step(rank: int, world_size: int, case: Case, routes: Routes) -
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(3, 3, 2, tied=True),
-        Case(2, 2, 4, tp=2, vpp=2, sequence_parallel=True, recompute=True, tied=True),
-    ],
+    [Case(3, 3, 2, tied=True), Case(2, 2, 4, tp=2, vpp=2, sequence_parallel=True, recompute=True, tied=True)],
     ids=lambda case: case.name,
 )
 def test_clipped_step_follows_own_gradient(case: Case) -> None:

@@ -44,12 +44,7 @@ from tests.integration.jobs import (
 SEED, K, STEPS = 5, 2, 12
 SETTINGS = paper(local_steps=K)
 DELAY_CHOSEN = NolocoSettings(overlap_steps="auto")
-OVERLAPPED = paper(
-    local_steps=4,
-    overlap_steps=2,
-    fragments=2,
-    payload="int8",
-)
+OVERLAPPED = paper(local_steps=4, overlap_steps=2, fragments=2, payload="int8")
 
 
 class Loop:

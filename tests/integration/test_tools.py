@@ -12,9 +12,7 @@ import pytest
 
 from tests.harness import REPOSITORY, by_hand, run_mpi
 
-IN_FOLDER = {
-    "bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "median_seconds"),
-}
+IN_FOLDER = {"bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "median_seconds")}
 ALONE = {
     "bench host": ("--weights 4096 --repeats 1", "core seconds, int8, groups of 4"),
     "bench payload": ("--elements 2048 --repeats 1", "ways"),
@@ -37,12 +35,7 @@ OF_RANKS = {
 # Need no process of their own: they set nothing up before their imports.
 IN_THIS_PROCESS = ("bench host", "bench payload", "bench federation", "gpu_check.coding", "faults soak")
 # bench overlap is run by test_netlab.py as well.
-SECONDS_LONG = (
-    "bench checkpoint",
-    "bench overlap",
-    "bench routing",
-    "gpu_check.replicas",
-)
+SECONDS_LONG = ("bench checkpoint", "bench overlap", "bench routing", "gpu_check.replicas")
 
 
 def printed(output: str) -> dict[str, Any]:

@@ -43,10 +43,7 @@ def write_run(folder: Path, steps: int = 4) -> str:
         "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
         "model": {"num_layers": 2},
         "data": {"text": write_text(folder)},
-        "training": {
-            "train_iters": steps,
-            "output_dir": str(folder / "run"),
-        },
+        "training": {"train_iters": steps, "output_dir": str(folder / "run")},
         "checkpoint": {"save_interval": 4},
         "evaluation": {"iters": 1},
     }

@@ -88,10 +88,7 @@ def slow_weights(folder: Path, slot: int) -> Tensor:
 
 
 def rounds_of(folder: Path, jobs: list[Job], changes: dict[str, Any]) -> list[Tensor]:
-    common = {
-        "federation": {"start_with": len(jobs)},
-        "data": {"text": write_text(folder)},
-    }
+    common = {"federation": {"start_with": len(jobs)}, "data": {"text": write_text(folder)}}
     with Federation(folder, tiny(changes, common)) as federation:
         for slot, (ranks, of_job) in enumerate(jobs):
             federation.start(slot, ranks, of_job, disturb=partial(exchanges, folder))

@@ -56,12 +56,7 @@ TINY: dict[str, Any] = {
         },
     },
     "gradient_clipping": 0.5,
-    "noloco": {
-        "recipe": "paper",
-        "local_steps": 2,
-        "final_average": False,
-        "routing": "round",
-    },
+    "noloco": {"recipe": "paper", "local_steps": 2, "final_average": False, "routing": "round"},
     "parallel": {},
     "model": {
         "num_layers": 4,

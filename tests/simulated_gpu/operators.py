@@ -27,12 +27,7 @@ _READ_NUMBERS = {
     aten.nonzero.default,
     aten.repeat_interleave.Tensor,
 }
-_INDEX = {
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 _SHAPE_ALONE = {aten.resize_.default, aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset}
 
 generator = torch.Generator()  # of the random numbers drawn on devices

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer import (
-    Channel,
-    Exchange,
-    ExchangeReport,
-    OuterOptimizer,
-    TorchWeights,
-    mean_model,
-)
+from megatron_noloco.outer import Channel, Exchange, ExchangeReport, OuterOptimizer, TorchWeights, mean_model
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.transport.interface import Transport

@@ -46,10 +46,7 @@ MUTANTS = {
         "outer/vectors.py", "wait_for(self.weights.device)", "pass", PAIRS
     ),
     "no copy of weights is marked": Mutant(
-        "outer/vectors.py",
-        "torch.cuda.current_stream().record_event() if crosses",
-        "None if crosses",
-        PAIRS,
+        "outer/vectors.py", "torch.cuda.current_stream().record_event() if crosses", "None if crosses", PAIRS
     ),
     "slow weights are overwritten before they are written": Mutant(
         "outer/weights.py", "wait_for(self.device)", "pass", PAIRS

@@ -22,11 +22,7 @@ from tests.simulated_gpu.process import GpuProcess
 from tests.simulated_gpu.streams import Order
 
 STEPS = 2
-SMALL = {
-    **TORCH_ADAM,
-    "model": {"num_layers": 2, "seq_length": 8},
-    "noloco": {"routing": "microbatch"},
-}
+SMALL = {**TORCH_ADAM, "model": {"num_layers": 2, "seq_length": 8}, "noloco": {"routing": "microbatch"}}
 FOUR_LAYERS = {"model": {"num_layers": 4}}
 ZERO_2 = {"zero_optimization": {"stage": 2}}
 
@@ -50,10 +46,7 @@ BY_HAND: dict[str, list[Changes]] = {
     "two stages of two chunks, tp 2": [FOUR_LAYERS, layout(pp=2, vpp=2, tp=2)],
     "two stages, tp 2 x dp 2, Muon": [WITH_MUON, layout(pp=2, tp=2, dp=2, replicas=1)],
     "two stages, tp 2 x dp 2, tied, bf16": [BF16, TIED, layout(pp=2, tp=2, dp=2)],
-    "two stages, tp 2, ep 2": [
-        EXPERTS,
-        layout(pp=2, tp=2, dp=2, ep=2, sequence_parallel=True),
-    ],
+    "two stages, tp 2, ep 2": [EXPERTS, layout(pp=2, tp=2, dp=2, ep=2, sequence_parallel=True)],
 }
 ALL = LAYOUTS | BY_HAND
 every_layout = pytest.mark.parametrize("name", by_hand(ALL, BY_HAND))

@@ -81,10 +81,7 @@ DOORS = {
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/preflight/pair.py"),
     "pydantic": (
         *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
-        *(
-            f"{PACKAGE}/federation/",
-            f"{PACKAGE}/training/replica_state.py",
-        ),  # what others send
+        *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what others send
         f"{PACKAGE}/checkpoint/catalog.py",
     ),
     "cryptography": (f"{PACKAGE}/federation/keys.py", f"{PACKAGE}/federation/sealing.py"),

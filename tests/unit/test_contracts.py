@@ -388,8 +388,7 @@ class TestConfig:
             assert field.is_required() or field.default == found.get(name)
 
     @pytest.mark.parametrize(
-        ("name", "kernels"),
-        [("AdamW", [FusedAdam, torch.optim.AdamW]), ("SGD", [torch.optim.SGD])],
+        ("name", "kernels"), [("AdamW", [FusedAdam, torch.optim.AdamW]), ("SGD", [torch.optim.SGD])]
     )
     def test_optimizers_take_these_parameters(self, name: str, kernels: list[type]) -> None:
         """A key too many ends in a traceback."""

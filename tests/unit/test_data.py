@@ -169,10 +169,7 @@ class TestCorpus:
         assert list(map(len, decoded)) == [7, 5, 3]
 
     def test_only_text_is_read(
-        self,
-        tmp_path: Path,
-        tmp_path_factory: pytest.TempPathFactory,
-        capsys: pytest.CaptureFixture[str],
+        self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """The first files of each kind that are left out are named."""
         (tmp_path / ".git").mkdir()

@@ -25,12 +25,7 @@ from megatron_noloco.data import encode, formats
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.microbatches import (
-    Loader,
-    ValidationSource,
-    addresses_of,
-    training_microbatch,
-)
+from megatron_noloco.data.microbatches import Loader, ValidationSource, addresses_of, training_microbatch
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import Needs, Split, TextSource, parse_prefixes
@@ -520,9 +515,7 @@ class TestLoader:
             position = Position(replica=1, stage=stage, dp=0, tp=0)
             assert addresses_of(topology, position, separate_documents, 2, routes) == expected
 
-    def test_loader_reads_ahead_and_counts_wait(
-        self,
-    ) -> None:
+    def test_loader_reads_ahead_and_counts_wait(self) -> None:
         read, go = self.source(), threading.Event()
         steps: list[int] = []
         threads = set()

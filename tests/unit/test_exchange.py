@@ -154,10 +154,7 @@ def test_a_missing_partner_is_named_when_a_rank_waits_for_it(group_size: int, ov
     topology = Topology(replicas=group_size, pp=2)
     transport = loopback_world(topology.world_size)[1]  # replica 0, stage 1
     settings = NolocoSettings(
-        local_steps=2,
-        group_size=group_size,
-        deadline_seconds=SHORT_SECONDS,
-        overlap_steps=overlap_steps,
+        local_steps=2, group_size=group_size, deadline_seconds=SHORT_SECONDS, overlap_steps=overlap_steps
     )
     outer = OuterOptimizer(TorchWeights([torch.ones(4)]), transport, topology.place(1), settings)
     for done in range(1, 2 + overlap_steps):
@@ -337,12 +334,9 @@ def test_next_connections_open_once_in_local_phase(
 
 
 @pytest.mark.parametrize(
-    "method",
-    [{}, {"payload": "int8"}, {"overlap_steps": 2}, {"consensus_weight": 0.3}, {"fragments": 2}],
+    "method", [{}, {"payload": "int8"}, {"overlap_steps": 2}, {"consensus_weight": 0.3}, {"fragments": 2}]
 )
-def test_opening_connections_changes_no_bit(
-    method: dict[str, Any],
-) -> None:
+def test_opening_connections_changes_no_bit(method: dict[str, Any]) -> None:
     fleets = [connecting_lazily(5, 2, lazily, **method) for lazily in (False, True)]
     steps = [fleet.run(3 * K + 2) for fleet in fleets]
     assert_equal(*fleets)

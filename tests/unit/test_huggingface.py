@@ -432,11 +432,7 @@ NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]; in qwen3_moe only [] is"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; in qwen3_moe only 1 is"),
     ("starcoder2", {"use_bias": False}, "use_bias is False; in starcoder2 only True is"),
-    (
-        "starcoder2",
-        {"hidden_act": "silu"},
-        "hidden_act is 'silu'; in starcoder2 only 'gelu_pytorch_tanh' is",
-    ),
+    ("starcoder2", {"hidden_act": "silu"}, "hidden_act is 'silu'; in starcoder2 only 'gelu_pytorch_tanh' is"),
     ("qwen3_moe", WINDOWS | {"max_window_layers": 2}, "use_sliding_window is True"),
 ]
 

@@ -86,9 +86,7 @@ def visit(thread: NodeThread, seeds: Seeds) -> None:
     thread.call(thread._name_nobody()).result(SECONDS)
 
 
-def test_own_seed_addresses_are_not_dialled(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_own_seed_addresses_are_not_dialled(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     seeds = Seeds.of(f"127.0.0.1:{port},localhost:{port},[::1]:{port},{socket.gethostname()}:{port}")
     with replicas(Network(seeds, MEMBER, f"tcp://*:{port}", advertise=f"tcp://localhost:{port}")) as (own,):

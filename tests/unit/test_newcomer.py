@@ -37,13 +37,7 @@ from megatron_noloco.federation.ticket import Ticket, line_of, ticket_in
 from megatron_noloco.fields import fields_of
 from megatron_noloco.preflight import machine
 from megatron_noloco.preflight.machine import Finding
-from megatron_noloco.preflight.newcomer import (
-    Local,
-    check_local,
-    offered,
-    proposed,
-    write_job,
-)
+from megatron_noloco.preflight.newcomer import Local, check_local, offered, proposed, write_job
 from megatron_noloco.training.prepare import network_for
 from tests.integration.tiny import tiny, write_config
 from tests.unit.test_tokenizers import write_tokenizer

@@ -192,9 +192,7 @@ async def test_a_process_whose_place_was_taken_ends() -> None:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-async def test_late_clock_takes_a_later_incarnation(
-    hidden: bool,
-) -> None:
+async def test_late_clock_takes_a_later_incarnation(hidden: bool) -> None:
     async with Nodes() as nodes:
         others = [await nodes.add(0), await nodes.add(2, address_of(0))]
         dead = await nodes.add(1, address_of(0), incarnation=7)

@@ -203,11 +203,7 @@ def test_the_memory_of_activations(recomputation: dict[str, Any], gigabytes: flo
 
 @pytest.mark.parametrize(
     ("optimizer", "vectors"),
-    [
-        ({"type": "AdamW"}, 2),
-        ({"type": "SGD"}, 0),
-        ({"type": "SGD", "params": {"momentum": 0.9}}, 1),
-    ],
+    [({"type": "AdamW"}, 2), ({"type": "SGD"}, 0), ({"type": "SGD", "params": {"momentum": 0.9}}, 1)],
     ids=str,
 )
 def test_the_memory_of_an_optimizer(optimizer: dict[str, Any], vectors: int) -> None:

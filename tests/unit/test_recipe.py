@@ -31,8 +31,7 @@ def saved_by(run: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "chosen"),
-    [(1, PAIRS), (8, PAIRS), (9, GROUPS), (31, GROUPS), (32, LARGE), (64, LARGE)],
+    ("replicas", "chosen"), [(1, PAIRS), (8, PAIRS), (9, GROUPS), (31, GROUPS), (32, LARGE), (64, LARGE)]
 )
 def test_replicas_choose_groups_by_recipe(replicas: int, chosen: tuple[int, str]) -> None:
     assert groups_of(left_out(replicas)) == chosen

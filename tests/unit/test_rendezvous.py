@@ -206,8 +206,7 @@ def test_an_address_to_advertise_is_refused_in_one_line(advertise: str, listen: 
 
 
 @pytest.mark.parametrize(
-    "listen",
-    ["tcp://*:65536", "tcp://*", "29500", "ipc:///tmp/x", "tcp://:::0", "tcp://[::]"],
+    "listen", ["tcp://*:65536", "tcp://*", "29500", "ipc:///tmp/x", "tcp://:::0", "tcp://[::]"]
 )
 def test_where_no_rank_can_listen_is_refused(listen: str) -> None:
     with pytest.raises(ValueError, match=r'^federation.listen: ".*" is not "tcp://HOST:PORT", with .*$'):
@@ -312,14 +311,7 @@ def test_a_process_that_is_refused_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint",
-    [
-        "tcp://a:0",
-        "ipc:///tmp/x",
-        "tcp://a;tcp://b:1",
-        "tcp://-a:1",
-        "tcp://::1:1",
-    ],
+    "endpoint", ["tcp://a:0", "ipc:///tmp/x", "tcp://a;tcp://b:1", "tcp://-a:1", "tcp://::1:1"]
 )
 def test_an_invalid_address_is_refused(endpoint: str) -> None:
     assert directory({1: Address(endpoint, 1), 2: Address("tcp://[::1]:1", 1)}).addresses.keys() == {0, 2}

@@ -126,8 +126,7 @@ async def test_without_faults_rounds_count_and_give_the_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "why"),
-    [(math.nan, "sent numbers that are not finite"), (1e4, "sent absurd numbers")],
+    ("factor", "why"), [(math.nan, "sent numbers that are not finite"), (1e4, "sent absurd numbers")]
 )
 async def test_a_vector_that_must_not_be_used_is_skipped_on_both_sides(factor: float, why: str) -> None:
     async with Nodes() as nodes:

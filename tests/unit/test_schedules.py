@@ -5,12 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_noloco.engine.schedules import (
-    DECAYS,
-    WSD,
-    DecayType,
-    RatioLR,
-)
+from megatron_noloco.engine.schedules import DECAYS, WSD, DecayType, RatioLR
 
 
 def ratios(schedule: WSD, steps: int) -> list[float]:

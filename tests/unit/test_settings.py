@@ -49,12 +49,7 @@ def test_no_setting_takes_a_value_of_another_type(settings: Any, name: str) -> N
 
 
 def test_wrong_setting_reads_alike_in_library_and_file() -> None:
-    bounds = [
-        {"fragments": 0},
-        {"outer_momentum": 1.0},
-        {"outer_lr": float("inf")},
-        {"slow_weights": "disk"},
-    ]
+    bounds = [{"fragments": 0}, {"outer_momentum": 1.0}, {"outer_lr": float("inf")}, {"slow_weights": "disk"}]
     for changes in (*bounds, {"local_stpes": 5}, {"overlap": 5}, {"fragments": 9, "local_steps": 3}):
         with pytest.raises(ValueError) as library:
             NolocoSettings(**changes)

@@ -19,9 +19,7 @@ class FSDPModule(nn.Linear):
         self.event = event
 
 
-def test_next_forward_waits_for_the_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_next_forward_waits_for_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(record_event=lambda: "after the round")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)

@@ -197,9 +197,7 @@ def test_folder_that_is_no_step_is_named(tmp_path: Path) -> None:
         assert str(refusal.value) == f"checkpoint.load: {folder}: {line}"
 
 
-def test_set_aside_folder_is_named(
-    tmp_path: Path,
-) -> None:
+def test_set_aside_folder_is_named(tmp_path: Path) -> None:
     aside = catalog.set_aside(save(tmp_path, 5))
     lines = ["was set aside; rename it to step_00000005, and name that"]
     lines += [

@@ -35,11 +35,7 @@ def test_runs_are_valid_different_and_comparable(file: Path) -> None:
 
 
 def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
-    plan = {
-        "base": {"training": {}, "optimizer": {"params": {"lr": 1.0}}},
-        "seeds": [1],
-        "runs": {"one": []},
-    }
+    plan = {"base": {"training": {}, "optimizer": {"params": {"lr": 1.0}}}, "seeds": [1], "runs": {"one": []}}
     path = tmp_path / "results.jsonl"
     same = digest(configure(plan, "one", 1.0, 1))
     row = {"name": "one", "learning_rate": 1.0, "seed": 1, "json": same}

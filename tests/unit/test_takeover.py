@@ -141,9 +141,7 @@ cuts = st.one_of(
 
 @settings(max_examples=40)
 @given(st.lists(cuts, min_size=6, max_size=6))
-def test_cut_state_arrives_whole_or_from_another(
-    drawn: list[tuple[int | None, int | None]],
-) -> None:
+def test_cut_state_arrives_whole_or_from_another(drawn: list[tuple[int | None, int | None]]) -> None:
     """Each of three givers is asked twice at most, the furthest first."""
 
     async def main() -> None:

@@ -117,11 +117,7 @@ def test_each_process_has_a_gpu_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "shares"),
-    [
-        ([{0, 1, 2, 3}] * 2, [2, 2]),
-        ([{0, 1}, {2, 3, 4}], [2, 3]),
-        ([{0}] * 2, [0.5, 0.5]),
-    ],
+    [([{0, 1, 2, 3}] * 2, [2, 2]), ([{0, 1}, {2, 3, 4}], [2, 3]), ([{0}] * 2, [0.5, 0.5])],
     ids=["all share all cores", "each is bound to its own", "more ranks than cores"],
 )
 def test_ranks_divide_the_cores_that_they_may_use(ranks: list[set[int]], shares: list[float]) -> None:
