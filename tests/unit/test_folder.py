@@ -4,7 +4,7 @@ import asyncio
 import errno
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,12 @@ async def echo(stream: Stream) -> None:
 
 @asynccontextmanager
 async def two(
-    store: Store, sealings: tuple[Sealing, Sealing], serve: Serve, lines: list[str]
+    store: Store,
+    sealings: tuple[Sealing, Sealing] = (Checksum(), Checksum()),
+    serve: Serve = echo,
+    told: Callable[[str], object] = print,
 ) -> AsyncIterator[tuple[FolderCarrier, FolderCarrier]]:
-    here, there = (FolderCarrier(store, slot, sealings[slot], lines.append) for slot in range(2))
+    here, there = (FolderCarrier(store, slot, sealings[slot], told) for slot in range(2))
     await there.listen(serve)
     try:
         async with asyncio.timeout(SECONDS):
@@ -48,30 +51,6 @@ async def two(
     finally:
         await here.close()
         await there.close()
-
-
-def run(
-    store: Store,
-    dialler: Callable[[FolderCarrier, FolderCarrier], Awaitable[None]],
-    sealings: tuple[Sealing, Sealing] = (Checksum(), Checksum()),
-    serve: Serve = echo,
-    jumps: bool = True,
-    lines: list[str] | None = None,
-) -> list[str]:
-    """Run a conversation; returns the lines that were told.
-
-    Args:
-        jumps: whether the clock jumps to the next timer where nothing happens.
-        lines: to which the lines are added.
-    """
-    lines = [] if lines is None else lines
-
-    async def conversation() -> None:
-        async with two(store, sealings, serve, lines) as carriers:
-            await dialler(*carriers)
-
-    (nodes.run if jumps else asyncio.run)(conversation())
-    return lines
 
 
 async def ask(here: FolderCarrier, endpoint: str) -> None:
@@ -93,16 +72,16 @@ def files_in(path: Path) -> list[str]:
     ],
     ids=["another key", "one has no key", "the other has none"],
 )
-def test_another_key_is_one_line_on_both_sides(
+async def test_another_key_is_one_line_on_both_sides(
     sealings: tuple[Sealing, Sealing], why: str, reason: str, tmp_path: Path
 ) -> None:
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+    lines = list[str]()
+    async with two(Store.of(tmp_path.as_uri()), sealings, told=lines.append) as (here, there):
         for _ in range(2):
             with pytest.raises(RefusedError, match=reason) as ended:
                 await ask(here, there.endpoint)
             assert "\n" not in str(ended.value)
-
-    (line,) = run(Store.of(tmp_path.as_uri()), dial, sealings)
+    (line,) = lines
     assert why in line
 
 
@@ -166,7 +145,7 @@ def _drop(store: Meddled, path: str, value: bytes) -> None:
 
 @pytest.mark.parametrize("meddle", [_cut, _repeat, _drop])
 @pytest.mark.parametrize("sealing", [Checksum(), Cipher(b"key")], ids=["plain", "encrypted"])
-def test_a_file_that_somebody_changes_ends_its_stream(
+async def test_a_file_that_somebody_changes_ends_its_stream(
     meddle: Callable[[Meddled, str, bytes], None], sealing: Sealing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_stream, "FILE_BYTES", 10)
@@ -179,18 +158,16 @@ def test_a_file_that_somebody_changes_ends_its_stream(
             ended.append(str(error))
             raise
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+    store = Meddled(meddle, 1)
+    async with two(bucket(files=store), (sealing, sealing), serve) as (here, there):
         stream = await here.dial(there.endpoint)
         await stream.send(bytes(30))
         with pytest.raises(StreamEndedError):
             await stream.receive(1)
-
-    store = Meddled(meddle, 1)
-    run(bucket(files=store), dial, (sealing, sealing), serve)
     assert ".0.d1 is " in ended[0]
 
 
-def test_a_stream_that_is_written_again_does_not_begin_again(tmp_path: Path) -> None:
+async def test_a_stream_that_is_written_again_does_not_begin_again(tmp_path: Path) -> None:
     store = Store.of(tmp_path.as_uri())
     served = list[bytes]()
 
@@ -200,7 +177,7 @@ def test_a_stream_that_is_written_again_does_not_begin_again(tmp_path: Path) -> 
 
     written = dict[Path, bytes]()
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+    async with two(store, (Cipher(b"k"), Cipher(b"k")), serve) as (here, there):
         put = store.put
 
         def spied(name: str, content: bytes) -> None:
@@ -215,15 +192,13 @@ def test_a_stream_that_is_written_again_does_not_begin_again(tmp_path: Path) -> 
             path.write_bytes(content)
         while any(path.exists() for path in written):
             await asyncio.sleep(0.01)
-
-    run(store, dial, (Cipher(b"k"), Cipher(b"k")), serve)
     assert served == [b"1"]
 
 
-def test_nothing_is_left(tmp_path: Path) -> None:
+async def test_nothing_is_left(tmp_path: Path) -> None:
     """Neither of streams that were closed, nor of streams that were aborted, nor of processes that leave."""
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+    async with two(Store.of(tmp_path.as_uri())) as (here, there):
         for number in range(6):
             with suppress(ArithmeticError, StreamEndedError):
                 async with await here.dial(there.endpoint) as stream:
@@ -233,28 +208,25 @@ def test_nothing_is_left(tmp_path: Path) -> None:
                         raise ArithmeticError
         while files_in(tmp_path) != ["open", "open"]:
             await asyncio.sleep(0.01)
-
-    run(Store.of(tmp_path.as_uri()), dial)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_process_removes_leftovers_of_its_slot(tmp_path: Path) -> None:
+async def test_process_removes_leftovers_of_its_slot(tmp_path: Path) -> None:
     left, of_another = (tmp_path / f"0000{slot}-{16 * 'a'}" for slot in (1, 2))
     for inbox in (left, of_another):
         inbox.mkdir()
         (inbox / "open").write_bytes(b"-")
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+    async with two(Store.of(tmp_path.as_uri())) as (here, _):
         assert not left.exists()
         assert of_another.exists()
         with pytest.raises(StreamEndedError, match=f"nobody listens at folder://{left.name}"):
             await ask(here, f"folder://{left.name}")
 
-    run(Store.of(tmp_path.as_uri()), dial)
 
-
-def test_later_process_ends_streams_of_earlier(tmp_path: Path) -> None:
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+async def test_later_process_ends_streams_of_earlier(tmp_path: Path) -> None:
+    lines = list[str]()
+    async with two(Store.of(tmp_path.as_uri()), told=lines.append) as (here, there):
         later = FolderCarrier(Store.of(tmp_path.as_uri()), 0, Checksum(), lines.append)
         stream = await here.dial(there.endpoint)
         await stream.send(b"1")
@@ -268,16 +240,13 @@ def test_later_process_ends_streams_of_earlier(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path)
         await nodes.until(lambda: len(lines) > 2)
         assert not there.is_replaced
-
-    lines = list[str]()
-    run(Store.of(tmp_path.as_uri()), dial, lines=lines)
     assert "replica 0 was here before, and has not left" in lines[0]
     assert "a later process of this slot has begun" in lines[1]
     assert "was removed: another program did it" in lines[2]
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-def test_a_store_that_fails_is_named(kind: str) -> None:
+async def test_a_store_that_fails_is_named(kind: str) -> None:
 
     class Full(FakeBucket):
         full = False
@@ -293,23 +262,18 @@ def test_a_store_that_fails_is_named(kind: str) -> None:
             return super().ls(path, detail, **options)
 
     files = Full(failures=0.0)
-
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
-        async with await here.dial(there.endpoint) as stream:
-            await stream.send(b"1")
-            await stream.receive(1)
-            files.full = True
-            await stream.send(b"1")
-            await stream.receive(1)
-
-    async def twice(here: FolderCarrier, there: FolderCarrier) -> None:
+    reason = {"write": "cannot write .*: No space left", "read": "cannot list .*: 403 Forbidden"}[kind]
+    lines = list[str]()
+    async with two(bucket(files=files), told=lines.append) as (here, there):
+        stream = await here.dial(there.endpoint)
+        await stream.send(b"1")
+        await stream.receive(1)
+        files.full = True
+        await stream.send(b"1")
         with pytest.raises(StreamEndedError, match=reason):
-            await dial(here, there)
+            await stream.receive(1)
         files.full = False
         await ask(here, there.endpoint)
-
-    reason = {"write": "cannot write .*: No space left", "read": "cannot list .*: 403 Forbidden"}[kind]
-    lines = run(bucket(files=files), twice)
     assert [re.match(reason, line) is not None for line in lines] == [True] * len(lines) != []
     assert len(lines) <= 2, "one of each process"
 
@@ -317,14 +281,15 @@ def test_a_store_that_fails_is_named(kind: str) -> None:
 # Files of others
 
 
-def test_files_of_strangers_disturb_nothing_and_are_named_once(
+async def test_files_of_strangers_disturb_nothing_and_are_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some have a name of ours, and are removed where no stream wants them. A folder is among them."""
     monkeypatch.setattr(folder, "_STRAY_SECONDS", 10.0)
     dialler, others = f"00009-{16 * 'b'}", ["notes.txt", "\u202e.d0"]
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+    lines = list[str]()
+    async with two(Store.of(tmp_path.as_uri()), told=lines.append) as (here, there):
         inbox = tmp_path / there.endpoint.removeprefix("folder://")
         for name in (
             *others,
@@ -338,8 +303,6 @@ def test_files_of_strangers_disturb_nothing_and_are_named_once(
         await ask(here, there.endpoint)
         await asyncio.sleep(50)
         assert files_in(inbox) == sorted(["open", *others, f"{dialler}.4.d0.a.partial"])
-
-    lines = run(Store.of(tmp_path.as_uri()), dial)
     (refused,) = (line for line in lines if "refused" in line)
     assert re.match(r"a process is refused: .* is damaged, or of another version$", refused)
     lines.remove(refused)
@@ -361,46 +324,46 @@ def test_whatever_a_member_writes_another_stream_goes_on(
     liar = f"00009-{16 * 'b'}"
     store = bucket(failures=0.0, delay=0.0)
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
-        inbox = there.endpoint.removeprefix("folder://")
-        async with await here.dial(there.endpoint) as stream:
-            await stream.send(b"1")
-            for number, (kind, place), content in written:
-                path = f"{inbox}/{liar}.{number}.{kind}{place}"
-                store.put(path, OTHER_KEY.seal(path, content))
+    lines = list[str]()
+
+    async def main() -> None:
+        async with two(store, (OTHER_KEY, OTHER_KEY), told=lines.append) as (here, there):
+            inbox = there.endpoint.removeprefix("folder://")
+            async with await here.dial(there.endpoint) as stream:
+                await stream.send(b"1")
+                for number, (kind, place), content in written:
+                    path = f"{inbox}/{liar}.{number}.{kind}{place}"
+                    store.put(path, OTHER_KEY.seal(path, content))
+                    await stream.receive(1)
+                    await stream.send(b"2")
                 await stream.receive(1)
-                await stream.send(b"2")
-            await stream.receive(1)
-        await ask(here, there.endpoint)
+            await ask(here, there.endpoint)
 
-    assert run(store, dial, (OTHER_KEY, OTHER_KEY)) == []
+    nodes.run(main())
+    assert lines == []
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-
-    async def dial() -> None:
-        carrier = FolderCarrier(Store.of((tmp_path / "file").as_uri()), 0, Checksum(), print)
-        with pytest.raises(OSError, match=r"^cannot write in /.*: File exists$"):
-            await carrier.listen(echo)
-        with pytest.raises(ConnectionError, match="cannot write"):
-            await carrier.dial(f"folder://00001-{16 * 'a'}")
-        with pytest.raises(ConnectionError, match="no other process"):
-            await carrier.dial("folder://../../etc")
-        await carrier.close()
-
-    asyncio.run(dial())
+    carrier = FolderCarrier(Store.of((tmp_path / "file").as_uri()), 0, Checksum(), print)
+    with pytest.raises(OSError, match=r"^cannot write in /.*: File exists$"):
+        await carrier.listen(echo)
+    with pytest.raises(ConnectionError, match="cannot write"):
+        await carrier.dial(f"folder://00001-{16 * 'a'}")
+    with pytest.raises(ConnectionError, match="no other process"):
+        await carrier.dial("folder://../../etc")
+    await carrier.close()
     for url in ("nonsense://bucket", "file://~nobody-has-this-name/run"):
         with pytest.raises(UserError, match=url.partition(":")[0]):
             Store.of(url)
 
 
 @pytest.mark.parametrize("streams", [1, 8])
-def test_a_process_at_rest_makes_few_requests(streams: int) -> None:
+async def test_a_process_at_rest_makes_few_requests(streams: int) -> None:
     """However many streams it has; and so many files of data as their size demands."""
     store = bucket(failures=0.0, delay=0.0)
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
+    async with two(store) as (here, there):
         opened = [await here.dial(there.endpoint) for _ in range(streams)]
         waiting = []
         for stream in opened:
@@ -417,21 +380,16 @@ def test_a_process_at_rest_makes_few_requests(streams: int) -> None:
             stream.abort("over")
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    run(store, dial)
 
-
-def test_bytes_have_as_many_files_as_their_size_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bytes_have_as_many_files_as_their_size_demands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_stream, "FILE_BYTES", 1000)
     store = bucket(failures=0.0)
 
     async def serve(stream: Stream) -> None:
         await stream.receive(20_000)
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
-        async with await here.dial(there.endpoint) as stream:
-            await stream.send(bytes(20_000))
-
-    run(store, dial, serve=serve)
+    async with two(store, serve=serve) as (here, there), await here.dial(there.endpoint) as stream:
+        await stream.send(bytes(20_000))
     # Two inboxes, the data, the two ends (one may be with data), the end of a process, and of every two files at
     # most one that says how many were read.
     assert 23 <= store.calls["put"] <= 25 + 10
@@ -476,15 +434,16 @@ def test_a_real_server() -> None:
         await asyncio.gather(stream.send(content), stream.fill(received))
         assert received == content
 
-    async def dial(here: FolderCarrier, there: FolderCarrier) -> None:
-        for _ in range(2):
-            async with await here.dial(there.endpoint) as stream:
-                await swap(stream)
-        while len(files.find("bucket")) > 2:  # the marks of the two processes
-            await asyncio.sleep(0.1)
+    async def main() -> None:
+        store, key = bucket(files=files, url="s3://bucket/run"), Cipher(b"k")
+        async with two(store, (key, key), swap) as (here, there):
+            for _ in range(2):
+                async with await here.dial(there.endpoint) as stream:
+                    await swap(stream)
+            while len(files.find("bucket")) > 2:  # the marks of the two processes
+                await asyncio.sleep(0.1)
 
-    store = bucket(files=files, url="s3://bucket/run")
-    run(store, dial, (Cipher(b"k"), Cipher(b"k")), swap, jumps=False)
+    asyncio.run(main())
     assert files.find("bucket") == []
     lines = asyncio.run(_opened(bucket(files=files, url="s3://other/run")))
     assert "s3://other/run" in lines
