@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from megatron_noloco.federation.ticket import Ticket
 MEMBER = Member(7)
 OFFER = Offer(JoinRequirements(["text"], False), {"seed": 1}, "the key", {"tokenizer.json": "e30="})
 SECONDS = 60.0  # for what takes milliseconds
+pytestmark = pytest.mark.real_clock
 
 
 class Job:
@@ -91,10 +92,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(Keys.make(tmp_path / "key"), tmp_path / "run" / "invitations.json")
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
-
-
 async def admitted(ticket: Ticket, check: Callable[[JoinRequirements], None] = lambda _: None) -> Admission:
     return await join(ticket, check)
 
@@ -105,62 +102,51 @@ async def refused(ticket: Ticket, check: Callable[[JoinRequirements], None] = la
     return str(error.value)
 
 
-def test_a_newcomer_gets_what_it_needs_once(job: Job) -> None:
-    async def test() -> None:
-        async with job.runs():
-            ticket = await job.ticket()
-            seen = list[JoinRequirements]()
-            requirements, speed, bundle = await admitted(ticket, seen.append)
-            assert seen == [requirements] == [OFFER.requirements]
-            assert speed.rate > 0
-            assert speed.latency > 0
-            assert bundle.slot == 2, "0 and 3 are in the directory, 1 is the job"
-            first, second = bundle.rendezvous.removeprefix("tcp://").split(",")
-            assert f"tcp://{first}" == job.endpoint, "the hidden replica is not in it"
-            assert second == "127.0.0.1:1"
-            assert (bundle.config, bundle.key, bundle.tokenizer) == OFFER[1:]
-            assert job.told == ["a machine joins with an invitation, and takes slot 2"]
-            assert "used already" in await refused(ticket)
-            assert (await admitted(await job.ticket())).bundle.slot == 4
-            assert (await admitted(await job.ticket(slot=3))).bundle.slot == 3
-
-    run(test())
+async def test_a_newcomer_gets_what_it_needs_once(job: Job) -> None:
+    async with job.runs():
+        ticket = await job.ticket()
+        seen = list[JoinRequirements]()
+        requirements, speed, bundle = await admitted(ticket, seen.append)
+        assert seen == [requirements] == [OFFER.requirements]
+        assert speed.rate > 0
+        assert speed.latency > 0
+        assert bundle.slot == 2, "0 and 3 are in the directory, 1 is the job"
+        first, second = bundle.rendezvous.removeprefix("tcp://").split(",")
+        assert f"tcp://{first}" == job.endpoint, "the hidden replica is not in it"
+        assert second == "127.0.0.1:1"
+        assert (bundle.config, bundle.key, bundle.tokenizer) == OFFER[1:]
+        assert job.told == ["a machine joins with an invitation, and takes slot 2"]
+        assert "used already" in await refused(ticket)
+        assert (await admitted(await job.ticket())).bundle.slot == 4
+        assert (await admitted(await job.ticket(slot=3))).bundle.slot == 3
 
 
-def test_of_two_newcomers_at_once_one_gets_in(job: Job) -> None:
-    async def test() -> None:
-        async with job.runs():
-            ticket = await job.ticket()
-            both = await asyncio.gather(admitted(ticket), admitted(ticket), return_exceptions=True)
-            assert sorted(type(one).__name__ for one in both) == ["Admission", "UserError"]
-            assert len(job.told) == 1
-
-    run(test())
+async def test_of_two_newcomers_at_once_one_gets_in(job: Job) -> None:
+    async with job.runs():
+        ticket = await job.ticket()
+        both = await asyncio.gather(admitted(ticket), admitted(ticket), return_exceptions=True)
+        assert sorted(type(one).__name__ for one in both) == ["Admission", "UserError"]
+        assert len(job.told) == 1
 
 
-def test_invitations_outlive_a_restart_of_the_job(job: Job) -> None:
-    async def test() -> None:
-        async with job.runs():
-            used, good, expiring = [await job.ticket() for _ in range(3)]
-            short = await job.ticket(seconds=1e-9)
-            await admitted(used)
-        assert "nobody answers" in await refused(good)
-        assert not any(ticket.secret in job.path.read_text() for ticket in (used, good, expiring))
-        async with job.runs():
-            again = {"endpoint": job.endpoint}
-            assert "used already" in await refused(replace(used, **again))
-            assert "has expired" in await refused(replace(short, **again))
-            assert (await admitted(replace(good, **again))).bundle.slot == 4, "2 is given"
-        job.path.write_text("{")
-        async with job.runs():
-            again = {"endpoint": job.endpoint}
-            for ticket in (used, good, expiring):
-                assert "does not know the invitation" in await refused(replace(ticket, **again))
-            assert job.told[-1].endswith(
-                "cannot be read: invitations that this job made before are good no more"
-            )
-
-    run(test())
+async def test_invitations_outlive_a_restart_of_the_job(job: Job) -> None:
+    async with job.runs():
+        used, good, expiring = [await job.ticket() for _ in range(3)]
+        short = await job.ticket(seconds=1e-9)
+        await admitted(used)
+    assert "nobody answers" in await refused(good)
+    assert not any(ticket.secret in job.path.read_text() for ticket in (used, good, expiring))
+    async with job.runs():
+        again = {"endpoint": job.endpoint}
+        assert "used already" in await refused(replace(used, **again))
+        assert "has expired" in await refused(replace(short, **again))
+        assert (await admitted(replace(good, **again))).bundle.slot == 4, "2 is given"
+    job.path.write_text("{")
+    async with job.runs():
+        again = {"endpoint": job.endpoint}
+        for ticket in (used, good, expiring):
+            assert "does not know the invitation" in await refused(replace(ticket, **again))
+        assert job.told[-1].endswith("cannot be read: invitations that this job made before are good no more")
 
 
 @pytest.mark.parametrize(
@@ -173,16 +159,13 @@ def test_invitations_outlive_a_restart_of_the_job(job: Job) -> None:
         ({"endpoint": "tcp://127.0.0.1:1"}, r"nobody answers at tcp://127.0.0.1:1: "),
     ],
 )
-def test_others_are_told_why_they_get_nothing(job: Job, changes: dict[str, Any], line: str) -> None:
-    async def test() -> None:
-        async with job.runs():
-            assert line in await refused(await job.ticket(**changes))
-            assert job.told == []
-
-    run(test())
+async def test_others_are_told_why_they_get_nothing(job: Job, changes: dict[str, Any], line: str) -> None:
+    async with job.runs():
+        assert line in await refused(await job.ticket(**changes))
+        assert job.told == []
 
 
-def test_an_invitation_stays_good_until_it_is_used(job: Job) -> None:
+async def test_an_invitation_stays_good_until_it_is_used(job: Job) -> None:
     """Here the newcomer lacks data, then the job cannot read its tokenizer, then its disk takes no file."""
 
     def lacks(requirements: JoinRequirements) -> None:
@@ -191,25 +174,24 @@ def test_an_invitation_stays_good_until_it_is_used(job: Job) -> None:
     def broken() -> Offer:
         raise OSError("no tokenizer")
 
-    async def test() -> None:
-        async with job.runs():
-            ticket = await job.ticket()
-            assert await refused(ticket, lacks) == "join: --data is missing"
-            job.offer = broken
-            assert "the job that invites cannot let anybody in: no tokenizer" in await refused(ticket)
-            assert job.told == ["a machine with an invitation gets nothing: no tokenizer"]
-            job.offer = lambda: OFFER
-            job.path.unlink()
-            job.path.mkdir()
-            assert "cannot let anybody in: [Errno 21] Is a directory" in await refused(ticket)
-            job.path.rmdir()
-            assert (await admitted(ticket)).bundle.slot == 2
-
-    run(test())
+    async with job.runs():
+        ticket = await job.ticket()
+        assert await refused(ticket, lacks) == "join: --data is missing"
+        job.offer = broken
+        assert "the job that invites cannot let anybody in: no tokenizer" in await refused(ticket)
+        assert job.told == ["a machine with an invitation gets nothing: no tokenizer"]
+        job.offer = lambda: OFFER
+        job.path.unlink()
+        job.path.mkdir()
+        assert "cannot let anybody in: [Errno 21] Is a directory" in await refused(ticket)
+        job.path.rmdir()
+        assert (await admitted(ticket)).bundle.slot == 2
 
 
 @pytest.mark.parametrize("side", [invitation, joining])
-def test_large_packets_that_are_lost_are_named(job: Job, side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_packets_that_are_lost_are_named(
+    job: Job, side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the way to the newcomer, or from it."""
     sends = side.send_bytes
 
@@ -218,26 +200,20 @@ def test_large_packets_that_are_lost_are_named(job: Job, side: Any, monkeypatch:
         if count > 1:
             await asyncio.sleep(SECONDS)
 
-    async def test() -> None:
-        async with job.runs():
-            ticket = await job.ticket()
-            monkeypatch.setattr(side, "send_bytes", loses)
-            assert "is the MTU of the route smaller" in await refused(ticket)
-
     monkeypatch.setattr(joining, "_FIRST_PROBE_SECONDS", 0.2)
-    run(test())
+    async with job.runs():
+        ticket = await job.ticket()
+        monkeypatch.setattr(side, "send_bytes", loses)
+        assert "is the MTU of the route smaller" in await refused(ticket)
 
 
-def test_a_job_that_nobody_can_dial_makes_no_invitation(job: Job) -> None:
-    async def test() -> None:
-        async with job.runs(hidden=True):
-            with pytest.raises(ConnectionError, match="nobody can dial this job: ask another one"):
-                await job.ticket()
-
-    run(test())
+async def test_a_job_that_nobody_can_dial_makes_no_invitation(job: Job) -> None:
+    async with job.runs(hidden=True):
+        with pytest.raises(ConnectionError, match="nobody can dial this job: ask another one"):
+            await job.ticket()
 
 
-def test_a_stranger_gets_nothing_and_leaves_nothing(job: Job) -> None:
+async def test_a_stranger_gets_nothing_and_leaves_nothing(job: Job) -> None:
     """Whatever it says: drawn bytes, whole messages of others, or a length beyond the limit."""
     draws = random.Random(0)
     messages = [
@@ -251,31 +227,25 @@ def test_a_stranger_gets_nothing_and_leaves_nothing(job: Job) -> None:
     words += [(2**16 + 1).to_bytes(4), (2**32 - 1).to_bytes(4)]
     words += [draws.randbytes(draws.randrange(4, 100)) for _ in range(50)]
 
-    async def test() -> None:
-        async with job.runs() as node:
-            kept, addresses = (await job.ticket(), job.path.read_bytes())[1], node.directory.addresses
-            for word in words:
-                with pytest.raises(ConnectionError):
-                    await job.stranger_says(word)
-            assert node.links == {}
-            assert node.directory.addresses == addresses
-            assert job.path.read_bytes() == kept
-            assert job.told == []
-            while node._carriers.network._connections:  # type: ignore[attr-defined]
-                await asyncio.sleep(0.01)
-
-    run(test())
-
-
-def test_newcomer_measures_with_bounded_bytes(job: Job) -> None:
-    async def test() -> None:
-        async with job.runs():
-            ticket = await job.ticket()
-            said = json.dumps({"secret": ticket.secret}), '{"type":"probe","up":0,"down":99999999}'
+    async with job.runs() as node:
+        kept, addresses = (await job.ticket(), job.path.read_bytes())[1], node.directory.addresses
+        for word in words:
             with pytest.raises(ConnectionError):
-                await job.stranger_says(*(len(text).to_bytes(4) + text.encode() for text in said))
+                await job.stranger_says(word)
+        assert node.links == {}
+        assert node.directory.addresses == addresses
+        assert job.path.read_bytes() == kept
+        assert job.told == []
+        while node._carriers.network._connections:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
 
-    run(test())
+
+async def test_newcomer_measures_with_bounded_bytes(job: Job) -> None:
+    async with job.runs():
+        ticket = await job.ticket()
+        said = json.dumps({"secret": ticket.secret}), '{"type":"probe","up":0,"down":99999999}'
+        with pytest.raises(ConnectionError):
+            await job.stranger_says(*(len(text).to_bytes(4) + text.encode() for text in said))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron_noloco.federation.tcp import TcpCarrier
 from tests.unit.memory_streams import Faults, MemoryCarrier
 from tests.unit.shared_folders import FOLDERS, two_in_a_folder
 
+pytestmark = pytest.mark.real_clock
 SECONDS = 60.0  # for what takes milliseconds
 
 
@@ -50,19 +51,11 @@ async def two(kind: str, keys: Keys, serve: Serve) -> AsyncIterator[tuple[Carrie
             await carrier.close()
 
 
-def run(kind: str, keys: Keys, serve: Serve, dialler: Callable[[Carrier, str], Awaitable[None]]) -> None:
-    async def conversation() -> None:
-        async with two(kind, keys, serve) as (carrier, endpoint):
-            await dialler(carrier, endpoint)
-
-    asyncio.run(conversation())
-
-
 kinds = pytest.mark.parametrize("kind", ["memory", "tcp", "TLS", *FOLDERS])
 
 
 @kinds
-def test_both_sides_get_the_bytes_of_the_other(kind: str, keys: Keys) -> None:
+async def test_both_sides_get_the_bytes_of_the_other(kind: str, keys: Keys) -> None:
     """In pieces that other pieces fill, both ways at once, with more than any buffer holds."""
     draws = np.random.default_rng(0)
     contents = [draws.bytes(5_000_000) for _ in range(2)]
@@ -88,16 +81,14 @@ def test_both_sides_get_the_bytes_of_the_other(kind: str, keys: Keys) -> None:
         await asyncio.gather(send(), fill())
         assert received == contents[1 - own]
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two(kind, keys, lambda stream: swap(stream, 1)) as (carrier, endpoint):
         for _ in range(3):
             async with await carrier.dial(endpoint) as stream:
                 await swap(stream, 0)
 
-    run(kind, keys, lambda stream: swap(stream, 1), dial)
-
 
 @kinds
-def test_a_buffer_may_be_changed_when_it_is_sent(kind: str, keys: Keys) -> None:
+async def test_a_buffer_may_be_changed_when_it_is_sent(kind: str, keys: Keys) -> None:
     size = 3_000_000
 
     async def serve(stream: Stream) -> None:
@@ -105,7 +96,7 @@ def test_a_buffer_may_be_changed_when_it_is_sent(kind: str, keys: Keys) -> None:
             await asyncio.sleep(0.05)
             assert await stream.receive(size) == bytes([value]) * size
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two(kind, keys, serve) as (carrier, endpoint):
         buffer = bytearray(size)
         async with await carrier.dial(endpoint) as stream:
             for value in range(4):
@@ -113,12 +104,10 @@ def test_a_buffer_may_be_changed_when_it_is_sent(kind: str, keys: Keys) -> None:
                 await stream.send(buffer)
             buffer[:] = bytes([9]) * size
 
-    run(kind, keys, serve, dial)
-
 
 @kinds
 @pytest.mark.parametrize("sends", [False, True], ids=["it receives", "it sends"])
-def test_the_reason_of_an_abort_reaches_the_other_side(kind: str, sends: bool, keys: Keys) -> None:
+async def test_the_reason_of_an_abort_reaches_the_other_side(kind: str, sends: bool, keys: Keys) -> None:
     reasons = list[str]()
 
     async def serve(stream: Stream) -> None:
@@ -130,7 +119,7 @@ def test_the_reason_of_an_abort_reaches_the_other_side(kind: str, sends: bool, k
             reasons.append(str(error))
             raise
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two(kind, keys, serve) as (carrier, endpoint):
         with suppress(ArithmeticError):
             async with await carrier.dial(endpoint) as stream:
                 await stream.send(b"123")
@@ -141,13 +130,11 @@ def test_the_reason_of_an_abort_reaches_the_other_side(kind: str, sends: bool, k
             await asyncio.sleep(0.01)
         with pytest.raises(StreamEndedError, match="not finite"):
             await stream.send(b"4")
-
-    run(kind, keys, serve, dial)
     assert reasons == ["the mean is not finite"]
 
 
 @pytest.mark.parametrize("kind", ["tcp", "TLS"])
-def test_sending_to_a_lost_connection_ends(kind: str, keys: Keys) -> None:
+async def test_sending_to_a_lost_connection_ends(kind: str, keys: Keys) -> None:
     """The socket fails in a write. asyncio then drops what is written, and says so once the sender yields."""
     lost, tried = asyncio.Event(), list[int]()
 
@@ -163,7 +150,7 @@ def test_sending_to_a_lost_connection_ends(kind: str, keys: Keys) -> None:
             tried.append(number)
             await stream.send(bytes(10_000))
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two(kind, keys, serve) as (carrier, endpoint):
         stream = await carrier.dial(endpoint)
         await stream.send(b"123")
         await asyncio.sleep(0.1)
@@ -173,14 +160,12 @@ def test_sending_to_a_lost_connection_ends(kind: str, keys: Keys) -> None:
         while not tried:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-
-    run(kind, keys, serve, dial)
     assert len(tried) < 1000
 
 
 @kinds
 @pytest.mark.parametrize("how", ["time-out", "cancelled", "too much", "too little", "closed early"])
-def test_a_conversation_ends_on_both_sides(how: str, kind: str, keys: Keys) -> None:
+async def test_a_conversation_ends_on_both_sides(how: str, kind: str, keys: Keys) -> None:
     ended = list[str]()
 
     async def serve(stream: Stream) -> None:
@@ -199,7 +184,7 @@ def test_a_conversation_ends_on_both_sides(how: str, kind: str, keys: Keys) -> N
             if how in ("time-out", "cancelled"):
                 await stream.receive(1)
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two(kind, keys, serve) as (carrier, endpoint):
         match how:
             case "time-out":
                 with pytest.raises(TimeoutError):
@@ -218,8 +203,6 @@ def test_a_conversation_ends_on_both_sides(how: str, kind: str, keys: Keys) -> N
         if how in ("time-out", "cancelled"):
             while not ended:
                 await asyncio.sleep(0.01)
-
-    run(kind, keys, serve, dial)
 
 
 @pytest.mark.parametrize("way", [0, 1])
@@ -270,8 +253,8 @@ async def ask(carrier: Carrier, endpoint: str) -> None:
 
 
 @encrypted
-def test_streams_one_after_the_other_share_a_connection(kind: str, keys: Keys) -> None:
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+async def test_streams_one_after_the_other_share_a_connection(kind: str, keys: Keys) -> None:
+    async with two(kind, keys, echo) as (carrier, endpoint):
         assert isinstance(carrier, TcpCarrier)
         for _ in range(20):
             await ask(carrier, endpoint)
@@ -284,24 +267,20 @@ def test_streams_one_after_the_other_share_a_connection(kind: str, keys: Keys) -
         assert len(carrier._connections) == 2
         await ask(carrier, endpoint)
 
-    run(kind, keys, echo, dial)
 
-
-def test_a_reason_of_another_process_is_a_short_line(keys: Keys) -> None:
+async def test_a_reason_of_another_process_is_a_short_line(keys: Keys) -> None:
     async def serve(stream: Stream) -> None:
         stream.abort("\x1b[2J\n" + 5000 * "a")
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two("TLS", keys, serve) as (carrier, endpoint):
         with pytest.raises(StreamEndedError) as ended:
             await ask(carrier, endpoint)
         assert str(ended.value).isprintable()
         assert len(str(ended.value)) <= 500
 
-    run("TLS", keys, serve, dial)
 
-
-def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path) -> None:
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+async def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path) -> None:
+    async with two("TLS", keys, echo) as (carrier, endpoint):
         with pytest.raises(ConnectionError, match=f"^the process at {endpoint} has another key$"):
             await ask(TcpCarrier(Keys.make(tmp_path / "other")), endpoint)
         async with two("tcp", keys, echo) as (_, unencrypted):
@@ -315,10 +294,8 @@ def test_another_key_nobody_and_no_listener_are_named(keys: Keys, tmp_path: Path
             await carrier.dial("tcp://no.such.host.invalid:1")
         await ask(carrier, endpoint)
 
-    run("TLS", keys, echo, dial)
 
-
-def test_a_stream_says_who_has_shown_the_key(keys: Keys, tmp_path: Path) -> None:
+async def test_a_stream_says_who_has_shown_the_key(keys: Keys, tmp_path: Path) -> None:
     """Whoever shows no certificate is a stranger; a wrong certificate is refused, on either side."""
     served = list[bool]()
 
@@ -330,7 +307,7 @@ def test_a_stream_says_who_has_shown_the_key(keys: Keys, tmp_path: Path) -> None
     other.dials.verify_mode = ssl.CERT_NONE  # as an attacker's
     member_of_other = replace(other, fingerprint=keys.fingerprint)
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two("TLS", keys, serve) as (carrier, endpoint):
         await ask(carrier, endpoint)
         await ask(TcpCarrier(Keys.of_newcomer(keys.fingerprint)), endpoint)
         assert served == [True, False]
@@ -340,15 +317,13 @@ def test_a_stream_says_who_has_shown_the_key(keys: Keys, tmp_path: Path) -> None
             await ask(TcpCarrier(Keys.of_newcomer(other.fingerprint)), endpoint)
         assert served == [True, False]
 
-    run("TLS", keys, serve, dial)
-
 
 def greeting(encrypted: bool) -> bytes:
     """Return the first bytes of a connection."""
     return tcp._MAGIC + bytes([tcp.VERSION, encrypted])
 
 
-def test_first_bytes_say_why_streams_are_refused(keys: Keys) -> None:
+async def test_first_bytes_say_why_streams_are_refused(keys: Keys) -> None:
     """The process that listens tells it as well."""
     told = list[str]()
     refused = {
@@ -357,18 +332,15 @@ def test_first_bytes_say_why_streams_are_refused(keys: Keys) -> None:
         greeting(encrypted=True): "only one of the two sides encrypts",
     }
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            carrier = TcpCarrier(None, listener, told.append)
-            await carrier.listen(echo)
-            for first in refused:
-                reader, writer = await asyncio.open_connection(*listener.getsockname())
-                writer.write(first)
-                assert (await reader.read())[: len(greeting(False))] == greeting(False)
-                writer.close()
-            await carrier.close()
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        carrier = TcpCarrier(None, listener, told.append)
+        await carrier.listen(echo)
+        for first in refused:
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(first)
+            assert (await reader.read())[: len(greeting(False))] == greeting(False)
+            writer.close()
+        await carrier.close()
     assert [why in line for why, line in zip(refused.values(), told, strict=True)] == [True] * 3
 
 
@@ -385,8 +357,8 @@ def test_first_bytes_say_why_streams_are_refused(keys: Keys) -> None:
         bytes([9, 0, 0, 0]),
     ],
 )
-def test_a_frame_that_no_member_sends_ends_its_connection_only(content: bytes, keys: Keys) -> None:
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+async def test_a_frame_that_no_member_sends_ends_its_connection_only(content: bytes, keys: Keys) -> None:
+    async with two("tcp", keys, echo) as (carrier, endpoint):
         await ask(carrier, endpoint)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
         writer.write(greeting(encrypted=False) + content)
@@ -395,10 +367,8 @@ def test_a_frame_that_no_member_sends_ends_its_connection_only(content: bytes, k
         writer.close()
         await ask(carrier, endpoint)
 
-    run("tcp", keys, echo, dial)
 
-
-def test_a_stranger_has_little_time(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stranger_has_little_time(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "_OPEN_SECONDS", 0.2)
 
     async def serve(stream: Stream) -> None:
@@ -406,7 +376,8 @@ def test_a_stranger_has_little_time(keys: Keys, monkeypatch: pytest.MonkeyPatch)
             stream.admit()
         await stream.receive(1)
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
+    async with two("tcp", keys, serve) as (_, endpoint):
+
         async def lasts(first: bytes) -> bool:
             async with await TcpCarrier(None).dial(endpoint) as stream:
                 await stream.send(first)
@@ -422,23 +393,18 @@ def test_a_stranger_has_little_time(keys: Keys, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(StreamEndedError):
             await lasts(b"s")
 
-    run("tcp", keys, serve, dial)
-
 
 @pytest.mark.parametrize("kind", ["tcp", *FOLDERS])
-def test_a_receiver_that_is_not_ready_holds_the_sender(kind: str, keys: Keys) -> None:
+async def test_a_receiver_that_is_not_ready_holds_the_sender(kind: str, keys: Keys) -> None:
     sent = 0
 
-    async def dial(carrier: Carrier, endpoint: str) -> None:
-        nonlocal sent
+    async def serve(stream: Stream) -> None:
+        await asyncio.sleep(2)
+
+    async with two(kind, keys, serve) as (carrier, endpoint):
         with suppress(TimeoutError):
             async with await carrier.dial(endpoint) as stream, asyncio.timeout(1):
                 while True:
                     await stream.send(bytes(2**20))
                     sent += 2**20
-
-    async def serve(stream: Stream) -> None:
-        await asyncio.sleep(2)
-
-    run(kind, keys, serve, dial)
     assert 0 < sent < 100 * 2**20  # the buffers of the kernel, or the window of a folder
