@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from copy import copy as copy_of
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main
-from megatron_noloco.engine.replica import ReplicaEngine
 from tests.harness import RankFailedError, run_ranks
-from tests.integration.tiny import already_joined, metrics, tiny, write_config, write_text
+from tests.integration.tiny import already_joined, at_steps, metrics, tiny, write_config, write_text
 
 # Depends on the run alone, not on the machine's speed.
 EXACT = (
@@ -141,29 +141,19 @@ def command(
     already_joined()
     for fault in faults:
         if fault.rank == rank:
-            _arm(fault)
+            if isinstance(fault, Death):
+                _die_at_touch(fault)
+            else:
+                at_steps(partial(_signal_before_step, fault))
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def _arm(fault: Fault | Death) -> None:
-    if isinstance(fault, Death):
-        _die_at_touch(fault)
-    else:
-        _signal_before_step(fault)
-
-
-def _signal_before_step(fault: Fault) -> None:
-    original = ReplicaEngine.train_batch
-
-    def disturbed(engine: ReplicaEngine, *args: Any, **kwargs: Any) -> Any:
-        if engine._deepspeed.global_steps == fault.before_step:
-            os.kill(os.getpid(), fault.signal)
-        return original(engine, *args, **kwargs)
-
-    ReplicaEngine.train_batch = disturbed  # type: ignore[method-assign]
+def _signal_before_step(fault: Fault, done: int) -> None:
+    if done == fault.before_step:
+        os.kill(os.getpid(), fault.signal)
 
 
 def _die_at_touch(death: Death) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,14 +12,13 @@ import pytest
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.main import main
-from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job import watchdog
 from tests.harness import REPOSITORY, by_hand, free_port, run_launcher, run_ranks
 from tests.integration.chaos import Outcome, Run, command
 from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, begin_alone
 from tests.integration.launched import PATIENCE_SECONDS, launched
-from tests.integration.tiny import tiny, write_config, write_text
+from tests.integration.tiny import at_steps, tiny, write_config, write_text
 
 WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 0"
 FAULTY = "tests.integration.faulty_run"
@@ -43,17 +41,15 @@ def test_run_of_skipped_steps_ends_and_keeps_checkpoint(replicas: int, tmp_path:
 
 def renamed_at(rank: int, world_size: int, step: int, arguments: list[str]) -> Outcome:
     """Rename the folder of the run in a local step; its name is then another run's."""
-    original = ReplicaEngine.train_batch
 
-    def train_batch(engine: ReplicaEngine, *args: Any) -> Any:
-        if engine._deepspeed.global_steps == step:
+    def rename(done: int) -> None:
+        if done == step:
             folder = Path(arguments[2]).parent / "run"
             folder.rename(folder.with_name("old"))
             folder.mkdir()
             (folder / "running").touch()
-        return original(engine, *args)
 
-    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+    at_steps(rename)
     return command(rank, world_size, arguments)
 
 

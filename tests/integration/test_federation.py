@@ -1,6 +1,5 @@
 """Replicas as separate jobs: the same training as one job; and what becomes of it when jobs come and go."""
 
-import itertools
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from tests.harness import REPOSITORY, free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, assert_same, begin_alone, state_of
-from tests.integration.tiny import run_as_slots, sizes, tiny, write_config, write_text
+from tests.integration.tiny import at_steps, run_as_slots, sizes, tiny, write_config, write_text
 from tools.faults.replica import pause, send_times
 
 STEPS = 8
@@ -324,27 +323,18 @@ def test_frozen_replica_costs_one_deadline_then_takes_over(tmp_path: Path, text:
 
 
 def slow_until(path: Path) -> None:
-    """Pause after each local step until the file is there."""
-    original = ReplicaEngine.train_batch
-
-    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
-        if not path.exists():
-            time.sleep(0.2)
-        return original(self, *arguments)
-
-    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+    """Pause before each local step until the file is there."""
+    at_steps(lambda done: path.exists() or time.sleep(0.2))
 
 
 def waits_for(path: Path) -> None:
-    """Take the 20th local step of this process when the file is there."""
-    original, steps = ReplicaEngine.train_batch, itertools.count(1)
+    """Take the 20th local step when the file is there."""
 
-    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
-        while next(steps) >= 20 and not path.exists():
+    def wait(done: int) -> None:
+        while done >= 19 and not path.exists():
             time.sleep(0.05)
-        return original(self, *arguments)
 
-    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+    at_steps(wait)
 
 
 def test_job_stopped_while_waiting_saves_nothing(tmp_path: Path, text: str) -> None:
@@ -463,15 +453,12 @@ def test_poisoned_vectors_are_refused(tmp_path: Path, text: str) -> None:
 
 def poisons_itself(step: int) -> None:
     """Make a weight of this process NaN after this many local steps."""
-    original = ReplicaEngine.train_batch
 
-    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
-        losses = original(self, *arguments)
-        if self._deepspeed.global_steps == step:
-            self.weights.parts()[0][0] = math.nan
-        return losses
+    def poison(engine: ReplicaEngine) -> None:
+        if engine._deepspeed.global_steps == step:
+            engine.weights.parts()[0][0] = math.nan
 
-    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+    at_steps(after=poison)
 
 
 def test_replica_with_nonfinite_weights_ends_and_resumes(

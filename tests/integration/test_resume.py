@@ -17,12 +17,11 @@ from safetensors.torch import load_file
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_noloco.checkpoint.resume import describe_replicas
-from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
 from tests.harness import run_ranks
 from tests.integration.chaos import Outcome, Run, assert_same_state, command
-from tests.integration.tiny import MUON, already_joined, build_run, metrics, write_text
+from tests.integration.tiny import MUON, already_joined, at_steps, build_run, metrics, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
 
 STEPS, SAVED = 12, 6
@@ -127,18 +126,13 @@ def test_asynchronous_saves_hold_what_synchronous_ones_do(tmp_path: Path) -> Non
 def slow_disk(rank: int, world_size: int, arguments: list[str]) -> Outcome:
     """The writer starts only when two more steps are done, or the run ends."""
     reached, moved = 0, threading.Condition()
-    train_batch, write, close = ReplicaEngine.train_batch, Checkpointer._write, Checkpointer.close
+    write, close = Checkpointer._write, Checkpointer.close
 
     def reach(step: int) -> None:
         nonlocal reached
         with moved:
             reached = step
             moved.notify()
-
-    def stepping(engine: ReplicaEngine, *args: Any) -> Any:
-        result = train_batch(engine, *args)
-        reach(engine._deepspeed.global_steps)
-        return result
 
     def late(checkpointer: Checkpointer, step: int, *args: Any) -> None:
         with moved:
@@ -149,7 +143,7 @@ def slow_disk(rank: int, world_size: int, arguments: list[str]) -> Outcome:
         reach(1000)
         return close(checkpointer)
 
-    ReplicaEngine.train_batch = stepping  # type: ignore[method-assign]
+    at_steps(after=lambda engine: reach(engine._deepspeed.global_steps))
     Checkpointer._write = late  # type: ignore[method-assign]
     Checkpointer.close = closing  # type: ignore[method-assign]
     return command(rank, world_size, arguments)
@@ -256,15 +250,10 @@ def full_disk(rank: int, world_size: int, arguments: list[str], steps: Sequence[
     """On rank 1, files end at 64 kB after so many steps and until the next: log files fit, checkpoints do not."""
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        original = ReplicaEngine.train_batch
-
-        def limited(engine: ReplicaEngine, *args: Any) -> Any:
-            full = engine._deepspeed.global_steps in steps
-            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (65536 if full else hard, hard))
-            return original(engine, *args)
-
-        ReplicaEngine.train_batch = limited  # type: ignore[method-assign]
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        at_steps(
+            lambda done: resource.setrlimit(resource.RLIMIT_FSIZE, (65536 if done in steps else hard, hard))
+        )
     return command(rank, world_size, arguments)
 
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -208,6 +208,22 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
 def weights_of(stage: Stage) -> dict[str, Tensor]:
     """This rank's part of every weight, by the name it has in the unsplit model."""
     return {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
+
+
+def at_steps(
+    before: Callable[[int], object] = lambda done: None,
+    after: Callable[[ReplicaEngine], object] = lambda engine: None,
+) -> None:
+    """Call a function before each local step, with the number of steps done, and one after it, with the engine."""
+    original = ReplicaEngine.train_batch
+
+    def train_batch(engine: ReplicaEngine, *arguments: Any) -> Any:
+        before(engine._deepspeed.global_steps)
+        found = original(engine, *arguments)
+        after(engine)
+        return found
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
 def write_config(folder: Path, raw: dict[str, Any]) -> str:
