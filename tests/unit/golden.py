@@ -1,4 +1,4 @@
-"""What commands say, in files that are reviewed as text: `make golden` writes them."""
+"""What commands say and what draws come to, in files that are reviewed: `make golden` writes what commands say."""
 
 import json
 import os
@@ -21,6 +21,16 @@ def check(name: str, cases: Iterable[tuple[Mapping[str, Any] | str, str]]) -> No
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+def recorded(name: str, now: Any) -> Any:
+    """Return what tests/golden/NAME.json holds; with GOLDEN=write it is first `now`, its numbers in 7 digits."""
+    path = FOLDER / f"{name}.json"
+    if os.environ.get("GOLDEN") == "write":
+        text = json.dumps(now).replace("NaN", "null")
+        rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.7g}"))
+        path.write_text(json.dumps(rounded, indent=1) + "\n")
+    return json.loads(path.read_text().replace("null", "NaN"))
 
 
 def _in_words(edits: Mapping[str, Any] | str) -> str:

@@ -1,8 +1,5 @@
 """Rounds as theorems of docs/method.md and outer/round.py, with and without delay, fragments and codes."""
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +18,7 @@ from megatron_noloco.plans.stability import cycle_spread_factor, pull_error, spr
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import grouping_of
 from tests.unit.fleet import ELEMENTS, SECONDS, Fleet, K, assert_close, assert_equal, fleet_of, made, noise
-
-GOLDEN_HISTORY = Path(__file__).parents[1] / "golden" / "outer_history.json"
-UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
+from tests.unit.golden import recorded
 
 with_and_without_delay = pytest.mark.parametrize("overlap_steps", [0, 1, K])
 anywhere = pytest.mark.parametrize("slow_weights", ["host", "device"])
@@ -450,9 +445,5 @@ def test_golden_history() -> None:
         "three and a bye": history(3),  # a name in the file: one of four skips the round
         "everyone": history(4),
     }
-    if os.environ.get(UPDATE_GOLDEN) == "1":
-        text = json.dumps(now).replace("NaN", "null")
-        rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.7g}"))
-        GOLDEN_HISTORY.write_text(json.dumps(rounded, indent=1) + "\n")
-    golden = json.loads(GOLDEN_HISTORY.read_text().replace("null", "NaN"))
-    torch.testing.assert_close(now, golden, rtol=2e-6, atol=1e-7, equal_nan=True)
+    expected = recorded("outer_history", now)
+    torch.testing.assert_close(now, expected, rtol=2e-6, atol=1e-7, equal_nan=True)

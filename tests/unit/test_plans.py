@@ -1,13 +1,10 @@
 """The plans as theorems: what every rank computes alone, all compute alike."""
 
-import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,9 +23,7 @@ from megatron_noloco.plans.stability import (
 )
 from megatron_noloco.plans.topology import Place, Position, Topology
 from megatron_noloco.settings import NolocoSettings, groups_problem
-
-GOLDEN_DRAWS = Path(__file__).parents[1] / "golden" / "draws.json"
-UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
+from tests.unit.golden import recorded
 
 few = settings(max_examples=60)
 small = st.integers(1, 4)
@@ -54,9 +49,7 @@ class TestDraws:
             for samples in (10, 1000, 10**12)
             for seed in (0, 1234)
         }
-        if os.environ.get(UPDATE_GOLDEN) == "1":
-            GOLDEN_DRAWS.write_text(json.dumps(now, indent=1) + "\n")
-        assert now == json.loads(GOLDEN_DRAWS.read_text()), f"{UPDATE_GOLDEN}=1 accepts the new draws"
+        assert now == recorded("draws", now)
 
     def test_streams_and_counters_are_independent(self) -> None:
         """For equally many counters: numpy's seeds take (1,) and (1, 0) for the same."""
