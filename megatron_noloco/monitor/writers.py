@@ -37,7 +37,7 @@ class ReplicaFiles:
     def __init__(self, folder: Path, tensorboard: bool, start_step: int, own: bool = True) -> None:
         """Open the files, and drop rows of steps after `start_step`, which the run will write again.
 
-        A file without any row to keep belongs to an earlier run, and is renamed.
+        The file of an earlier run is renamed.
 
         Args:
             own: whether the run continues itself; if it continues another one, no row that is there is its own.
@@ -48,7 +48,7 @@ class ReplicaFiles:
         rows = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         last_kept = start_step if own else 0
         kept = [row for row in rows if _step_of(row) <= last_kept]
-        if rows and not kept:
+        if rows and not last_kept:
             names = (folder / f"metrics.set_aside_{number}.jsonl" for number in count(1))
             aside = next(name for name in names if not name.exists())
             path.replace(aside)

@@ -11,6 +11,9 @@ from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state,
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.model.families import Parameter, family_of, table_of
+from megatron_noloco.outer.channels import WINDOW
+from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
+from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
 
 WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, of a gradient that is sent, of an activation
@@ -175,7 +178,30 @@ def memory_of(
         }
         return {name: round(held.owned * size) for name, size in sizes.items() if size}
 
-    return Memory(held, device | parts(on_device=True), parts(on_device=False), nccl)
+    host = parts(on_device=False)
+    if messages := _messages(config, topology, held):
+        host["messages"] = messages
+    return Memory(held, device | parts(on_device=True), host, nccl)
+
+
+def _messages(config: RunConfig, topology: Topology, held: RankParameters) -> int:
+    """Return the bytes of the buckets under way in a round, and for the mean model of an evaluation."""
+    noloco, replicas = config.noloco, topology.total_replicas
+    if replicas is None or replicas == 1:  # the leader of a separate job keeps a few buckets
+        return 0
+    buffers = _buffers(held, max(noloco.among(replicas).sizes), noloco.payload_bits)
+    evaluates = config.evaluation.iters > 0 and config.evaluation.mean_model
+    return buffers + (_buffers(held, replicas, None) if evaluates else 0)
+
+
+def _buffers(held: RankParameters, members: int, bits: int | None) -> int:
+    """Return the bytes that an exchange (`outer.exchange`) keeps for its messages."""
+    elements = min(held.owned, WINDOW * BUCKET)
+    of_parts = 1 - 1 / members if members > 2 else 0.0  # for each element, of all other members
+    if bits is None:
+        return round(_FP32 * elements * (1 + of_parts))
+    sums = blocks_in(elements) * BLOCK * wide_type(bits, members).itemsize * (members > 2)
+    return round(message_bytes(elements, bits) * (1 + (of_parts or 1.0))) + sums
 
 
 def communicators(topology: Topology, routed: bool, tied: bool) -> int:

@@ -57,6 +57,15 @@ def test_resumed_run_keeps_rows_up_to_its_start(tmp_path: Path) -> None:
     assert times == sorted(times)
 
 
+def test_a_run_resumed_before_its_first_row_drops_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _write_evaluations(tmp_path, 0, [10, 20])
+    path = _write_evaluations(tmp_path, 5, [10])
+    assert [(row["kind"], row["step"]) for row in _rows(path)] == [("start", 5), ("evaluation", 10)]
+    assert capfd.readouterr().err == ""
+
+
 def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2, 3):
         path = _write_evaluations(tmp_path, 0, [10 * number])
