@@ -44,7 +44,7 @@ def check_arguments(
         raise UserError(
             "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
         )
-    if not isinstance(seed, Integral) or seed < 0:
+    if not _is_integer(seed) or seed < 0:
         raise UserError(f"attach: seed must be an integer >= 0, not {seed!r}")
     if settings.overlap_steps == "auto":
         raise UserError('attach: overlap_steps "auto" is for `train` only; give a number of local steps')
@@ -55,8 +55,12 @@ def check_arguments(
         return
     if problem := next(federation_problems(federation, settings), ""):
         raise UserError(f"attach: {problem}")
-    if not isinstance(slot, Integral) or not 0 <= slot < MOST_SLOTS:
+    if slot is None or not _is_integer(slot) or not 0 <= slot < MOST_SLOTS:
         raise UserError(f"attach: slot must be from 0 to {MOST_SLOTS - 1}, not {slot!r}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
