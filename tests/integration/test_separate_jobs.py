@@ -680,6 +680,7 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, {"replicas": 2, "settings": {}}, "attach: settings must be NolocoSettings(...), not {}"),
         (None, {"replicas": 2, "slot": 0}, "attach: slot is for a federation"),
         (None, SLOT | {"slot": 4096}, "attach: slot must be from 0 to 4095, not 4096"),
+        (None, SLOT | {"slot": True}, "attach: slot must be from 0 to 4095, not True"),
         (None, SLOT | {"seed": -1}, "attach: seed must be an integer >= 0, not -1"),
         (None, SLOT | {"federation": FederationSettings()}, "attach: federation.rendezvous is missing"),
         (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap_steps "auto" is for `train` only'),
