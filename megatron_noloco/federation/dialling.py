@@ -139,7 +139,7 @@ class Dialling:
         if link is not None and (link.is_linked or link.seen.status.phase == "left"):
             return
         if self._carriers.to(endpoint) is None:
-            if now - attempts.apart_since > _UNANSWERED_SECONDS and endpoint not in self._answered:
+            if self._is_unanswered(attempts):
                 own = self._node.directory.own.endpoint or "no port"
                 self._node.warn(
                     f"no link to replica {slot}, which exchanges through the folder only: if it cannot connect "
@@ -153,6 +153,11 @@ class Dialling:
             attempts.pause = min(2 * attempts.pause, _LONGEST_PAUSE)
             attempts.task = self._node.spawn(self._link_to(slot, attempts))
 
+    def _is_unanswered(self, attempts: _Attempts) -> bool:
+        """Return whether nobody has ever answered at an endpoint, for so long that a line is due."""
+        seconds = asyncio.get_running_loop().time() - attempts.apart_since
+        return seconds > _UNANSWERED_SECONDS and attempts.endpoint not in self._answered
+
     async def _link_to(self, slot: int, attempts: _Attempts) -> None:
         try:
             if refusal := await self._link_on(partial(self.dial, slot)):
@@ -162,8 +167,7 @@ class Dialling:
             self._node.warn(self.refusal)
             self._node.refuse(slot, attempts.incarnation)
         except (ConnectionError, TimeoutError) as error:
-            late = asyncio.get_running_loop().time() - attempts.apart_since > _UNANSWERED_SECONDS
-            if late and attempts.endpoint not in self._answered:
+            if self._is_unanswered(attempts):
                 where = "" if attempts.endpoint in str(error) else f" at {attempts.endpoint}"
                 by_folder = is_folder_endpoint(attempts.endpoint)
                 hint = "?" if by_folder else ", and its port open to this host?"
