@@ -117,6 +117,11 @@ def wide_type(bits: int, members: int) -> torch.dtype:
     return torch.int32
 
 
+def sum_bytes(elements: int, bits: int, members: int) -> int:
+    """Return the bytes of the sums of n over the group, for whole blocks; 0 in a pair, which sends no sums."""
+    return blocks_in(elements) * BLOCK * wide_type(bits, members).itemsize if members > 2 else 0
+
+
 class Codec:
     """Encodes vectors in digits of `bits` bits. Its methods work in pieces that stay in cache.
 

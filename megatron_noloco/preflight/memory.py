@@ -12,7 +12,7 @@ from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.outer.channels import WINDOW
-from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
+from megatron_noloco.outer.payload import message_bytes, sum_bytes
 from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
 
@@ -200,8 +200,8 @@ def _buffers(held: RankParameters, members: int, bits: int | None) -> int:
     of_parts = 1 - 1 / members if members > 2 else 0.0  # for each element, of all other members
     if bits is None:
         return round(_FP32 * elements * (1 + of_parts))
-    sums = blocks_in(elements) * BLOCK * wide_type(bits, members).itemsize * (members > 2)
-    return round(message_bytes(elements, bits) * (1 + (of_parts or 1.0))) + sums
+    codes = message_bytes(elements, bits) * (1 + (of_parts or 1.0))
+    return round(codes) + sum_bytes(elements, bits, members)
 
 
 def communicators(topology: Topology, routed: bool, tied: bool) -> int:

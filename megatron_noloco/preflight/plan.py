@@ -8,7 +8,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of, training_flops
-from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
+from megatron_noloco.outer.payload import message_bytes, sum_bytes
 from megatron_noloco.plans.payloads import PAYLOADS
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import (
@@ -153,10 +153,10 @@ def bus_bytes(noloco: NolocoSettings, weights: int, topology: Topology) -> tuple
     bits = noloco.payload_bits
     if bits is None or not noloco.codes_on_device(topology.separate_jobs):
         return _FP32 * weights, _FP32 * weights
-    codes, elements = message_bytes(weights, bits), blocks_in(weights) * BLOCK
+    codes = message_bytes(weights, bits)
     to_host, to_gpu = [], []
     for members in noloco.among(topology.total_replicas).sizes:
-        sums = elements * wide_type(bits, members).itemsize if members > 2 else 0
+        sums = sum_bytes(weights, bits, members)
         to_host.append(codes + sums / members)
         to_gpu.append((codes * (1 - 1 / members) if members > 2 else codes) + sums)
     return round(mean(to_host)), round(mean(to_gpu))

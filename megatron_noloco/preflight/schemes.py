@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import TrainerSettings, recommended
-from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
+from megatron_noloco.outer.payload import blocks_in, message_bytes, sum_bytes
 from megatron_noloco.plans.fragments import fewest_steps
 from megatron_noloco.plans.payloads import PAYLOADS
 from megatron_noloco.plans.topology import Topology
@@ -222,5 +222,5 @@ def exchange_bytes(noloco: TrainerSettings, held: RankParameters, members: int, 
     if members == 2:
         return round(coded + exact)
     # An owner hands out sums, the step of each block, and a verdict (`outer.bucket_exchange`).
-    sums = blocks_in(held.owned) * (BLOCK * wide_type(noloco.payload_bits, members).itemsize + 4 + 1)
+    sums = sum_bytes(held.owned, noloco.payload_bits, members) + blocks_in(held.owned) * (4 + 1)
     return round(to_others * (coded + sums + 2 * exact))
