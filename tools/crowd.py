@@ -4,10 +4,10 @@
 
 All replicas are in this process, in one event loop, over TCP of the loopback interface with TLS. Its clock jumps
 to the next timer when nothing happens, so the share of a core is that of replicas on machines of their own. Each
-link needs two files: `ulimit -n` limits the replicas. Prints one JSON object for each number: the share of a core
-and the bytes of memory for each replica, and the statuses that it sends in a second; and the messages with
-addresses, hellos included, when a replica joins, when another leaves, and when that one comes back at another
-address, with the seconds until all have links again.
+link needs two files: `ulimit -n` limits the replicas. With --in-memory links have no sockets and no TLS, so there
+may be more. Prints one JSON object for each number: the share of a core and the bytes of memory for each replica,
+and the statuses that it sends in a second; and the messages with addresses, hellos included, when a replica joins,
+when another leaves, and when that one comes back at another address, with the seconds until all have links again.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Address, Member, Status
 from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.streams import Carrier, Serve
 from megatron_noloco.federation.tcp import TcpCarrier
+from tests.unit.memory_streams import MemoryCarrier
 from tools.options import command_line
 
 _GRAIN_SECONDS = 0.001  # the clock jumps when nothing happens for so long
@@ -74,20 +76,22 @@ class _CountedNode(Node):
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", required=True)
+    parser.add_argument("--in-memory", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         keys = Keys.make(Path(folder) / "key")
         for replicas in options.replicas:
             with asyncio.Runner(loop_factory=_Loop) as runner:
-                print(json.dumps(runner.run(Crowd(keys).measure(replicas))), flush=True)
+                print(json.dumps(runner.run(Crowd(keys, options.in_memory).measure(replicas))), flush=True)
 
 
 class Crowd:
     """Replicas, of which the first knows no other, and the others the first."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, in_memory: bool) -> None:
         self.nodes: dict[int, Node] = {}
         self._keys = keys
+        self._places: dict[str, Serve] | None = {} if in_memory else None
 
     async def measure(self, replicas: int) -> dict[str, Any]:
         gc.collect()
@@ -128,9 +132,15 @@ class Crowd:
         return {"messages": _Counted.told, "seconds": round(seconds, 1)}
 
     async def _start(self, slot: int, incarnation: int) -> None:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        address = Address(f"tcp://127.0.0.1:{listener.getsockname()[1]}", incarnation)
-        node = _CountedNode(Identity(slot, address, Member(1)), Carriers(TcpCarrier(self._keys, listener)))
+        if self._places is None:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+            endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            carrier: Carrier = TcpCarrier(self._keys, listener)
+        else:
+            endpoint = f"tcp://127.0.0.1:{1024 + slot + 10000 * incarnation}"
+            carrier = MemoryCarrier(self._places, endpoint)
+        address = Address(endpoint, incarnation)
+        node = _CountedNode(Identity(slot, address, Member(1)), Carriers(carrier))
         node.directory = _Counted(slot, address)
         node.directory.merge({} if slot == 0 else {0: self.nodes[0].directory.own})
         self.nodes[slot] = node
