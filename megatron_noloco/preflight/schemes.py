@@ -14,6 +14,7 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, RankParameters
 
 NEGLIGIBLE = 0.01  # share of the time
+_MOST_INT3 = 2  # local steps per round with which int3 loses no more than int4 (python -m tools.tables bits)
 _FP32 = 4
 _HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
 _FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RFC 6928)
@@ -118,8 +119,8 @@ def schemes(
 
     NoLoCo is in pairs, and with more than 8 replicas also in the groups that docs/evidence.md recommends for them;
     separate jobs exchange in pairs only, and have no DiLoCo; synchronous training is among those that a federation
-    starts with, or two. With `most_waiting` each has the local steps that its
-    run would choose.
+    starts with, or two. With `most_waiting` each has the local steps that its run would choose. Pairs in int3 are
+    there where they permit more rounds than int4, so many that int3 loses no more.
 
     The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
     averages gradients in each local step, in the working precision, by a reduce-scatter and an all-gather of
@@ -150,13 +151,23 @@ def schemes(
     def variant(**fields: Any) -> TrainerSettings:
         return noloco.replace(**{"enabled": True, "overlap_steps": 0, "sites": None, **fields})
 
+    def fewest(found: Scheme) -> float:
+        if step_seconds is None:
+            return math.inf
+        return found.local_steps if noloco.most_waiting is not None else found.enough_steps(step_seconds)
+
     pairs = {"method": "noloco", "group_size": 2}
     found = [scheme("this config", noloco)] if noloco.enabled else []
-    found += [
-        scheme("NoLoCo in pairs, fp32", variant(**pairs, payload="fp32")),
-        scheme("NoLoCo in pairs, int4", variant(**pairs, payload="int4")),
-        scheme("NoLoCo in pairs, int4, overlap", variant(**pairs, payload="int4", overlap_steps="auto")),
-    ]
+    fp32, int4, int3 = (
+        scheme(f"NoLoCo in pairs, {payload}", variant(**pairs, payload=payload))
+        for payload in ("fp32", "int4", "int3")
+    )
+    found += [fp32, int4]
+    if fewest(int3) < fewest(int4) and fewest(int3) <= _MOST_INT3:
+        found.append(int3)
+    found.append(
+        scheme("NoLoCo in pairs, int4, overlap", variant(**pairs, payload="int4", overlap_steps="auto"))
+    )
     if not topology.separate_jobs:
         if number > 8:
             advised = recommended(number)

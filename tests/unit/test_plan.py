@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,6 +139,25 @@ def test_federation_leader_sends_all_weights() -> None:
     assert alone.schemes[0].seconds_per_exchange > 1.9 * staged.schemes[0].seconds_per_exchange
     assert (alone.gathered_bytes > 0, staged.gathered_bytes > 0) == (False, True)
     assert not any("DiLoCo" in way.name for way in alone.schemes)
+
+
+@pytest.mark.parametrize("steps", ["auto", 1])
+def test_int3_where_it_permits_more_rounds(steps: str | int) -> None:
+    """Which steps permit: chosen by themselves, or enough for 1 % of the time. Later rounds are in int4."""
+    run = config(noloco__local_steps=steps, noloco__routing="off")
+    architecture, topology = run.architecture(257), run.topology(8)
+    shown = set[int]()
+    for rate in np.geomspace(3e4, 3e7, 100):
+        plan = plan_of(run, architecture, topology, Network(rate, 0.0, 1), step_seconds=1.0)
+        fewest = {
+            way.name[-4:]: way.local_steps if steps == "auto" else way.enough_steps(1.0)
+            for way in plan.schemes
+            if way.name in ("NoLoCo in pairs, int3", "NoLoCo in pairs, int4")
+        }
+        if "int3" in fewest:
+            assert fewest["int3"] < fewest["int4"]
+            shown.add(fewest["int3"])
+    assert shown == {1, 2}
 
 
 @pytest.mark.parametrize(("replicas", "members"), [(8, 0), (16, 8), (32, 16)])
