@@ -17,8 +17,8 @@ the authors' code and their Eq. 32):
 | beta   | outer_lr              | weight of the group's mean outer gradient            |
 | gamma  | consensus_weight      | pull towards the group's mean slow weights           |
 | c      | combined vector       | all that a replica sends                             |
-| r      | rounding error        | what the code of c leaves out; kept in int4 in a     |
-|        |                       | group of more than 2, and added to the next c        |
+| r      | rounding error        | what the code of c leaves out; kept in int3 and      |
+|        |                       | int4 in a group of more than 2, for the next c       |
 
 Both means enter (2) only as beta * mean(Delta) + gamma * mean(phi) = mean(c), so one vector travels, not two:
 
