@@ -10,7 +10,7 @@ The files from the bottom up; each imports only those of its own line and above:
 | `messages`, `compatibility` | small messages; which jobs fit together |
 | `directory`, `tcp`, `rendezvous` | addresses; streams as connections; where the first addresses are found |
 | `ledger`, `links` | which rounds count; another replica, as this one sees it |
-| `dialling`, `node` | who dials whom; this replica among the others |
+| `dialling`, `node`, `attendance` | who dials whom; this replica among the others; lines on who comes and leaves |
 | `node_thread`, `network` | the thread in which all of this runs, and how a job starts it |
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
 | `movement`, `gather`, `swap`, `delivery` | vectors bucket by bucket: inside a replica, of a pair, one way |

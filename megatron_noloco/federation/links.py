@@ -162,7 +162,10 @@ class Link:
     # The link
 
     async def run(self, stream: Stream, hello: Hello, dialled: bool = False) -> None:
-        """Listen to a link until its end. Raises ConnectionError."""
+        """Listen to a link until its end, or until the other replica says that it has left.
+
+        Raises ConnectionError.
+        """
         if hello.address.incarnation > self.seen.incarnation:
             self.end("was started anew")
             self.ledger, self.is_dialled, self.seen = Ledger(), False, PeerStatus(hello.address.incarnation)
@@ -172,7 +175,7 @@ class Link:
         self.silent_ticks = 0
         try:
             await self.say(self.node.status(self))
-            while True:
+            while self.seen.status.phase != "left":
                 message = await hear(stream, Status, Known, Open, Prepared, Verdict, Row, Later)
                 self.silent_ticks = 0
                 await self._take(message)
@@ -204,6 +207,12 @@ class Link:
         return bool(self._conversations or self._early or self._waiting) or status.open_from <= status.begun
 
     @property
+    def is_silent(self) -> bool:
+        """Whether nothing was heard for so long that a link would end."""
+        silence = max(_SILENCE_SECONDS, _SILENCE_PULSES * self.seen.status.pulse)
+        return self.silent_ticks * TICK_SECONDS > silence
+
+    @property
     def _is_lost(self) -> bool:
         return not self._streams and self.silent_ticks > _LINKED_AGAIN_TICKS
 
@@ -219,8 +228,7 @@ class Link:
         self.told.ticks += 1
         if self._is_lost:
             self._fail_waiting("is not there")
-        silence = max(_SILENCE_SECONDS, _SILENCE_PULSES * self.seen.status.pulse)
-        if self.silent_ticks * TICK_SECONDS > silence:
+        if self.is_silent:
             self.end("has fallen silent")
 
     def end(self, reason: str) -> None:

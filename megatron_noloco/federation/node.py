@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
@@ -39,6 +40,7 @@ from megatron_noloco.federation.messages import (
 from megatron_noloco.federation.streams import Stream, StreamEndedError
 from megatron_noloco.files import outside
 
+_LEAVE_SECONDS, _LOOK_SECONDS = 5.0, 0.02  # for others to hear that this replica has left
 _STOP_TICKS = 2  # a round that is almost over may end before
 MOST_TOLD = 4  # replicas that are told addresses in one tick
 MOST_STATUSES = 64  # at rest, in one tick; half of them for pulses, half for changes
@@ -102,14 +104,18 @@ class Node:
     async def close(self) -> None:
         """Say that this replica has left, and end all streams.
 
-        Waits for others to read the end of conversations that are over here: some carriers take back what
-        was not read.
+        Waits for others to read the end of conversations that are over here, and some seconds for them to hear
+        that it has left, whereupon they end the links: some carriers take back what was not read.
         """
         self.phase, self._room = "left", len(self.links)
         self.tell()
         await asyncio.sleep(0)
         if self._closing:
             await asyncio.wait(self._closing)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                while any(link.is_linked for link in self.links.values()):
+                    await asyncio.sleep(_LOOK_SECONDS)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,7 +147,11 @@ class Node:
         line = outside(line)
         if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
             self._warnings.add(line)
-            sys.stderr.write(f"replica {self.slot}: {line}\n")
+            self.note(line)
+
+    def note(self, line: str) -> None:
+        """Write a line to stderr."""
+        sys.stderr.write(f"replica {self.slot}: {line}\n")
 
     # For other threads
 
@@ -330,7 +340,8 @@ class Node:
         differ = [link for link in self.links.values() if self._knows_less(link)]
         for link in random.sample(differ, min(MOST_TOLD, len(differ))):
             self._tell_addresses(link)
-        self.dialling.dial_all()
+        if self.phase != "left":
+            self.dialling.dial_all()
 
     def _knows_less(self, link: Link) -> bool:
         """Whether news to a replica are older than its last status, which does not know them."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.attendance import Attendance
 from megatron_noloco.federation.links import PeerStatus
 from megatron_noloco.federation.messages import LONGEST_ROW, Row
 from megatron_noloco.federation.node import Node
@@ -21,6 +22,7 @@ _LOOK_SECONDS = 1.0  # between two looks for addresses
 _SELDOM = (
     10  # every so many looks are taken although others are there, so that two halves find each other again
 )
+_CHANGES_SECONDS = 1.0  # between two lines on who comes and leaves
 _WAIT_SECONDS = 0.02
 _MOST_NAMED = 3  # seeds at which nobody answers
 
@@ -54,6 +56,7 @@ class NodeThread:
             self.node = make()
             await self.node.start()
             self.node.spawn(self._look_around())
+            self.node.spawn(self._note_changes())
 
         try:
             self.call(begin()).result()
@@ -133,6 +136,14 @@ class NodeThread:
             self.node.failure = error
             sys.stderr.write(f"replica {self.node.slot}: the federation's thread has failed\n")
             traceback.print_exception(error)
+
+    async def _note_changes(self) -> None:
+        """Say who has come, left or was lost: many changes at once are one line."""
+        attendance = Attendance()
+        while True:
+            await asyncio.sleep(_CHANGES_SECONDS)
+            for line in attendance.changes(self.node.links):
+                self.node.note(line)
 
     async def _look_around(self) -> None:
         """Look for other replicas, often while there are none. File systems and name servers may block."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_noloco.federation import tcp
+from megatron_noloco.federation import node_thread, tcp
 from megatron_noloco.federation.directory import split
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link
@@ -86,7 +86,10 @@ def visit(thread: NodeThread, seeds: Seeds) -> None:
     thread.call(thread._name_nobody()).result(SECONDS)
 
 
-def test_own_seed_addresses_are_not_dialled(capfd: pytest.CaptureFixture[str]) -> None:
+def test_own_seed_addresses_are_not_dialled(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_thread, "_CHANGES_SECONDS", SECONDS)  # nothing is said of who comes
     port = free_port()
     seeds = Seeds.of(f"127.0.0.1:{port},localhost:{port},[::1]:{port},{socket.gethostname()}:{port}")
     with replicas(Network(seeds, MEMBER, f"tcp://*:{port}", advertise=f"tcp://localhost:{port}")) as (own,):
@@ -163,14 +166,22 @@ def test_nobody_at_a_seed_is_named_with_the_reason(
     assert line.endswith("; does a job listen there, and is the port open?")
 
 
-def test_a_seed_that_answers_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_that_answers_is_enough(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_thread, "_CHANGES_SECONDS", 0.01)
+    lines, come = (
+        list[str](),
+        [f"replica {slot}: replica {1 - slot} has come (2 replicas)" for slot in (0, 1)],
+    )
     first = Network(Seeds.of("127.0.0.1:1"), MEMBER, "tcp://127.0.0.1:0")
     with nobody("refused") as gone, replicas(first) as (one,):
         seeds = Seeds.of(f"{gone},{one.node.directory.own.endpoint.removeprefix('tcp://')}")
         with closing(open_node(Network(seeds, MEMBER, "tcp://127.0.0.1:0"), 1)) as own:
             talk(one, own)
             visit(own, seeds)
-            assert capfd.readouterr().err == ""
+            until(lambda: lines.extend(capfd.readouterr().err.splitlines()) or len(lines) >= len(come))
+            assert sorted(lines) == come
 
 
 # Addresses of this host
