@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,9 +81,15 @@ class Folder:
         content = asdict(address) | {"version": VERSION, "alike": self.digests}
         try:
             self.store.create()
-            self.store.put(f"rank_{slot:05d}{self._ending}", json.dumps(content).encode())
+            self.store.put(self._name(slot), json.dumps(content).encode())
         except OSError as error:
             raise type(error)(f"federation.rendezvous: {error}") from None
+
+    def withdraw(self, slot: int, address: Address) -> None:
+        """Remove the file of a slot, unless it is of a later process by now."""
+        with suppress(OSError):
+            if self._content(self._name(slot)).get("incarnation") == address.incarnation:
+                self.store.remove([self._name(slot)])
 
     def look(self) -> Found:
         """Read the files of all slots; files with other content are ignored. Raises OSError."""
@@ -136,6 +143,9 @@ class Folder:
             return f"its job differs from this one in {names}"
         return "its job speaks another version of the protocol: install the same megatron_noloco for both"
 
+    def _name(self, slot: int) -> str:
+        return f"rank_{slot:05d}{self._ending}"
+
     @property
     def _ending(self) -> str:
         return f"_{self.run:016x}.json"
@@ -180,6 +190,8 @@ class Seeds:
 
     def publish(self, slot: int, address: Address) -> None:
         """Do nothing: who is dialled is told the address."""
+
+    withdraw = publish
 
     def why_alone(self) -> str:
         """Return "": a replica that is dialled says so, and one that does not answer is named."""
