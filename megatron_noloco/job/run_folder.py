@@ -1,9 +1,10 @@
 """Small files in a run's folder, by which its job communicates with other programs on any host.
 
-- `running` keeps a second job out of the folder.
+- `running` keeps a second job out of the folder. It names the process, and is empty after its end.
 - `stop` asks the job to save and stop; the command `stop` writes it.
 """
 
+import atexit
 import fcntl
 import os
 import socket
@@ -46,8 +47,20 @@ def occupy(folder: Path) -> str:
         now.part("")
     _occupied[path] = os.getpid()
     os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(file, _own_name(), 0)
+    atexit.register(_vacate, file)
     return ""
+
+
+def _own_name() -> bytes:
+    return f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+
+
+def _vacate(file: int) -> None:
+    """Say to hosts that do not see the lock that this process has ended."""
+    with suppress(OSError):
+        if os.pread(file, len(_own_name()), 0) == _own_name():
+            os.ftruncate(file, 0)
 
 
 class FolderLostError(RuntimeError):
@@ -96,7 +109,10 @@ def is_under_way(output_dir: Path) -> bool:
     for path in (output_dir / "running", *output_dir.glob("replica_*/running")):
         try:
             with path.open("r+") as file:
-                if not file.read().endswith(f" on {socket.gethostname()}\n"):
+                name = file.read()
+                if not name:
+                    continue
+                if not name.endswith(f" on {socket.gethostname()}\n"):
                     return True
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:  # in a federation only the folders of replicas have the file

@@ -55,6 +55,7 @@ class ReplicaLog:
         replica: "00" for the folder `replica_00`.
         rows: the complete rows of `metrics.jsonl`, without damaged lines.
         counts: of all rows that were read.
+        stride: steps from the newest row of steps but one to the newest.
         written: when that file was last written, in seconds since the epoch; 0 where there is none yet.
     """
 
@@ -71,7 +72,7 @@ class ReplicaLog:
         self._file, self._read = file, 0
         self.rows, self.counts = list[Row](), Counts()
         self._newest = dict[str, Row]()
-        self._last_step = 0
+        self._last_step = self.stride = 0
 
     def update(self) -> None:
         """Read the rows that are new since the last call, or all where a resumed run has replaced the file."""
@@ -96,11 +97,12 @@ class ReplicaLog:
             self.rows = [earlier for earlier in self.rows if earlier["step"] < step]
             self._newest = {kind: old for kind, old in self._newest.items() if old["step"] < step}
         self._last_step = step
+        if row["kind"] == "step":
+            self.stride = step - self.newest("step").get("step", 0)
+            self.counts.add(row)
         self._newest[row["kind"]] = row
         if self.keeps_rows:
             self.rows.append(row)
-        if row["kind"] == "step":
-            self.counts.add(row)
 
     def rows_of(self, kind: str) -> list[Row]:
         """Return the rows of a kind: "step", "evaluation" or "checkpoint"."""

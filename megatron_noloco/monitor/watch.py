@@ -12,7 +12,7 @@ from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.numbers import TABLE, shown
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
-_LATELY_SECONDS = 300.0
+_QUIET_SECONDS, _QUIET_ROWS = 60.0, 3  # their sum without a new row: a replica may have ended
 
 
 def run_table(run: RunLog, now: float | None = None) -> Group:
@@ -50,18 +50,33 @@ def _there(run: RunLog) -> list[ReplicaLog]:
     """Return the replicas that count: in a federation not those that have left, and wrote nothing lately."""
     if not run.separate_jobs:
         return run.replicas
-    newest = max(log.written for log in run.replicas)
-    return [log for log in run.replicas if log.written >= newest - _LATELY_SECONDS]
+    lately = _written(run) - _quiet_seconds(run)
+    return [log for log in run.replicas if log.written >= lately]
+
+
+def _written(run: RunLog) -> float:
+    return max(log.written for log in run.replicas)
+
+
+def _quiet_seconds(run: RunLog) -> float:
+    """Return the seconds without a row after which a replica may have ended."""
+    of_row = (log.stride * log.newest("step").get("speed/seconds_per_step", 0.0) for log in run.replicas)
+    return _QUIET_SECONDS + _QUIET_ROWS * max(of_row)
 
 
 def _progress(run: RunLog, now: float) -> str:
     latest = [row for log in _there(run) if (row := log.newest("step"))]
     done, total = min((row["step"] for row in latest), default=0), run.facts.get("steps", 0)
     text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
+    since = max(0.0, now - _written(run))
     if not is_under_way(run.folder):
-        state = "ended" if 0 < total <= done else "no job is under way"
-        written = max(log.written for log in run.replicas)
-        return f"{text}; {state}, last written {figures.duration(max(0.0, now - written))} ago"
+        furthest = max(
+            (row["step"] for row in latest), default=0
+        )  # last rows of other jobs may not have come
+        state = "ended" if 0 < total <= furthest else "no job is under way"
+        return f"{text}; {state}, last written {figures.duration(since)} ago"
+    if latest and since > _quiet_seconds(run):  # on another host
+        return f"{text}; nothing written for {figures.duration(since)}, so it may have ended"
     if done < total and latest:
         slowest = max(row["speed/seconds_per_step"] for row in latest)
         text += f", {figures.duration((total - done) * slowest)} of training left"

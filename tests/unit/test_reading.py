@@ -158,10 +158,10 @@ def test_replicas_that_a_resume_has_dropped_are_left_out(run: Path) -> None:
     assert shown(run)[0].startswith(f"{run}: step 4 of 10")
 
 
-def shown(run: Path, width: int = 200) -> list[str]:
+def shown(run: Path, width: int = 200, seconds: float = 75) -> list[str]:
     text = io.StringIO()
     log = RunLog(run)
-    now = (log.replicas[0].written or time.time()) + 75
+    now = (log.replicas[0].written or time.time()) + seconds
     Console(file=text, width=width).print(run_table(log, now))
     return [" ".join(line.split()) for line in text.getvalue().splitlines()]
 
@@ -177,10 +177,10 @@ def test_the_table_fits_into_80_characters(tmp_path: Path) -> None:
 def test_the_table_has_a_line_for_each_replica_and_what_is_wrong(run: Path) -> None:
     os.utime(run / "replica_01" / "metrics.jsonl", (1, 1))
     (run / "running").write_text("process 7 on another host\n")
-    first, headings, zero, one, *more = shown(run)
+    first, headings, zero, one, *more = shown(run, seconds=70)
     assert first == f"{run}: step 2 of 10, 16s of training left"
     assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
-    assert zero == "00 4 2.6000 1000 1 none 100.0 2.5000 75s"
+    assert zero == "00 4 2.6000 1000 1 none 100.0 2.5000 70s"
     assert one.startswith("01 2 2.8000 1000 0 0 100.0 2.000E-03 ")
     assert more == [
         "validation at step 4: mean model 2.4000",
@@ -193,6 +193,22 @@ def test_the_table_has_a_line_for_each_replica_and_what_is_wrong(run: Path) -> N
 def test_a_run_that_no_job_writes(run: Path, steps: int, state: str) -> None:
     (run / "run.json").write_text(json.dumps({"steps": steps}))
     assert shown(run)[0] == f"{run}: step 2 of {state}, last written 75s ago"
+
+
+def test_a_job_of_another_host_that_writes_no_more(run: Path) -> None:
+    """Its lock is not seen from here."""
+    (run / "running").write_text("process 7 on another host\n")
+    assert shown(run)[0] == f"{run}: step 2 of 10; nothing written for 75s, so it may have ended"
+    (run / "running").write_text("")
+    assert shown(run)[0] == f"{run}: step 2 of 10; no job is under way, last written 75s ago"
+
+
+def test_a_federation_has_ended_where_one_replica_has(tmp_path: Path) -> None:
+    """Who leaves first does not get the last rows of others."""
+    (tmp_path / "run.json").write_text(json.dumps({"steps": 8}))
+    write(tmp_path, "00", step(8))
+    write(tmp_path / "replica_00" / "others", "01", step(6))
+    assert shown(tmp_path)[0] == f"{tmp_path}: step 6 of 8; ended, last written 75s ago"
 
 
 def test_a_page_is_utf_8_whatever_the_locale(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +282,7 @@ def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
     write(tmp_path / "replica_00" / "others", "01", step(8), {"kind": "checkpoint", "step": 8})
     write(tmp_path / "replica_00" / "others", "02", step(2), {"kind": "checkpoint", "step": 2})
     log = tmp_path / "replica_00" / "others" / "replica_02" / "metrics.jsonl"
-    os.utime(log, (log.stat().st_mtime - 1000,) * 2)
+    os.utime(log, (log.stat().st_mtime - 110,) * 2)
     terminal = Console(width=80, record=True)
     terminal.print(run_table(RunLog(tmp_path)))
     text = " ".join(terminal.export_text().split())

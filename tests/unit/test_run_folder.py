@@ -76,6 +76,7 @@ def test_a_job_that_has_ended_leaves_nothing_to_mend(
     else:
         another.communicate("\n")
     assert not is_under_way(tmp_path)
+    assert ((tmp_path / "running").read_text() == "") == (ends == "by itself"), "for other hosts"
     (tmp_path / "running").write_text("process 1 on another-host\n")
     assert is_under_way(tmp_path), "only that host can know"
     assert run_ranks(1, lambda rank, world_size: occupy(tmp_path)) == [""]
