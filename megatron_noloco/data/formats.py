@@ -138,7 +138,7 @@ def _parse(line: bytes) -> Any:
 
 
 def read_parquet(path: Path, columns: Iterable[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a Parquet file; raises UserError that names the file.
+    """Yield the rows of a Parquet file, with values as JSON has them; raises UserError that names the file.
 
     Args:
         columns: which must be there; None: all.
@@ -155,15 +155,36 @@ def read_parquet(path: Path, columns: Iterable[str] | None = None) -> Iterator[R
             if missing:
                 raise UserError(f"{path}: no column {missing[0]!r}; there are {', '.join(names)}")
             rows, size = max(1, file.metadata.num_rows), path.stat().st_size
+            types = {name: file.schema_arrow.field(name).type for name in chosen}
             for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
                 for row in batch.to_pylist():
                     number += 1
                     read = size * number // rows - size * (number - 1) // rows
-                    yield Row(f"{path}, row {number}", row, read)
+                    content = {name: _as_json(value, types[name]) for name, value in row.items()}
+                    yield Row(f"{path}, row {number}", content, read)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after row {number}: not UTF-8 text ({error.reason})") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None
+
+
+def _as_json(value: Any, kind: Any) -> Any:
+    """Return a value of a column as a line of JSON would have it: a map as an object, objects without nulls.
+
+    In Parquet an object has the keys of all rows, which are null where a row lacks them.
+
+    Args:
+        kind: its type in Arrow.
+    """
+    from pyarrow import types
+
+    if value is None or not types.is_nested(kind):
+        return value
+    if types.is_map(kind):
+        return {key: _as_json(held, kind.item_type) for key, held in value}
+    if types.is_struct(kind):
+        return {of.name: _as_json(held, of.type) for of in kind if (held := value[of.name]) is not None}
+    return [_as_json(held, kind.value_type) for held in value]
 
 
 @contextmanager

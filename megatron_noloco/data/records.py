@@ -15,7 +15,8 @@ from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
 
-_UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
+# What other programs read beside messages, or beside a prompt
+_UNREAD = ("system", "history", "functions", "documents", "chat_template_kwargs")
 _BATCH_RECORDS = 1000  # encoded at once
 # Texts after which answers are encoded; none is joined with every other text.
 _ANCHORS = ("", "\n", "a", "0", ".")
@@ -178,14 +179,19 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
         case {"weight": weight} if weight != 1:
             raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
         case {"messages": [_, *_] as messages}:
-            for key in _UNREAD:
-                if given.get(key):
-                    raise UserError(f'"{key}" is not given to the chat template; messages and "tools" are')
+            _refuse_unread(given, _UNREAD, 'is not given to the chat template; messages and "tools" are')
             return _Text(*render_conversation(messages, given.get("tools"), tokenizer.chat_template), True)
         case {"prompt": str(prompt), "completion": str(completion)}:
+            _refuse_unread(given, (*_UNREAD, "tools"), "is no part of the text; prompt and completion are")
             answer = (len(prompt), len(prompt + completion))
             return _Text(prompt + completion, [answer], int(not completion.strip()), False)
     raise UserError(
         f'{in_words(record)}; a record is an object with "messages", a list of objects with "role" and "content", '
         'or with "prompt" and "completion", both text'
     )
+
+
+def _refuse_unread(record: dict[str, Any], keys: tuple[str, ...], reason: str) -> None:
+    for key in keys:
+        if record.get(key):
+            raise UserError(f'"{key}" {reason}')

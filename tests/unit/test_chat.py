@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.unit.datasets import Learnt, load_records
@@ -135,6 +137,27 @@ def test_arguments_of_tool_calls_are_not_escaped_twice(tmp_path: Path) -> None:
     line = '"arguments" in message 2 .role "assistant".; .*or give them as an object$'
     with pytest.raises(ValueError, match=line):
         load(tmp_path, CALLS, called(json.dumps({"city": "Köln"})))
+
+
+def test_parquet_has_the_keys_of_a_row_only(tmp_path: Path) -> None:
+    """Its objects have the keys of all rows, of which those of others are null; and its maps are objects."""
+    tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLS))
+    records = [
+        {"messages": called(arguments), "tools": [{"name": "f", "parameters": {name: {"type": "text"}}}]}
+        for name, arguments in (("city", {"city": "Ulm"}), ("day", {"day": "1"}), ("no", {}))
+    ]
+    lines = load_records(write(tmp_path / "a.jsonl", *records), tokenizer)
+    table = pyarrow.Table.from_pylist(records)
+    of_text = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    function = pyarrow.struct([("name", pyarrow.string()), ("arguments", of_text)])
+    call = pyarrow.struct([("type", pyarrow.string()), ("function", function)])
+    message = [(name, pyarrow.string()) for name in ("role", "content", "name", "tool_call_id")]
+    messages = pyarrow.list_(pyarrow.struct([*message, ("tool_calls", pyarrow.list_(call))]))
+    maps = pyarrow.array([record["messages"] for record in records], messages)
+    for place, of in enumerate((table, table.set_column(0, "messages", maps))):
+        parquet.write_table(of, path := tmp_path / f"{place}.parquet")
+        rows = load_records(str(path), tokenizer)
+        assert [row.tokens.tolist() for row in rows] == [line.tokens.tolist() for line in lines]
 
 
 def test_a_template_with_a_clock_is_refused_if_it_is_read(tmp_path: Path) -> None:

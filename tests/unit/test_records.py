@@ -178,6 +178,12 @@ class TestRecords:
             ({"messages": []}, r'has "messages" \(an empty list\)'),
             (CHAT, "is a list; a record is an object"),
             ({"messages": CHAT, "functions": [{"name": "f"}]}, '"functions" is not given to the chat'),
+            ({"messages": CHAT[1:], "system": "Größe"}, '"system" is not given to the chat'),
+            (
+                {"prompt": "a", "completion": "b", "system": "c"},
+                '"system" is no part of the text; prompt and',
+            ),
+            ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, '"tools" is no part of the text'),
             ({"messages": CHAT, "prompt": "a", "completion": "b"}, 'has "messages" and also "prompt"'),
             ({"messages": CHAT, "weight": 0}, '"weight" 0 of a whole record'),
             ({"prompt": "a", "completion": "b", "weight": 0}, '"weight" 0 of a whole record'),
