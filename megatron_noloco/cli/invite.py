@@ -131,9 +131,10 @@ async def _made(network: "Network", endpoints: Sequence[str], wish: "Wish") -> "
                 reasons.append(outside(reason if endpoint in reason else f"{endpoint}: {reason}"))
     finally:
         await carrier.close()
+    nobody = "no running job with a port is found; jobs without ports get copies of config and key instead"
     raise UserError(
-        f"invite: no job makes an invitation ({'; '.join(reasons) or 'no running job is found'}); start one whose "
-        "port others can reach, or name it with --at HOST:PORT"
+        f"invite: no job makes an invitation ({'; '.join(reasons) or nobody}); start one whose port others can "
+        "reach, or name it with --at HOST:PORT"
     )
 
 
@@ -142,7 +143,7 @@ def _place(text: str) -> str:
     from megatron_noloco.federation.directory import is_endpoint
 
     if not is_endpoint(f"tcp://{text}"):
-        raise argparse.ArgumentTypeError(f'"{text}" is not HOST:PORT')
+        raise argparse.ArgumentTypeError(f'"{text}" is not HOST:PORT, such as first:29600')
     return f"tcp://{text}"
 
 

@@ -18,7 +18,7 @@ _UNITS = {
     "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0},
     "size": {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9},
 }
-_EXAMPLES = {"bandwidth": "100Mbit or 1Gbit", "time": "25ms or 0.3s", "size": "500MB or 2GB"}
+_EXAMPLES = {"bandwidth": "100Mbit or 1Gbit", "time": "25ms, 0.3s or 1h", "size": "500MB or 2GB"}
 
 
 def add_command(

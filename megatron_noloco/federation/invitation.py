@@ -16,7 +16,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -25,6 +25,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco import __version__
+from megatron_noloco.federation.directory import is_endpoint
 from megatron_noloco.federation.messages import (
     LONGEST_FIRST_BYTES,
     STRICT,
@@ -34,6 +35,7 @@ from megatron_noloco.federation.messages import (
     say,
     send_json,
 )
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.rendezvous import Seeds
 from megatron_noloco.federation.streams import Carrier, Stream, StreamEndedError, within
 from megatron_noloco.files import write_text
@@ -179,22 +181,12 @@ class Invitations:
 
     Args:
         offer: makes an offer, in a thread of its own; may raise OSError and ValueError.
-        endpoints: returns where the replicas are dialled, by slot; "" where nobody can dial.
-        slot: of this job.
+        node: of this job, which says a line for each newcomer.
         path: of the file that keeps the invitations.
-        tell: is called with a line for each newcomer.
     """
 
-    def __init__(
-        self,
-        offer: Callable[[], Offer],
-        endpoints: Callable[[], Mapping[int, str]],
-        slot: int,
-        path: Path,
-        tell: Callable[[str], object],
-    ) -> None:
-        self._offer, self._endpoints, self._slot = offer, endpoints, slot
-        self._path, self._tell = path, tell
+    def __init__(self, offer: Callable[[], Offer], node: Node, path: Path) -> None:
+        self._offer, self._node, self._path = offer, node, path
         self._changing = asyncio.Lock()
         self._invitations: dict[str, _Invitation] = {}  # by digest of the secret
         try:
@@ -202,19 +194,21 @@ class Invitations:
         except FileNotFoundError:
             pass
         except (OSError, ValidationError):
-            tell(f"{path} cannot be read: invitations that this job made before are good no more")
+            node.warn(f"{path} cannot be read: invitations that this job made before are good no more")
 
     async def invite(self, stream: Stream) -> None:
         """Make an invitation for a process with the key."""
         wish = await receive_json(stream, _WISH, LONGEST_FIRST_BYTES)
-        endpoint = self._endpoints()[self._slot]
+        endpoint = self._endpoints()[self._node.slot]
         if not endpoint:
             raise StreamEndedError("nobody can dial this job: ask another one for an invitation")
+        if wish.slot in {self._node.slot, *self._node.present()}:
+            raise StreamEndedError(f"replica {wish.slot} is running: stop it first, or leave out --slot")
         secret, now = secrets.token_hex(16), time.time()
         async with self._changing:
             good = {key: one for key, one in self._invitations.items() if one.used or one.expires > now}
             await self._keep(good | {_digest(secret): _Invitation(now + wish.seconds, wish.slot)})
-        await send_json(stream, _MADE, Made(__version__, endpoint, secret, self._slot))
+        await send_json(stream, _MADE, Made(__version__, endpoint, secret, self._node.slot))
 
     async def welcome(self, stream: Stream) -> None:
         """Answer a newcomer, until it has what it needs."""
@@ -241,7 +235,7 @@ class Invitations:
             slot = next(free, None) if invitation.slot is None else invitation.slot
             if slot is None:
                 raise StreamEndedError(f"all {MOST_SLOTS} slots are taken")
-            own = endpoints[self._slot]
+            own = endpoints[self._node.slot]
             seeds = [own, *(place for place in endpoints.values() if place not in ("", own))][:_MOST_SEEDS]
             rendezvous = "tcp://" + ",".join(seed.removeprefix("tcp://") for seed in seeds)
             try:
@@ -249,8 +243,13 @@ class Invitations:
                 await self._keep(self._invitations | {digest: replace(invitation, slot=slot, used=True)})
             except (OSError, ValueError) as error:
                 raise self._failure(error) from None
-        self._tell(f"a machine joins with an invitation, and takes slot {slot}")
+        self._node.warn(f"a machine joins with an invitation, and takes slot {slot}")
         return bundle
+
+    def _endpoints(self) -> dict[int, str]:
+        """Return where the replicas are dialled, by slot; "" where nobody can dial."""
+        places = {slot: address.endpoint for slot, address in self._node.directory.addresses.items()}
+        return {slot: place if is_endpoint(place) else "" for slot, place in places.items()}
 
     def _invitation(self, digest: str) -> _Invitation:
         """Return an invitation that is good. Raises StreamEndedError, with a reason for the newcomer."""
@@ -265,7 +264,7 @@ class Invitations:
 
     def _failure(self, error: Exception) -> StreamEndedError:
         """Tell the user of this job that a newcomer gets nothing; return the error that tells the newcomer."""
-        self._tell(f"a machine with an invitation gets nothing: {error}")
+        self._node.warn(f"a machine with an invitation gets nothing: {error}")
         return StreamEndedError(f"the job that invites cannot let anybody in: {error}")
 
     async def _keep(self, invitations: dict[str, _Invitation]) -> None:

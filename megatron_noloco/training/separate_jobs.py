@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.directory import is_endpoint
 from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.invitation import INVITE, Invitations
 from megatron_noloco.federation.keys import fingerprint_of
@@ -48,14 +47,10 @@ def _invite(thread: NodeThread, config: RunConfig, tokenizer: Tokenizer) -> None
     """Have the leader make invitations for processes with the key, and let newcomers in."""
     node, fingerprint = thread.node, fingerprint_of(Path(str(config.federation.key_file)))
 
-    def endpoints() -> dict[int, str]:
-        places = {slot: address.endpoint for slot, address in node.directory.addresses.items()}
-        return {slot: place if is_endpoint(place) else "" for slot, place in places.items()}
-
     def begin() -> None:
         path = config.training.folder_of(node.slot) / "invitations.json"
         offer = partial(offered, config, tokenizer, fingerprint)
-        invitations = Invitations(offer, endpoints, node.slot, path, node.warn)
+        invitations = Invitations(offer, node, path)
         node.visitors[INVITE], node.strangers = invitations.invite, invitations.welcome
 
     thread.do(begin)

@@ -138,7 +138,7 @@ def test_an_option_without_effect_is_refused(
         ),
         ("plan a.json --bandwidth", ("0Mbit",), "must be more than 0, such as 100Mbit or 1Gbit"),
         ("plan a.json --bandwidth", ("1GB", "1"), "is not a bandwidth; write 100Mbit or 1Gbit"),
-        ("plan a.json --step", ("0s", "0.0ms"), "must be more than 0, such as 25ms or 0.3s"),
+        ("plan a.json --step", ("0s", "0.0ms"), "must be more than 0, such as 25ms, 0.3s or 1h"),
         ("export a --output b --max-shard-size", ("", "1TB", "big"), "is not a size; write 500MB or 2GB"),
         ("export a --output b --dtype", ("bf32",), "is not one of fp32, bf16, fp16"),
         ("generate a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),

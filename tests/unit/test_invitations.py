@@ -31,7 +31,7 @@ from megatron_noloco.federation.joining import Admission, join
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
 from megatron_noloco.federation.node import Identity, Node
-from megatron_noloco.federation.streams import Stream
+from megatron_noloco.federation.streams import Stream, StreamEndedError
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket
 
@@ -57,13 +57,8 @@ class Job:
         carrier = TcpCarrier(self.keys, listener)
         node = Node(Identity(1, Address("" if hidden else self.endpoint, 5), MEMBER), Carriers(carrier))
         node.directory.merge({0: Address("tcp://127.0.0.1:1", 5), 3: Address("", 5)})
-        invitations = Invitations(
-            lambda: self.offer(),
-            lambda: {slot: address.endpoint for slot, address in node.directory.addresses.items()},
-            1,
-            self.path,
-            self.told.append,
-        )
+        node.warn = self.told.append
+        invitations = Invitations(lambda: self.offer(), node, self.path)
         node.strangers, node.visitors[INVITE] = invitations.welcome, invitations.invite
         await node.start()
         try:
@@ -119,6 +114,10 @@ async def test_a_newcomer_gets_what_it_needs_once(job: Job) -> None:
         assert "used already" in await refused(ticket)
         assert (await admitted(await job.ticket())).bundle.slot == 4
         assert (await admitted(await job.ticket(slot=3))).bundle.slot == 3
+        with pytest.raises(
+            StreamEndedError, match="replica 1 is running: stop it first, or leave out --slot"
+        ):
+            await job.ticket(slot=1)
 
 
 async def test_of_two_newcomers_at_once_one_gets_in(job: Job) -> None:

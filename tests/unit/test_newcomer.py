@@ -94,10 +94,11 @@ def running(config: RunConfig, told: Callable[[str], object]) -> Iterator[str]:
     async def run() -> None:
         identity = Identity(0, Address(endpoint, 1), network.member)
         node = Node(identity, Carriers(TcpCarrier(network.keys, listener)))
+        node.warn = told
         assert network.keys is not None
         offer = partial(offered, config, build_tokenizer(config.data.tokenizer), network.keys.fingerprint)
         path = Path(config.training.output_dir) / "invitations.json"
-        invitations = Invitations(offer, lambda: {0: endpoint}, 0, path, told)
+        invitations = Invitations(offer, node, path)
         node.strangers, node.visitors[INVITE] = invitations.welcome, invitations.invite
         await node.start()
         started.set()
