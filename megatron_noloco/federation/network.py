@@ -175,7 +175,10 @@ def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
 def _free_port(network: Network, port: int) -> str:
     """Return the remedy for a port that is in use: others may know this replica by it."""
     if isinstance(network.rendezvous, Seeds) and port in network.rendezvous.ports:
-        return "; end the process that has it, or give federation.rendezvous of all jobs another port"
+        return (
+            '; if another job of this federation has it, set federation.listen to "tcp://*:0"; else end the '
+            "process that has it, or give federation.rendezvous of all jobs another port"
+        )
     if network.advertise is not None:
         return "; end the process that has it, or choose another port, which federation.advertise leads to"
     return "; port 0 takes any that is free"

@@ -84,7 +84,7 @@ def check_folder(url: str) -> Finding:
         advice = "every job must be able to write, list, read and remove files there"
         return Finding("rendezvous", "problem", str(error), advice)
     took = ", ".join(f"{verb} {duration * 1e3:.1f} ms" for verb, duration in seconds.items())
-    tried = f"{url}{', made now' * is_new}, a file of 1 MiB: {took}"
+    tried = f"{folder.url}{', made now' * is_new}, a file of 1 MiB: {took}"
     advice = "on each further machine it must be there already: else it is another folder, or not mounted"
     return Finding("rendezvous", "note" if is_new else "ok", tried, advice * is_new, seconds)
 

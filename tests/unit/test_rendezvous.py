@@ -227,7 +227,11 @@ def test_an_address_of_another_host_is_refused_in_one_line(tmp_path: Path, host:
     ("known", "remedy"),
     [
         ("", "port 0 takes any that is free"),
-        ("rendezvous", "end the process that has it, or give federation.rendezvous of all jobs another port"),
+        (
+            "rendezvous",
+            'if another job of this federation has it, set federation.listen to "tcp://*:0"; else end the process '
+            "that has it, or give federation.rendezvous of all jobs another port",
+        ),
         (
             "advertise",
             "end the process that has it, or choose another port, which federation.advertise leads to",
