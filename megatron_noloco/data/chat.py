@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from megatron_noloco.errors import UserError
 from megatron_noloco.job.activity import line_of
 
-_KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must occur in the chat template
+_KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must change what the template writes
 _NOT_RENDERED = ("role", "name", "tool_call_id")  # templates may leave them out, or write other words
 _NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where a message has no such key
 _OF_CALLS = ("name", "arguments")
@@ -101,9 +100,7 @@ def render_conversation(
     text = template.text(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError('"tools" must be a list of objects')
-    if tools and not _mentions(text, "tools"):
-        raise UserError('there are "tools", which the chat template does not read')
-    given = [_read(number, message, text) for number, message in enumerate(messages, 1)]
+    given = [_read(number, message) for number, message in enumerate(messages, 1)]
     learnt = [_has_loss(number, message) for number, message in enumerate(given, 1)]
     if not any(learnt):
         some = any(message["role"] == "assistant" for message in given)
@@ -115,6 +112,9 @@ def render_conversation(
         )
     shown = [{key: value for key, value in message.items() if key != "weight"} for message in given]
     whole = template.render(shown, tools)
+    if tools and _renders(template, shown, None, text) == whole:
+        raise UserError('there are "tools", which the chat template does not read')
+    _check_read(whole, shown, tools, template)
     places = [place for place, has_loss in enumerate(learnt) if has_loss]
     answers = [_find_answer(place, whole, shown, tools, template) for place in places]
     _check_rendered(whole, shown)
@@ -140,7 +140,7 @@ def _kind(value: Any) -> str:
 # Messages
 
 
-def _read(number: int, message: Any, template: str) -> dict[str, Any]:
+def _read(number: int, message: Any) -> dict[str, Any]:
     """Return a message, its parts joined, without keys that are null.
 
     Raises UserError for what a message may not hold.
@@ -150,12 +150,6 @@ def _read(number: int, message: Any, template: str) -> dict[str, Any]:
             f'message {number} {in_words(message)}; each must be an object with "role" and "content"'
         )
     message = {key: value for key, value in message.items() if value is not None}
-    for key, value in message.items():
-        if key not in _KEYS and value not in _NOTHING and not _mentions(template, key):
-            raise UserError(
-                f'message {number} has the key "{key}", which the chat template does not read; there may be '
-                f"{', '.join(_KEYS)}, and what the template reads"
-            )
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = "".join(_text_of(number, part) for part in content)
@@ -166,10 +160,6 @@ def _read(number: int, message: Any, template: str) -> dict[str, Any]:
     if content in (None, []) and not any(value for key, value in message.items() if key not in _KEYS):
         raise UserError(f'message {number} has no "content"')
     return message
-
-
-def _mentions(template: str, key: str) -> bool:
-    return re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
 def _text_of(number: int, part: Any) -> str:
@@ -222,6 +212,30 @@ def _find_answer(
         f"message {place + 1} cannot be found; split the conversation there, or use a template that renders a "
         "message regardless of later ones"
     )
+
+
+def _check_read(whole: str, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate) -> None:
+    """Raise UserError for a key of a message without which the rendering is the same."""
+    for place, message in enumerate(messages):
+        for key in message:
+            without = {other: value for other, value in message.items() if other != key}
+            others = [*messages[:place], without, *messages[place + 1 :]]
+            if key in _KEYS or message[key] in _NOTHING or _renders(template, others, tools) != whole:
+                continue
+            raise UserError(
+                f'message {place + 1} has the key "{key}", which the chat template does not read; there may be '
+                f"{', '.join(_KEYS)}, and what the template reads"
+            )
+
+
+def _renders(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, text: str | None = None
+) -> str | None:
+    """Return the text of a conversation; None where the template refuses it."""
+    try:
+        return template.render(messages, tools, template=text)
+    except UserError:
+        return None
 
 
 def _check_rendered(whole: str, messages: list[dict[str, Any]]) -> None:

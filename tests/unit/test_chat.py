@@ -94,11 +94,24 @@ def test_what_no_message_may_hold_is_named_in_one_line(message: Any, line: str, 
 
 
 @pytest.mark.parametrize(
-    ("tools", "line"), [("[]", "must be a list of objects"), ([{"name": "f"}], "does not read")]
+    ("template", "tools", "line"),
+    [
+        (TEMPLATE, "[]", "must be a list of objects"),
+        (TEMPLATE, [{"name": "f"}], "does not read"),
+        ("{{ messages[0].tools }}" + TEMPLATE, [{"name": "f"}], "does not read"),  # as in Phi-4-mini
+    ],
 )
-def test_tools_that_would_be_left_out_are_refused(tools: Any, line: str, tmp_path: Path) -> None:
+def test_tools_that_would_be_left_out_are_refused(
+    template: str, tools: Any, line: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f'line 1: .*"tools".* {line}'):
-        load(tmp_path, TEMPLATE, [ASKED, ANSWER], tools=tools)
+        load(tmp_path, template, [ASKED, ANSWER], tools=tools)
+
+
+def test_a_key_that_a_template_reads_elsewhere_is_refused(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+    with pytest.raises(ValueError, match='line 1: message 1 has the key "tools", which the chat template'):
+        load(tmp_path, template, [{**ASKED, "tools": [{"name": "f"}]}, ANSWER])
 
 
 @pytest.mark.parametrize(
