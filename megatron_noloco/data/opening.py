@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -93,21 +93,26 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
 
 
 def open_validation(
-    source: Source, tokenizer: Tokenizer, needs: Needs, counters: Mapping[str, float]
+    source: Source, tokenizer: Tokenizer, needs: Needs, counters: Mapping[str, float], seq_length: int
 ) -> Blend:
-    """Return a run's validation samples alone; raises UserError.
+    """Return a run's validation samples; raises UserError where a split of the data of today may be another one.
 
     Args:
-        counters: of the run's checkpoint, which say how it divided files of text.
+        counters: of the run's checkpoint, which say how it divided files of text, and what it was trained on.
+        seq_length: tokens in a sample of the run.
     """
-    kind = kind_of(source, tokenizer)
-    kind.open(needs.shown)
-    if kind.by_file != (BY_FILE in counters):
+    data = open_data(source, tokenizer, replace(needs, seq_length=seq_length))
+    by_split = not isinstance(source, IndexedSource) or source.validation is None
+    changed = any(counters.get(name, checksum) != checksum for name, checksum in data.checksums.items())
+    if data.by_file != (BY_FILE in counters) or (by_split and changed):
         raise UserError(
-            "data.text: the run divided its files otherwise than they are divided today, so its validation split "
-            "is not known (evaluate: give --data)"
+            "the data have other contents than those that the run was trained on, or its files were divided "
+            "otherwise, so its validation split is not known (evaluate: give --data)"
         )
-    return _blend(kind, needs, VALIDATION)
+    if needs.seq_length != seq_length:
+        data = open_data(source, tokenizer, needs)
+    assert data.validation is not None
+    return data.validation
 
 
 def open_whole(

@@ -125,7 +125,9 @@ def open_weights(
     else:
         assert source is not None
         counters = source.saved.manifests[0].counters
-        datasets = open_validation(source.config.data.source, tokenizer, needs, counters).parts
+        datasets = open_validation(
+            source.config.data.source, tokenizer, needs, counters, trained.seq_length
+        ).parts
     if architecture.seq_length > trained.seq_length:
         sys.stderr.write(
             f"--seq-length {architecture.seq_length}: the model's context is {trained.seq_length} tokens; it was "

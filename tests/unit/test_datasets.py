@@ -7,6 +7,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -186,7 +187,7 @@ class TestIndexed:
         config = RunConfig(**run_config({"data_path": prefix, "split": "1,1,0"}))
         doors: list[Callable[[], object]] = [
             lambda: build(data_path=prefix, split="1,1,0"),
-            lambda: open_validation(config.data.source, byte, Needs(257, SEQ), {}),
+            lambda: open_validation(config.data.source, byte, Needs(257, SEQ), {}, SEQ),
             lambda: open_whole(prefix, byte, Needs(257, SEQ)),
             lambda: check_start(config),
         ]
@@ -324,12 +325,11 @@ class TestText:
         now = checkpoint_settings(run, Topology(), checksums)
         assert now.changes(run.to_dict(), checksums) == []
         assert (
-            open_validation(source, ByteTokenizer(), needs, checksums).name
+            open_validation(source, ByteTokenizer(), needs, checksums, SEQ).name
             == f"the validation split of {tmp_path}"
         )
         if files < 20:
             assert now.changes(run.to_dict(), before) == []
-            open_validation(source, ByteTokenizer(), needs, before)
             return
         for counters in (before, {}):
             with pytest.raises(
@@ -339,10 +339,24 @@ class TestText:
             with pytest.raises(
                 ValueError, match=r"its validation split is not known \(evaluate: give --data\)"
             ):
-                open_validation(source, ByteTokenizer(), needs, counters)
+                open_validation(source, ByteTokenizer(), needs, counters, SEQ)
         fewer = checkpoint_settings(run, Topology(), before)
         with pytest.raises(ValueError, match="divided its files otherwise"):
             fewer.changes(run.to_dict(), checksums)
+
+    def test_validation_split_is_that_of_the_data_of_the_run(self, tmp_path: Path) -> None:
+        """Of other data it may hold what the run was trained on. Samples may have another length."""
+        path, byte = tmp_path / "a.txt", ByteTokenizer()
+        path.write_text("some text " * 90)
+        source, needs = TextSource(str(path), Split.parse("8,2")), Needs(257, SEQ)
+        counters = open_data(source, byte, needs).checksums
+        for length in (SEQ, 2 * SEQ):
+            found = open_validation(source, byte, replace(needs, seq_length=length), counters, SEQ)
+            assert found.seq_length == length
+        path.write_text("some text " * 90 + "and more")
+        open_validation(source, byte, needs, {"training_data": 1}, SEQ)  # of a run of 0.2
+        with pytest.raises(ValueError, match=r"^the data have other contents than .* give --data\)$"):
+            open_validation(source, byte, needs, counters, SEQ)
 
 
 class TestUnigramEntropy:

@@ -302,7 +302,7 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     first = [BYTES.decode(built.training[index].tokens[1:2]) for index in range(len(built.training))]
     assert first == list("01234567")
     assert "10 records (0 longer than a sample), 8 training samples" in built.summary
-    (validation,) = open_validation(source(path, packed=False), BYTES, needs, {}).parts
+    (validation,) = open_validation(source(path, packed=False), BYTES, needs, {}, 8).parts
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
         open_data(source(path, "999,1"), BYTES, needs)
