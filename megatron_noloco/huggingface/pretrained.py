@@ -103,6 +103,16 @@ def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
     return data.replace(**begin, tokenizer_model=str(folder.resolve()))
 
 
+def missing_bos(folder: Path, data: DataConfig) -> str:
+    """Return a line where texts of the model begin with BOS, and the block `data` says nothing about it."""
+    if "prepend_bos" in data.model_fields_set or not folder_adds_bos(folder):
+        return ""
+    return (
+        f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true, or to "
+        "false to train without"
+    )
+
+
 def tokenizer_of(folder: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face model: the byte-level one where it is the same, as in our exports.
 

@@ -25,6 +25,7 @@ from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
+from megatron_noloco.huggingface.pretrained import missing_bos
 from megatron_noloco.job import activity
 from megatron_noloco.job.agreement import announce, announced, computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.job.join import (
@@ -194,10 +195,13 @@ def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
     # It imports transformers: one rank of the job does.
     if problem := computed_by_rank_0(lambda: folder_problem(prepared.tokenizer)):
         raise UserError(problem)
-    place = prepared.config.data.tokenizer_model
-    if place is None or Path(place).exists():
-        return []
-    return [f"data.tokenizer_model: {place} is not there; using the copy, {copy}"]
+    data, notes = prepared.config.data, list[str]()
+    if (pretrained := prepared.config.training.pretrained) is not None:
+        notes += filter(None, [computed_by_rank_0(lambda: missing_bos(Path(pretrained), data))])
+    place = data.tokenizer_model
+    if place is not None and not Path(place).exists():
+        notes.append(f"data.tokenizer_model: {place} is not there; using the copy, {copy}")
+    return notes
 
 
 def checkpoint_settings(

@@ -22,6 +22,7 @@ from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.huggingface import _say_losses
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -784,6 +785,9 @@ def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, give
     of_model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     expected = SMALLEST["data"] | of_model | {"prepend_bos": not given}
     assert (code, json.loads(output.read_text())["data"]) == (0, expected)
+    line = f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true"
+    said = pretrained.missing_bos(folder, DataConfig(text="a", tokenizer_model=str(folder), **given))
+    assert said.startswith(line) != bool(given)
 
 
 def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
