@@ -94,7 +94,14 @@ def add_commands(commands: Commands) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config, resolve
     from megatron_noloco.preflight.plan import architecture_of_run, computing_seconds, plan_of
-    from megatron_noloco.preflight.plan_text import departure_lines, fit_lines, fits, memory_lines, time_lines
+    from megatron_noloco.preflight.plan_text import (
+        departure_lines,
+        fit_lines,
+        fits,
+        folder_lines,
+        memory_lines,
+        time_lines,
+    )
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
         raise UserError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
@@ -126,6 +133,7 @@ def _plan(args: argparse.Namespace) -> int:
         say(*fit_lines(plan, config, architecture, accelerator))
         if step is None:
             say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
+    say(*folder_lines(config, architecture))
     say(*time_lines(plan, on_gpu=accelerator is not None))
     if network is not None and step is None and config.noloco.most_waiting is not None:
         say("", 'noloco.local_steps "auto": --step or --gpu shows what a run would choose')

@@ -1,5 +1,6 @@
 """The lines and tables of `plan`."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -7,6 +8,7 @@ from rich.table import Table
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.model.families import table_of
 from megatron_noloco.monitor.figures import megabytes, percent
 from megatron_noloco.preflight.accelerators import Accelerator
 from megatron_noloco.preflight.departures import PreemptionCost
@@ -14,6 +16,10 @@ from megatron_noloco.preflight.fit import changes_that_save
 from megatron_noloco.preflight.memory import USABLE
 from megatron_noloco.preflight.plan import Plan
 from megatron_noloco.preflight.schemes import NEGLIGIBLE
+
+_PORTS = "tcp://"
+# Calls of a round of few weights, and of so many more; on a local S3 server (python -m tools.bench federation).
+_WRITES, _READS, _CALLS_OF_WEIGHTS, _WEIGHTS = 5, 7, 3, 4e6
 
 
 def fits(plan: Plan, accelerator: Accelerator) -> bool:
@@ -59,6 +65,17 @@ def fit_lines(
     if rows:
         yield "Changes that help:"
         yield _table(("change", "ranks of a replica", "GB"), rows)
+
+
+def folder_lines(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    """Yield the requests of a round where jobs have no port, and exchange through a folder or a bucket."""
+    place = config.federation.rendezvous or _PORTS
+    if config.federation.listen == "off" and not place.startswith(_PORTS):
+        more = _CALLS_OF_WEIGHTS * math.ceil(table_of(architecture).exported_count / _WEIGHTS)
+        yield ""
+        calls = f"up to {_WRITES + more} writes, {_READS + more} reads, and 10 lists a second"
+        yield f"a round through {place} has {calls}"
+        yield "    the seconds of this plan leave them out; `megatron-noloco doctor --rendezvous URL` times them"
 
 
 def time_lines(plan: Plan, on_gpu: bool) -> Iterator[str]:

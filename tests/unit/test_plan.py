@@ -366,6 +366,21 @@ def test_one_replica_exchanges_nothing(capsys: pytest.CaptureFixture[str]) -> No
     assert "nothing is exchanged: there is one replica" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("place", "listen", "counts"),
+    [("s3://b/run", "off", True), ("s3://b/run", None, False), ("tcp://first:29600", "off", False)],
+)
+def test_requests_of_a_round_without_ports(
+    place: str, listen: str | None, counts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads((CONFIGS / "internet.json").read_text())  # a million weights
+    raw["federation"] |= {"rendezvous": place, "listen": listen}
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    assert main(["plan", str(tmp_path / "run.json")]) == 0
+    line = "a round through s3://b/run has up to 8 writes, 10 reads, and 10 lists a second"
+    assert (line in capsys.readouterr().out) == counts
+
+
 @pytest.mark.parametrize(("size", "halved"), [(4, True), (3, False), (1, False)])
 def test_a_change_that_saves_keeps_the_batch(size: int, halved: bool) -> None:
     """Half of an odd micro batch, with twice the accumulation, would be another one."""
