@@ -83,7 +83,7 @@ def add_commands(commands: Commands) -> None:
     add("--seconds", type=at_least_zero, default=10.0, help=seconds)
     folder = "folder or bucket of federation.rendezvous: write, list, read and remove a file there"
     add("--rendezvous", metavar="URL", help=folder)
-    link = "rate of the link to a partner: say whether TCP's buffers are large enough for it"
+    link = "rate of the link to a partner: say how to set TCP for it (buffers, BBR)"
     add("--bandwidth", type=bandwidth, metavar="RATE", help=link)
     delay = "with --bandwidth: delay of the link, one way"
     add("--latency", type=latency, default=0.0, metavar="TIME", help=delay)
