@@ -183,7 +183,7 @@ def _errno_of(error: Exception) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """The bytes of a file, or the renames in a folder."""
+    """Write the bytes of a file, or the renames in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -59,7 +59,7 @@ class Indexed:
     """
 
     def __init__(self, prefix: str) -> None:
-        """Raises UserError, naming file and numbers, unless both files are complete and belong together."""
+        """Raise UserError, naming file and numbers, unless both files are complete and belong together."""
         self.prefix = prefix
         bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         for path in (idx_path, bin_path):
@@ -216,7 +216,7 @@ class IndexedWriter:
     """Writes one dataset; both files have another name until `finish`, so nobody can read half a dataset."""
 
     def __init__(self, prefix: Path, vocab_size: int, masked: bool = False) -> None:
-        """Raises UserError where the dataset exists, or another process is writing it.
+        """Raise UserError where the dataset exists, or another process is writing it.
 
         Args:
             masked: whether the dataset says which tokens have a loss.

@@ -191,7 +191,7 @@ class Preprocessed(Documents):
         return [Member(*member) for member in opened]
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
-        """Raises UserError for a dataset that lacks a BOS that the run's documents are to begin with."""
+        """Raise UserError for a dataset that lacks a BOS that the run's documents are to begin with."""
         line, tokenizer = super().summary(training, validation), self.tokenizer
         bos = tokenizer.beginning_of_document
         members = {member.name: member for member in self.training + (self.validation or [])}

@@ -60,7 +60,7 @@ class ValidationSource:
         weight: float = 1.0,
         multiple_of: int = 1,
     ) -> None:
-        """Raises UserError when the split has too few samples.
+        """Raise UserError when the split has too few samples.
 
         Args:
             count: number of microbatches, rounded up to a multiple of `multiple_of`; None: as many as the split

@@ -25,7 +25,7 @@ class RecordSamples:
     hashed_as = None
 
     def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
-        """Raises UserError when all records are left out.
+        """Raise UserError when all records are left out.
 
         Args:
             packed: whether a sample holds as many records as fit, as separate documents; otherwise one.

@@ -68,7 +68,7 @@ class Samples:
     hashed_as: type[np.generic] | None = None
 
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
-        """Raises UserError when there are fewer than S + 1 tokens."""
+        """Raise UserError when there are fewer than S + 1 tokens."""
         self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
         self.tokens, self.name = dataset.tokens, dataset.name
         if len(self.tokens) < self.seq_length + 1:
@@ -119,7 +119,7 @@ class ShuffledSamples(Samples):
     """
 
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
-        """Raises UserError when there is no whole sample."""
+        """Raise UserError when there is no whole sample."""
         super().__init__(dataset, needs)
         assert dataset.offsets is not None
         self._offsets, self._first = dataset.offsets, int(dataset.offsets[:1][0])
