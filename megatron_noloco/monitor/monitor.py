@@ -82,6 +82,7 @@ class Monitor:
         self.throughput = throughput
         self.console = console
         self.rounds_ended = self.rounds_met = 0
+        self._missed = ""  # why the last round was skipped
         self._uncommitted = dict[int, float]()  # by step, the pause for the save
         self.evaluated: Evaluation | None = None
         self.begin()
@@ -139,7 +140,9 @@ class Monitor:
             record("total/missed_rounds", 1)
             if exchange.in_doubt:
                 record("total/rounds_in_doubt", 1)
-            self.say(f" round {report.round_index} skipped | {exchange.missed} |")
+            if exchange.missed != self._missed:  # else each round of a job that is alone would have a line
+                self.say(f" round {report.round_index} skipped | {exchange.missed} |")
+        self._missed = exchange.missed
 
     def say(self, *lines: str) -> None:
         """Show lines that are no row of numbers."""

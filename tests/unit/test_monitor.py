@@ -108,6 +108,24 @@ def test_a_row_has_what_happened_between_two_steps() -> None:
     assert (row["total/skipped_ahead"], row["total/sent_bytes"]) == (2, 8)
 
 
+def skip(rank: int, world_size: int) -> tuple[Rows, str]:
+    metrics, rows = begin()
+    with redirect_stdout(StringIO()) as said:
+        console = Console("lines", 10, 0, RunFacts(0.0, "", 0.0, "", "", ()))
+        watched = Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), console)
+        for number, why in enumerate(("a", "a", "b", "b", "", "b")):
+            exchange = ExchangeReport((0,) if why else (0, 1), missed=why)
+            watched.local_step([RoundReport(number, exchange, 0.0, 0.5)])
+        watched.log(6)
+    return rows, said.getvalue()
+
+
+def test_rounds_skipped_in_a_row_for_one_reason_have_one_line() -> None:
+    (((row,), said),) = run_ranks(1, skip)
+    assert said == " round 0 skipped | a |\n round 2 skipped | b |\n round 5 skipped | b |\n"
+    assert row["total/missed_rounds"] == 5
+
+
 def test_the_speed_of_a_step() -> None:
     """4 replicas, of which each takes half a second for 1000 tokens and 100 TFLOP on each of its ranks.
 
