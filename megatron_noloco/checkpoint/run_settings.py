@@ -59,7 +59,8 @@ class CheckpointSettings:
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
-        training_data: checksums of the training data by the counter of a checkpoint that has them, newest first.
+        training_data: checksums of the training data by the counter of a checkpoint that has them, newest first;
+            then that of the validation data.
         tokenizer: the digests of the run's tokenizer (TOKENS) and of its chat template (TEMPLATE); empty: unknown.
     """
 

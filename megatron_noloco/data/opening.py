@@ -24,6 +24,7 @@ _FINGERPRINT_TOKENS = 1 << 16
 # Counter in the checkpoints of a run whose files of text are each in one split, which their places decide. Up to
 # version 0.3 a hash of their names did, under another counter.
 BY_FILE = "training_data_3"
+VALIDATION_DATA = "validation_data"  # counter with the checksum of the validation data
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Data:
 
     @cached_property
     def checksums(self) -> dict[str, int]:
-        """The checksum of the training data, wherever they lie, by the name of a checkpoint's counter."""
-        return {BY_FILE if self.by_file else "training_data_2": self.training.checksum()}
+        """Checksums of the training and of the validation data, by the names of a checkpoint's counters."""
+        found = {BY_FILE if self.by_file else "training_data_2": self.training.checksum()}
+        return found | ({VALIDATION_DATA: self.validation.checksum()} if self.validation else {})
 
     @cached_property
     def fingerprint(self) -> list[int]:
@@ -102,9 +104,13 @@ def open_validation(
         seq_length: tokens in a sample of the run.
     """
     data = open_data(source, tokenizer, replace(needs, seq_length=seq_length))
-    by_split = not isinstance(source, IndexedSource) or source.validation is None
-    changed = any(counters.get(name, checksum) != checksum for name, checksum in data.checksums.items())
-    if data.by_file != (BY_FILE in counters) or (by_split and changed):
+    own = isinstance(source, IndexedSource) and source.validation is not None  # datasets of its own
+    changed = any(
+        counters.get(name, checksum) != checksum
+        for name, checksum in data.checksums.items()
+        if not own or name == VALIDATION_DATA
+    )
+    if changed or data.by_file != (BY_FILE in counters):
         raise UserError(
             "the data have other contents than those that the run was trained on, or its files were divided "
             "otherwise, so its validation split is not known (evaluate: give --data)"

@@ -13,6 +13,7 @@ from megatron_noloco import __version__
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import RunConfig, describe, facts_in_words
+from megatron_noloco.data.opening import VALIDATION_DATA
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -155,10 +156,17 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield f"data: {joined.data.summary}"
     yield f"started by {prepared.world.launcher}; exchanges over {joined.link.name}"
     yield from joined.start.notes
-    if same_data(joined.settings.training_data, joined.start.counters) is False:
+    checksums, saved = joined.settings.training_data, joined.start.counters
+    of_validation = {name: held for name, held in checksums.items() if name == VALIDATION_DATA}
+    if same_data(checksums, saved) is False:
         moved = (
             "; files may have moved between training and validation, so validation losses do not compare with "
             "earlier ones"
         )
         line = "changed: the training data have other contents than those of the checkpoint, or another order"
         yield line + moved * joined.data.by_file
+    elif same_data(of_validation, saved) is False:
+        yield (
+            "changed: the validation data have other contents than those of the checkpoint, so validation losses "
+            "do not compare with earlier ones"
+        )

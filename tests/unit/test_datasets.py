@@ -29,7 +29,7 @@ from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.microbatches import Loader, ValidationSource, addresses_of, training_microbatch
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.samples import Samples
-from megatron_noloco.data.sources import Needs, Split, TextSource, parse_prefixes
+from megatron_noloco.data.sources import IndexedSource, Needs, Split, TextSource, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
@@ -357,6 +357,17 @@ class TestText:
         open_validation(source, byte, needs, {"training_data": 1}, SEQ)  # of a run of 0.2
         with pytest.raises(ValueError, match=r"^the data have other contents than .* give --data\)$"):
             open_validation(source, byte, needs, counters, SEQ)
+
+    def test_validation_data_of_its_own_must_be_those_of_the_run(self) -> None:
+        """Whatever training reads by now."""
+        byte, needs = ByteTokenizer(), Needs(257, SEQ)
+        a_and_b, b_and_b, a_and_a = (
+            IndexedSource(((one, 1.0),), ((other, 1.0),), None) for one, other in ("ab", "bb", "aa")
+        )
+        counters = open_data(a_and_b, byte, needs).checksums
+        assert open_validation(b_and_b, byte, needs, counters, SEQ).name == "b"
+        with pytest.raises(ValueError, match=r"^the data have other contents"):
+            open_validation(a_and_a, byte, needs, counters, SEQ)
 
 
 class TestUnigramEntropy:

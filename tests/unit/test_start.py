@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,6 +290,8 @@ def test_a_resume_says_where_files_may_have_moved(
         return [line for line in outputs._first_lines(prepared, state) if line.startswith("changed")]
 
     assert lines(data[0]) == []
+    others = replace(data[0], validation=data[0].training)
+    assert [line[:30] for line in lines(others)] == ["changed: the validation data h"]
     (line,) = lines(data[1])
     assert line.endswith("validation losses do not compare with earlier ones") == moved
     assert line.endswith("or another order") != moved
