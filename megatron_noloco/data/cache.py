@@ -28,7 +28,7 @@ from megatron_noloco.data.progress import Progress
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, write_text, writing
 
-_FORMAT = 5  # of entries; another one where the same files would become other tokens or facts
+_FORMAT = 6  # of entries; another one where the same files would become other tokens or facts
 _POLL_SECONDS = 0.2
 _DIGITS = 32  # of a digest
 _FACTS = "facts.json"

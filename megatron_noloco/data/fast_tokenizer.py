@@ -99,7 +99,7 @@ class FastTokenizer:
         texts = {file.name: file.read_text("utf-8") for file in self._files if file.suffix == ".jinja"}
         return ChatTemplate(self.folder, texts or self._read(_CONFIG).get("chat_template"))
 
-    @property
+    @cached_property
     def end_of_answer(self) -> int | None:
         """The first special token after an answer in the chat template; None where there is none."""
         answer = "the answer"

@@ -62,6 +62,8 @@ def encode_records(
     for batch in read_ahead(iter(lambda: list(islice(texts, _BATCH_RECORDS)), [])):
         for from_template, group in groupby(batch, key=lambda text: text.from_template):
             alike = list(group)
+            if from_template and tokenizer.end_of_answer is None:
+                counts["endless"] += sum(len(text.answers) for text in alike)
             ends = [text.text[:end] for text in alike for answer in text.answers for end in answer]
             encoded = iter(tokenizer.encode_batch(ends, from_template))
             for text in alike:

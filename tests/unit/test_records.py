@@ -329,6 +329,19 @@ def test_empty_answers_are_counted(model: Path, tmp_path: Path) -> None:
     assert built.summary.endswith("; empty answers: 2, of which only the end is learnt")
 
 
+def test_answers_that_nothing_ends_are_counted(tmp_path: Path) -> None:
+    """As with the template of GLM-4.5, or with {{ eos_token }} where no file names the token."""
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"prompt": "a", "completion": "b"})
+    for end, note in (
+        ("<end>", ""),
+        ("{{ no_token }}", "; answers after which the chat template writes no special token: 2, "),
+    ):
+        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "tokenizer", TEMPLATE.replace("<end>", end)))
+        summary = open_data(source(path, "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
+        assert ("no special token" in summary) == bool(note)
+        assert note in summary
+
+
 def test_the_closing_hint_has_a_prompt_that_suits(model: Path) -> None:
     chat, text = source("a.jsonl"), TextSource("a.txt", Split(1, 0, 0))
     assert example_prompt(chat, FastTokenizer(model)) == r"$'<user>Hello\n<assistant>'"
