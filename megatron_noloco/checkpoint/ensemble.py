@@ -62,11 +62,11 @@ class Ensemble:
 
     @property
     def consumed_samples(self) -> int:
-        """The training samples that all these replicas have consumed."""
+        """The training samples that all these replicas have consumed; not those of steps that a job left out."""
         first = self.manifests[0]
         if not first.topology.separate_jobs:
             return first.consumed_samples
-        return sum(self.last_stage(replica).consumed_samples for replica in self.replicas)
+        return sum(map(_consumed_by_job, map(self.last_stage, self.replicas)))
 
     def topology_of(self, replica: int) -> Topology:
         """Return the topology of the job that saved a replica."""
@@ -227,6 +227,12 @@ def _newest_common_step(folders: list[Path]) -> list[Path]:
         )
         raise UserError(f"no step that all have: {found}; leave some out, or give a step folder of each")
     return [folders[max(common)] for folders in complete]
+
+
+def _consumed_by_job(manifest: Manifest) -> int:
+    """Return the samples that a separate job has read: without those of local steps that it left out."""
+    left_out = manifest.counters.get("total/skipped_ahead", 0.0) / max(1, manifest.step)
+    return round(manifest.consumed_samples * (1 - left_out))
 
 
 def _model(manifest: Manifest) -> Architecture:

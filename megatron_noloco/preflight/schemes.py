@@ -14,7 +14,9 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, RankParameters
 
 NEGLIGIBLE = 0.01  # share of the time
-_MOST_INT3 = 2  # local steps per round with which int3 loses no more than int4 (python -m tools.tables bits)
+_MOST_INT3 = (
+    2  # local steps per round with which int3 loses less than int4 with a step more (tools.tables bits)
+)
 _FP32 = 4
 _HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
 _FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RFC 6928)
@@ -120,7 +122,7 @@ def schemes(
     NoLoCo is in pairs, and with more than 8 replicas also in the groups that docs/evidence.md recommends for them;
     separate jobs exchange in pairs only, and have no DiLoCo; synchronous training is among those that a federation
     starts with, or two. With `most_waiting` each has the local steps that its run would choose. Pairs in int3 are
-    there where they permit more rounds than int4, so many that int3 loses no more.
+    there where they permit so many more rounds than int4 that they lose less.
 
     The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
     averages gradients in each local step, in the working precision, by a reduce-scatter and an all-gather of

@@ -184,6 +184,15 @@ def test_mean_over_job_folders_equals_one_job(tmp_path: Path, second: dict[str, 
         assert torch.equal(found, expected), row.name
 
 
+def test_samples_of_steps_that_a_job_left_out_are_not_consumed() -> None:
+    jobs = [Topology(1, slot=slot, separate_jobs=True) for slot in (0, 1)]
+    manifests = [
+        Manifest(STEP, 10 * STEP, job, job.position(0), {}, {}, SMALL, [], counters=counters)
+        for job, counters in zip(jobs, ({}, {"total/skipped_ahead": 5.0}), strict=True)
+    ]
+    assert Ensemble({0: Path(), 1: Path()}, manifests).consumed_samples == 10 * (STEP + STEP - 5)
+
+
 def test_counters_of_another_layout_add_up() -> None:
     """Bytes of a replica stay what they were; what all ranks know, and seconds of the slowest, is not added."""
     before = Layout(Topology(2, pp=2, dp=2), 32, 1, tied=False)
