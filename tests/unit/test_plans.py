@@ -483,6 +483,33 @@ class TestCycles:
         order = factors[fragment:] + factors[:fragment]
         assert found == pytest.approx(cycle_spread_factor(alpha, gamma, order, error, nesterov), abs=0.03)
 
+    @pytest.mark.parametrize(
+        ("alpha", "gamma", "nesterov"), [(0.0, 1.0, False), (0.5, 0.7, False), (0.8, 0.7, True)]
+    )
+    @pytest.mark.parametrize("replicas", [8, 9])
+    def test_so_is_that_of_cycles_that_keep_their_errors(
+        self, alpha: float, gamma: float, nesterov: bool, replicas: int
+    ) -> None:
+        order = prime_factors(replicas)
+        grouping = Grouping(replicas, max(order), seed=1, pairing="cycle")
+        draw = np.random.default_rng(0)
+        phi, (delta, kept) = draw.normal(size=(replicas, 4000)), np.zeros((2, replicas, 4000))
+        logs = []
+        for round_index in range(120):
+            for group in map(list, grouping.groups(round_index)):
+                combined = gamma * phi[group] + kept[group]
+                size = math.sqrt(combined.var(axis=0, ddof=1).mean())
+                kept[group] = 0.5 * size * draw.normal(size=combined.shape)
+                pull = (combined - kept[group]).mean(axis=0) - gamma * phi[group]
+                delta[group] = alpha * delta[group] + pull
+                phi[group] += alpha * delta[group] + pull if nesterov else delta[group]
+            phi -= phi.mean(axis=0)
+            logs.append(math.log(scale := phi.std()))
+            phi, delta, kept = phi / scale, delta / scale, kept / scale
+        found = math.exp(2 * np.mean(logs[30:]))
+        rho = cycle_spread_factor(alpha, gamma, order, 0.5, nesterov, kept=True)
+        assert found == pytest.approx(rho, abs=0.02)
+
     @pytest.mark.parametrize("replicas", [8, 16])
     def test_fragments_of_a_round_meet_a_whole_cycle(self, replicas: int) -> None:
         digits = len(prime_factors(replicas))
