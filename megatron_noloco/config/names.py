@@ -37,7 +37,12 @@ ALIASES = {
     "tensor_parallel": "parallel.tensor_model_parallel_size",
     "expert_parallel": "parallel.expert_model_parallel_size",
     "sequence_parallel_size": "parallel.sequence_parallel",
-    "activation_checkpointing": "model.recompute_granularity",
+    **dict.fromkeys(
+        ("activation_checkpointing", "checkpoint_activations", "recompute_activations"),
+        "model.recompute_granularity",
+    ),
+    "exit_duration_in_mins": "training.exit_duration_minutes",
+    "save": "training.output_dir",
     "torch_autocast": "bf16.enabled",
     "amp": "bf16.enabled",
     "steps_per_print": "training.log_interval",
@@ -51,7 +56,16 @@ _OF_FAMILY = (
 )
 # Where no field is the same, what to know instead.
 HINTS = {
-    **dict.fromkeys(("learning_rate", "training.lr"), "the learning rate is optimizer.params.lr"),
+    **dict.fromkeys(
+        ("learning_rate", "lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_style"),
+        "learning rates are in optimizer.params, their course in scheduler; see docs/optimizers.md",
+    ),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay"),
+        "optimizer.params has betas, eps and weight_decay; see docs/optimizers.md",
+    ),
+    **dict.fromkeys(("vocab_file", "merge_file"), "data.tokenizer_model names a folder with tokenizer.json"),
+    "use_distributed_optimizer": "zero_optimization.stage 1 is the default; leave it out",
     **dict.fromkeys(
         ("data.path", "data.file", "data.files", "dataset"), "set data.text, or see docs/data.md"
     ),

@@ -300,3 +300,23 @@ def test_names_in_other_programs_lead_to_fields_and_are_none() -> None:
     ours = {name for name, _ in fields_of(RunConfig)}
     assert set(ALIASES.values()) <= ours
     assert not names_of_others().keys() & ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "where"),
+    [
+        ("lr", "optimizer.params"),
+        ("weight_decay", "optimizer.params"),
+        ("lr_decay_style", "scheduler"),
+        ("vocab_file", "data.tokenizer_model"),
+        ("save", "training.output_dir"),
+        ("exit_duration_in_mins", "training.exit_duration_minutes"),
+    ],
+)
+def test_what_megatron_calls_it_is_not_to_be_left_out(theirs: str, where: str) -> None:
+    given: dict[str, Any] = {theirs: 1, "training": {"train_iters": 1, "output_dir": "runs/x"}}
+    with pytest.raises(UserError) as refused:
+        RunConfig(**given)
+    (line,) = (line for line in str(refused.value).splitlines() if line.startswith(f"{theirs} "))
+    assert where in line
+    assert "leave it out" not in line
