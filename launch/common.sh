@@ -92,6 +92,13 @@ check_hostfile() { # sets hosts, how many there are; 1 without HOSTFILE
         echo "HOSTFILE=$HOSTFILE: $([ -r "$HOSTFILE" ] && echo 'names no host' || echo 'there is no such file')" >&2
         exit 2
     }
+    if [ "${mpi:-}" = other ]; then return; fi # MPICH's lines have "node1:8" and other options
+    known='^(max[-_]?)?(slots|cpu|count)|^(user|port)'
+    wrong=$(awk -v known="$known" '{ sub(/#.*/, "") } NF > 1 && $2 !~ known { print "line " NR ": " $2; exit }' "$HOSTFILE")
+    if [ -n "$wrong" ]; then
+        echo "HOSTFILE=$HOSTFILE, $wrong is unknown: a line is like 'node1 slots=8'" >&2
+        exit 2
+    fi
 }
 
 hosts_in_file() { # SEPARATOR between host and slots: writes HOSTFILE from the file `allocated`

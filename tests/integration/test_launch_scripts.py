@@ -297,15 +297,21 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["mpirun.sh", "deepspeed.sh"])
 @pytest.mark.parametrize(
-    ("content", "says"), [(None, "there is no such file"), ("# none\n\n", "names no host")]
+    ("content", "says"),
+    [
+        (None, ": there is no such file"),
+        ("# none\n\n", ": names no host"),
+        (
+            "node1 slots=8 # fast\nnode2 slot=8\n",
+            ", line 2: slot=8 is unknown: a line is like 'node1 slots=8'",
+        ),
+    ],
 )
-def test_a_hostfile_without_hosts_starts_nothing(
-    script: str, content: str | None, says: str, tmp_path: Path
-) -> None:
+def test_a_wrong_hostfile_starts_nothing(script: str, content: str | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     if content is not None:
         path.write_text(content)
-    assert launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)}) == (2, f"HOSTFILE={path}: {says}\n")
+    assert launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)}) == (2, f"HOSTFILE={path}{says}\n")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
