@@ -27,10 +27,12 @@ _LAUNCHERS = """\
 This command is one process of a run. A launcher starts all N of them; N is replicas x pipeline x tensor x
 data parallel sizes:
 
-  launch/mpirun.sh N my-run.json        mpirun -n N python -m megatron_noloco train my-run.json
+  launch/mpirun.sh N my-run.json        mpirun --bind-to none -n N python -m megatron_noloco train my-run.json
   launch/torchrun.sh N my-run.json      torchrun --nproc-per-node N -m megatron_noloco train my-run.json
   launch/deepspeed.sh N my-run.json     deepspeed --num_gpus N --no_local_rank --module megatron_noloco train ...
-  sbatch launch/slurm.sh my-run.json    srun --mpi=pmix python -m megatron_noloco train my-run.json"""
+  sbatch launch/slurm.sh my-run.json    srun --mpi=pmix python -m megatron_noloco train my-run.json
+
+Open MPI binds each of one or two processes to one core without --bind-to none (MPICH has no such option)."""
 
 
 def add_commands(commands: Commands) -> None:
