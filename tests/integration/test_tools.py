@@ -57,7 +57,7 @@ def test_a_tool_that_writes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_chaos_kills_a_replica_that_comes_back(tmp_path: Path) -> None:
-    """One of three replicas is killed and comes back without its folder; a new one joins. Both need seconds to start."""
+    """One of three replicas is killed and comes back without its folder; a new one joins. Starts take seconds."""
     few = "--replicas 3 --kills 1 --returns 1 --joins 1 --freezes 0 --steps 1000 --limit 200"
     found = run("faults chaos", [*few.split(), "--output", str(tmp_path / "chaos")])
     assert set(found["exit_codes"].values()) == {0}
