@@ -217,15 +217,15 @@ def _find_answer(
 def _check_read(whole: str, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate) -> None:
     """Raise UserError for a key of a message without which the rendering is the same."""
     for place, message in enumerate(messages):
-        for key in message:
-            without = {other: value for other, value in message.items() if other != key}
-            others = [*messages[:place], without, *messages[place + 1 :]]
-            if key in _KEYS or message[key] in _NOTHING or _renders(template, others, tools) != whole:
+        for key, value in message.items():
+            if key in _KEYS or value in _NOTHING:
                 continue
-            raise UserError(
-                f'message {place + 1} has the key "{key}", which the chat template does not read; there may be '
-                f"{', '.join(_KEYS)}, and what the template reads"
-            )
+            without = {other: held for other, held in message.items() if other != key}
+            if _renders(template, [*messages[:place], without, *messages[place + 1 :]], tools) == whole:
+                raise UserError(
+                    f'message {place + 1} has the key "{key}", which the chat template does not read; there may '
+                    f"be {', '.join(_KEYS)}, and what the template reads"
+                )
 
 
 def _renders(

@@ -155,13 +155,14 @@ def read_parquet(path: Path, columns: Iterable[str] | None = None) -> Iterator[R
             if missing:
                 raise UserError(f"{path}: no column {missing[0]!r}; there are {', '.join(names)}")
             rows, size = max(1, file.metadata.num_rows), path.stat().st_size
-            types = {name: file.schema_arrow.field(name).type for name in chosen}
+            types = ((name, file.schema_arrow.field(name).type) for name in chosen)
+            nested = {name: kind for name, kind in types if pyarrow.types.is_nested(kind)}
             for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
                 for row in batch.to_pylist():
                     number += 1
                     read = size * number // rows - size * (number - 1) // rows
-                    content = {name: _as_json(value, types[name]) for name, value in row.items()}
-                    yield Row(f"{path}, row {number}", content, read)
+                    row |= {name: _as_json(row[name], kind) for name, kind in nested.items()}
+                    yield Row(f"{path}, row {number}", row, read)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after row {number}: not UTF-8 text ({error.reason})") from None
     except (pyarrow.ArrowException, OSError) as error:

@@ -66,14 +66,13 @@ def _quiet_seconds(run: RunLog) -> float:
 
 def _progress(run: RunLog, now: float) -> str:
     latest = [row for log in _there(run) if (row := log.newest("step"))]
-    done, total = min((row["step"] for row in latest), default=0), run.facts.get("steps", 0)
+    steps, total = [row["step"] for row in latest] or [0], run.facts.get("steps", 0)
+    done = min(steps)
     text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
     since = max(0.0, now - _written(run))
     if not is_under_way(run.folder):
-        furthest = max(
-            (row["step"] for row in latest), default=0
-        )  # last rows of other jobs may not have come
-        state = "ended" if 0 < total <= furthest else "no job is under way"
+        # By the furthest, since last rows of other jobs may not have come.
+        state = "ended" if 0 < total <= max(steps) else "no job is under way"
         return f"{text}; {state}, last written {figures.duration(since)} ago"
     if latest and since > _quiet_seconds(run):  # on another host
         return f"{text}; nothing written for {figures.duration(since)}, so it may have ended"

@@ -14,9 +14,8 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, RankParameters
 
 NEGLIGIBLE = 0.01  # share of the time
-_MOST_INT3 = (
-    2  # local steps per round with which int3 loses less than int4 with a step more (tools.tables bits)
-)
+# Local steps per round up to which int3 loses less than int4 with a step more (python -m tools.tables bits).
+_MOST_INT3 = 2
 _FP32 = 4
 _HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
 _FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RFC 6928)
