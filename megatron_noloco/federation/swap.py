@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_noloco.federation.gather import Leader, bytes_of
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.outer.bucket_code import DIGITS, Code, PairCode, blocks_to_code
-from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece, finite_mean
+from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
 from megatron_noloco.outer.payload import Codec, UnequalError, signs_of
 from megatron_noloco.outer.vectors import Buffers
 
@@ -151,11 +151,13 @@ class _Exchange:
         for digit in range(DIGITS):
             mine = await self._compute(code.encode)
             await self._swap(at, 1 + digit, mine, code.theirs[0], report)
-            await self._compute(_put, code.means(), mean)
+            await self._compute(code.average)
         left_over = await self._compute(code.left_over)
         theirs = torch.empty_like(left_over)
         await self._in_fp32(at, 1 + DIGITS, left_over, theirs, report)
-        _put(code.fill(theirs), mean)
+        if len(left_over):
+            code.fill(theirs)
+        mean.copy_(code.mean)
         self._free.append(memory)
 
     async def _swap(
@@ -198,8 +200,3 @@ def _order(buckets: int, phases: int) -> Iterator[tuple[int, int]]:
         for phase in range(phases):
             if 0 <= (bucket := turn - phase * AHEAD) < buckets:
                 yield bucket, phase
-
-
-def _put(means: Iterator[MeanPiece], mean: Tensor) -> None:
-    for start, stop, one in means:
-        mean[start:stop] = one

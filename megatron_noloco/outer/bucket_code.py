@@ -3,16 +3,17 @@
 A bucket is coded digit by digit. Its blocks are all *open* at first. After each digit those stay open in which a
 difference was larger than the digits so far hold; of the others the mean is known. What DIGITS digits do not hold
 is left over, as are the blocks that are not to be coded.
+
+The mean is formed for all open blocks at once, and formed again where it was wrong. So a GPU runs as many kernels
+however many blocks stay open.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.payload import (
     BLOCK,
     CELLS,
@@ -39,7 +40,8 @@ class Code:
         signs: of the sketches.
         coded: which blocks are, bool of shape [blocks], in host memory; the others are exact.
         others: number of the other members.
-        rounding: to be filled with what the mean leaves out, beside the bucket; None: nothing is kept.
+        rounding: to be filled with what the mean leaves out, beside the bucket, in whole blocks; None: nothing is
+            kept.
     """
 
     codec: Codec
@@ -62,7 +64,7 @@ def blocks_to_code(bucket: range, exact: Ranges) -> Tensor:
 
 
 class BucketCode:
-    """Sketches a bucket, codes its open blocks, and notes which of them the codes hold.
+    """Sketches a bucket, codes its open blocks, forms their mean, and notes which of them the codes hold.
 
     The attributes from `blocks` on are of the open blocks alone, in their order.
 
@@ -72,6 +74,7 @@ class BucketCode:
     Attributes:
         sketches: of the bucket, fp32 of shape [blocks, CELLS], in host memory, as all messages are.
         their_sketches: of `part` by each other member, to be filled.
+        mean: of the bucket, where it lies; complete when no block is open and `fill` has been called.
         blocks: how many are open.
         digits: how many digits of them have been sent, with the next one.
         vector: their elements.
@@ -90,6 +93,8 @@ class BucketCode:
         self.sketches = buffers.get("sketches", torch.float32, blocks, CELLS)
         self.their_sketches = buffers.get("their sketches", torch.float32, code.others, width, CELLS)
         self.steps = buffers.get("steps", torch.float32, blocks)
+        self._mean = buffers.get("mean", torch.float32, blocks, BLOCK, device=bucket.device)
+        self.mean = self._mean.view(-1)[: len(bucket)]
         self.digits, self.vector = 1, bucket
         self._left_over = torch.ones(blocks, dtype=torch.bool, device=HOST)
         self._open(torch.arange(blocks, dtype=torch.int64, device=HOST), [[] for _ in range(code.others)])
@@ -130,10 +135,12 @@ class BucketCode:
         """Return the elements that the codes do not hold, in host memory; complete when no block is open."""
         return self._gather(self._left_over.nonzero().view(-1), "left over", HOST)
 
-    def fill(self, left_over: Tensor) -> Iterator[MeanPiece]:
-        """Yield the mean of the elements that are left over, at its places in the bucket."""
-        for ours, place in _places(self._left_over.nonzero().view(-1), len(self._bucket)):
-            yield MeanPiece(place.start, place.stop, left_over[ours])
+    def fill(self, left_over: Tensor) -> None:
+        """Fill in the mean of the elements that are left over."""
+        places = self._here(self._left_over.nonzero().view(-1))
+        self._mean[places] = self._here(_rows(left_over))
+        if self._code.rounding is not None:
+            self._code.rounding.view(-1, BLOCK)[places] = 0.0
 
     def _received(self, blocks: slice) -> list[Received]:
         """Return what the other members have sent of these blocks of `part`, where the bucket lies."""
@@ -171,11 +178,13 @@ class BucketCode:
         self._report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
         self._report.compared_elements += round(float(sizes.sum()))
 
-    def _held(self, values: Tensor, blocks: slice) -> Iterator[MeanPiece]:
-        """Yield those of a piece's blocks that the codes hold, at their places in the bucket."""
-        held = self.held[blocks].nonzero().view(-1)
-        for ours, place in _places(self._numbers[blocks][held], len(self._bucket), held):
-            yield MeanPiece(place.start, place.stop, values[ours])
+    def _put(self, values: Tensor, blocks: slice, out: Tensor) -> None:
+        """Write a piece's blocks to their places in `out`, of shape [blocks, BLOCK]."""
+        numbers = self._numbers[blocks]
+        if self.digits == 1:  # all blocks are open
+            out.view(-1)[blocks.start * BLOCK :][: len(values)] = values
+        else:
+            out[self._here(numbers)] = _rows(values)
 
     def _next_digit(self) -> None:
         """Let the blocks be open whose differences the codes do not hold; none after the last digit."""
@@ -193,12 +202,13 @@ class BucketCode:
 
     def _gather(self, numbers: Tensor, name: str, device: torch.device) -> Tensor:
         """Return the elements of the blocks of these numbers, in memory of this name."""
-        places = list(_places(numbers, len(self._bucket)))
-        length = places[-1][0].stop if places else 0
-        out = self._buffers.get(name, torch.float32, length, device=device)
-        for ours, place in places:
-            out[ours].copy_(self._bucket[place])
-        return out
+        if not len(numbers):
+            return self._buffers.get(name, torch.float32, 0, device=device)
+        whole = len(self._bucket) // BLOCK
+        rows = self._bucket[: whole * BLOCK].view(whole, BLOCK)[self._here(numbers[numbers < whole])].view(-1)
+        if int(numbers[-1]) == whole:
+            rows = torch.cat([rows, self._bucket[whole * BLOCK :]])
+        return self._buffers.get(name, torch.float32, len(rows), device=device).copy_(rows)
 
 
 class PairCode(BucketCode):
@@ -207,8 +217,8 @@ class PairCode(BucketCode):
     def __init__(self, bucket: Tensor, code: Code, buffers: Buffers, report: ExchangeReport) -> None:
         super().__init__(bucket, code, slice(0, len(code.coded)), buffers, report)
 
-    def means(self) -> Iterator[MeanPiece]:
-        """Yield the mean of the open blocks that the codes hold, and go on to the next digit.
+    def average(self) -> None:
+        """Form the mean of the open blocks, and go on to the next digit of those that the codes do not hold.
 
         Raises UnequalError for vectors that differ in length.
         """
@@ -218,8 +228,8 @@ class PairCode(BucketCode):
             m, fits, unequal = self.codec.differences(own, len(piece), theirs)
             right = fits & (steps > 0)
             moved, square = self.codec.from_difference(piece, m, steps * right / 2)
+            self._put(moved, blocks, self._mean)
             self._note((right, unequal, 2 * square), blocks, len(piece))
-            yield from self._held(moved, blocks)
         self._next_digit()
 
 
@@ -243,8 +253,8 @@ class GroupCode(BucketCode):
             found = self.codec.sum_of(piece, steps, self._received(blocks), self.sums[blocks])
             self._note(found, blocks, len(piece))
 
-    def means(self) -> Iterator[MeanPiece]:
-        """Yield the mean of the open blocks that the codes hold, and go on to the next digit."""
+    def average(self) -> None:
+        """Form the mean of the open blocks, and go on to the next digit of those that the codes do not hold."""
         members, rounding = 1 + self._code.others, self._code.rounding
         for piece, blocks in pieces(self.vector, self.codec.at_once):
             summed = piece, self._here(self.steps[blocks]), self._here(self.sums[blocks]), members
@@ -252,22 +262,11 @@ class GroupCode(BucketCode):
                 mean = self.codec.from_sum(*summed)
             else:
                 mean, left_out = self.codec.common_mean(*summed)
-                for start, stop, one in self._held(left_out, blocks):
-                    rounding[start:stop] = one
-            yield from self._held(mean, blocks)
+                self._put(left_out, blocks, rounding.view(-1, BLOCK))
+            self._put(mean, blocks, self._mean)
         self._next_digit()
 
 
-def _places(numbers: Tensor, length: int, rows: Tensor | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield where elements of some blocks lie, in as few runs as possible: in a vector of them, and in the bucket.
-
-    Args:
-        numbers: of the blocks in the bucket, ascending.
-        length: of the bucket.
-        rows: of the blocks in the vector; None: it has only them.
-    """
-    ends = (torch.diff(numbers) > 1).nonzero().view(-1).add_(1).tolist()
-    for first, last in pairwise([0, *ends, len(numbers)] if len(numbers) else []):
-        row, start = (first if rows is None else int(rows[first])) * BLOCK, int(numbers[first]) * BLOCK
-        stop = min(start + (last - first) * BLOCK, length)
-        yield slice(row, row + stop - start), slice(start, stop)
+def _rows(values: Tensor) -> Tensor:
+    """Return a copy in shape [blocks, BLOCK], with zeros after its end."""
+    return torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)

@@ -184,7 +184,7 @@ def pair_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchange
     code.find_steps()
     while code.blocks:
         yield members.swap(code.encode(), code.theirs[0])
-        yield from code.means()
+        code.average()
     yield from _left_over(members, code)
 
 
@@ -200,17 +200,17 @@ def group_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchang
         yield members.to_owners(of_open, code.encode(), code.theirs)
         code.add_up()
         yield members.from_owners(of_open, [code.sums, code.held])
-        yield from code.means()
+        code.average()
     yield from _left_over(members, code)
 
 
 def _left_over(members: Members, code: PairCode | GroupCode) -> BucketExchange:
-    """Exchange in fp32 what the codes do not hold."""
-    if not len(left_over := code.left_over()):
-        return
-    for found in in_fp32(members, left_over):
-        if isinstance(found, MeanPiece):  # of what has been sent
-            left_over[found.start : found.stop] = found.mean
-        else:
-            yield found
-    yield from code.fill(left_over)
+    """Exchange in fp32 what the codes do not hold; then the mean is complete."""
+    if len(left_over := code.left_over()):
+        for found in in_fp32(members, left_over):
+            if isinstance(found, MeanPiece):  # of what has been sent
+                left_over[found.start : found.stop] = found.mean
+            else:
+                yield found
+        code.fill(left_over)
+    yield MeanPiece(0, len(code.mean), code.mean)

@@ -178,10 +178,13 @@ def memory_of(
         }
         return {name: round(held.owned * size) for name, size in sizes.items() if size}
 
-    host = parts(on_device=False)
+    host, device = parts(on_device=False), device | parts(on_device=True)
     if messages := _messages(config, topology, held):
         host["messages"] = messages
-    return Memory(held, device | parts(on_device=True), host, nccl)
+        if config.noloco.payload_bits is not None:  # the means of buckets lie beside c
+            home = device if config.noloco.slow_weights == "device" else host
+            home["rounds"] += _FP32 * min(held.owned, WINDOW * BUCKET)
+    return Memory(held, device, host, nccl)
 
 
 def _messages(config: RunConfig, topology: Topology, held: RankParameters) -> int:

@@ -70,7 +70,6 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     """Encode and decode where the vectors lie, without the messages; only the first digit is timed."""
     codec, signs, blocks = Codec(bits, mine.device), signs_of(0).to(mine.device), blocks_in(len(mine))
     memory, reports = (Buffers(), Buffers()), (ExchangeReport((0, 1)), ExchangeReport((0, 1)))
-    mean = torch.empty_like(mine)
 
     def begin(side: int) -> PairCode:
         code = Code(codec, signs, torch.ones(blocks, dtype=torch.bool))
@@ -90,22 +89,17 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
         return [own, other]
 
     def decode(both: list[PairCode]) -> list[PairCode]:
-        put(both[0])
+        both[0].average()
         return both
-
-    def put(code: PairCode) -> None:
-        for start, stop, piece in code.means():
-            mean[start:stop] = piece
 
     sketches = [begin(side).sketches.clone() for side in range(2)]
     _, encode_seconds = fastest(lambda _: sketch_and_encode(0), repeats, mine.device)
     (own, other), decode_seconds = fastest(decode, repeats, mine.device, swapped)
-    for _ in other.means():
-        pass
+    other.average()
     receive(own, other.encode())
-    put(own)
+    own.average()
     next_bits = reports[0].resent_elements / repeats / len(mine)
-    return Figures(mean, next_bits, encode_seconds, decode_seconds)
+    return Figures(own.mean, next_bits, encode_seconds, decode_seconds)
 
 
 def receive(code: PairCode, codes: Coded) -> None:
