@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -141,8 +142,13 @@ def run_command(
     return Outcome(False, seconds, figure, peer, "\n".join(said))
 
 
-def launched(config: dict[str, Any], ranks: int) -> tuple[list[ReplicaLog], str]:
+def launched(
+    config: dict[str, Any], ranks: int, environ: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[ReplicaLog], str]:
     """Train by a script in launch/, in a folder that is then removed; returns the replicas' logs, and its output.
+
+    Args:
+        environ: variables to set beside those of this process.
 
     Raises SystemExit with the last lines of a run that failed.
     """
@@ -154,7 +160,7 @@ def launched(config: dict[str, Any], ranks: int) -> tuple[list[ReplicaLog], str]
         finished = subprocess.run(
             [f"launch/{script}", str(ranks), str(path)],
             cwd=REPOSITORY,
-            env=os.environ | {"PYTHON": sys.executable},
+            env={**os.environ, "PYTHON": sys.executable, **environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

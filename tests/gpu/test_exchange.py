@@ -1,6 +1,7 @@
 """Rounds of weights on a GPU, through pinned memory and a side stream, against the same rounds on a CPU."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ pytestmark = pytest.mark.gpu
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 3_000_001, 4, 3
 
 
+@cache
+def steps_of(rank: int) -> list[Tensor]:
+    """Return what each local step of a rank adds, the same on any device."""
+    draw = torch.Generator().manual_seed(rank + 1)
+    return [torch.randn(LENGTH, generator=draw) * 0.01 for _ in range(ROUNDS * LOCAL_STEPS + 1)]
+
+
 def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]:
     """Return fast and slow weights and momenta of all replicas after the same local steps on any device."""
     settings = NolocoSettings(
@@ -29,9 +37,8 @@ def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]
     def replica(transport: Any) -> list[Tensor]:
         own = start.to(device, copy=True)
         outer = OuterOptimizer(TorchWeights([own]), transport, Place(transport.rank, REPLICAS), settings)
-        draw = torch.Generator().manual_seed(transport.rank + 1)
-        for step in range(ROUNDS * LOCAL_STEPS + 1):
-            own.add_((torch.randn(LENGTH, generator=draw) * 0.01).to(device))  # rounds once on any device
+        for step, change in enumerate(steps_of(transport.rank)):
+            own.add_(change.to(device))
             if device == "cuda":  # work that a local step would have queued
                 busy = torch.randn(2048, 2048, device=device)
                 for _ in range(20):

@@ -28,7 +28,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def state(config: str) -> dict[str, Tensor]:
     run = trained(config)
-    tensors = {**run.engine.tensors(), **run.outer.state()}
+    tensors = {**run.engine.tensors(), **run.peers.outer.state()}
     return {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
 

@@ -9,7 +9,7 @@ true size, in the Euclidean norm. GB are those of the fp32 vector.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_noloco.outer.bucket_code import Code, PairCode
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.payload import BLOCK, Codec, Coded, blocks_in, message_bytes, signs_of
-from megatron_noloco.outer.vectors import HOST, Buffers
+from megatron_noloco.outer.vectors import BUCKET, HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
 from megatron_noloco.plans.payloads import BITS
 
@@ -67,39 +67,50 @@ def measure(elements: int, repeats: int, bits: int) -> dict[str, float]:
 
 
 def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
-    """Encode and decode where the vectors lie, without the messages; only the first digit is timed."""
-    codec, signs, blocks = Codec(bits, mine.device), signs_of(0).to(mine.device), blocks_in(len(mine))
-    memory, reports = (Buffers(), Buffers()), (ExchangeReport((0, 1)), ExchangeReport((0, 1)))
+    """Encode and decode in buckets where the vectors lie, without the messages; only the first digit is timed."""
+    codec, signs, spans = Codec(bits, mine.device), signs_of(0).to(mine.device), range(0, len(mine), BUCKET)
+    memory, reports = (
+        [[Buffers() for _ in spans] for _ in range(2)],
+        [ExchangeReport((0, 1)) for _ in range(2)],
+    )
 
-    def begin(side: int) -> PairCode:
-        code = Code(codec, signs, torch.ones(blocks, dtype=torch.bool))
-        return PairCode((mine, theirs)[side], code, memory[side], reports[side])
+    def begin(side: int) -> Iterator[PairCode]:
+        for start, buffers in zip(spans, memory[side], strict=True):
+            bucket = (mine, theirs)[side][start : start + BUCKET]
+            code = Code(codec, signs, torch.ones(blocks_in(len(bucket)), dtype=torch.bool))
+            yield PairCode(bucket, code, buffers, reports[side])
 
-    def sketch_and_encode(side: int) -> tuple[PairCode, Coded]:
-        code = begin(side)
-        code.their_sketches[0].copy_(sketches[1 - side])
-        code.find_steps()
-        return code, code.encode()
+    def sketch_and_encode(side: int) -> list[tuple[PairCode, Coded]]:
+        found = []
+        for code, other in zip(begin(side), sketches[1 - side], strict=True):
+            code.their_sketches[0].copy_(other)
+            code.find_steps()
+            found.append((code, code.encode()))
+        return found
 
-    def swapped() -> list[PairCode]:
+    def swapped() -> tuple[list[PairCode], list[PairCode]]:
         """Return both sides when they have received each other's codes."""
-        (own, mine), (other, theirs) = map(sketch_and_encode, range(2))
-        for code, received in ((own, theirs), (other, mine)):
-            receive(code, received)
-        return [own, other]
+        both = [sketch_and_encode(side) for side in range(2)]
+        own, other = ([code for code, _ in side] for side in both)
+        for codes, sent in ((own, both[1]), (other, both[0])):
+            for code, (_, digit) in zip(codes, sent, strict=True):
+                receive(code, digit)
+        return own, other
 
-    def decode(both: list[PairCode]) -> list[PairCode]:
-        both[0].average()
+    def decode(both: tuple[list[PairCode], list[PairCode]]) -> tuple[list[PairCode], list[PairCode]]:
+        for code in both[0]:
+            code.average()
         return both
 
-    sketches = [begin(side).sketches.clone() for side in range(2)]
+    sketches = [[code.sketches.clone() for code in begin(side)] for side in range(2)]
     _, encode_seconds = fastest(lambda _: sketch_and_encode(0), repeats, mine.device)
-    (own, other), decode_seconds = fastest(decode, repeats, mine.device, swapped)
-    other.average()
-    receive(own, other.encode())
-    own.average()
-    next_bits = reports[0].resent_elements / repeats / len(mine)
-    return Figures(own.mean, next_bits, encode_seconds, decode_seconds)
+    both, decode_seconds = fastest(decode, repeats, mine.device, swapped)
+    for own, other in zip(*both, strict=True):
+        other.average()
+        receive(own, other.encode())
+        own.average()
+    mean = torch.cat([code.mean for code in both[0]])
+    return Figures(mean, reports[0].resent_elements / repeats / len(mine), encode_seconds, decode_seconds)
 
 
 def receive(code: PairCode, codes: Coded) -> None:

@@ -6,8 +6,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-
-from megatron_noloco.engine.initialize import fused_adam_loads
+from deepspeed.accelerator import get_accelerator
 
 SHOWN = [
     "torch",
@@ -28,14 +27,24 @@ def main() -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    found = {
-        "figure": f"{driver}; CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
-        "peer": ", ".join(f"{name} {found}" for name in SHOWN if (found := version_of(name))),
-        "apex": importlib.util.find_spec("apex") is not None,
-    }
     torch.ones(1, device="cuda").sum().item()
-    # In a step of its own: a compiler that is stopped leaves a lock, for which later ones wait for ever.
-    print(json.dumps({**found, "fused_adam": fused_adam_loads()}))
+    versions = f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    kernels = f"FusedAdam {fused_adam()}, apex {importlib.util.find_spec('apex') is not None}"
+    packages = ", ".join(f"{name} {found}" for name in SHOWN if (found := version_of(name)))
+    print(json.dumps({"figure": f"{driver}; {versions}; {kernels}", "peer": packages}))
+
+
+def fused_adam() -> bool:
+    """Return whether DeepSpeed's FusedAdam loads; compiles it, and prints what the compiler says.
+
+    In a step of its own: a compiler that is stopped leaves a lock, for which later ones wait for ever.
+    """
+    try:
+        get_accelerator().create_op_builder("FusedAdamBuilder").load(verbose=True)
+    except Exception as error:  # as `initialize.load_kernel`
+        print(error)
+        return False
+    return True
 
 
 def version_of(name: str) -> str | None:

@@ -1,6 +1,6 @@
 """Codes on a GPU: are they those of a CPU, and how many weights does it code in a second.
 
-    python -m tools.gpu_check.coding [--elements 134217728] [--device cuda]
+    python -m tools.gpu_check.coding [--elements 33554432] [--device cuda]
 
 A member of a pair codes, and uses the codes of the other, without messages (`tools/bench/payload.py`). Exit code 1
 where its mean is not that of a CPU, bit for bit.
@@ -18,7 +18,7 @@ from tools.options import command_line
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--elements", type=int, default=1 << 27)
+    parser.add_argument("--elements", type=int, default=1 << 25)
     parser.add_argument("--repeats", type=int, default=5, help="the fastest counts")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()

@@ -1,13 +1,14 @@
 """Measure on one GPU what the code and `plan` take for granted, and no CPU can tell.
 
-Prints JSON; the figure has: whether torch.cuda.is_available() leaves the driver alone, so that
-CUDA_DEVICE_MAX_CONNECTIONS may be set after it; GB of a CUDA context and of NCCL's communicator of one rank;
-seconds to pin 1 GB of host memory; GB/s over the bus from pinned and from other memory. "peer" is what is assumed.
-Other processes on the GPU count as its context.
+Prints JSON; the figure has: whether a stream waits for another, as CUDA_DEVICE_MAX_CONNECTIONS=1 makes it, where
+the variable is not set, set before torch is asked for a GPU, and after; GB of a CUDA context and of NCCL's
+communicator of one rank; seconds to pin 1 GB of host memory; GB/s over the bus from pinned and from other memory.
+"peer" is what is assumed. Other processes on the GPU count as its context.
 """
 
-import ctypes
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +21,12 @@ from torch import Tensor
 from megatron_noloco.outer.vectors import HOST, buffer
 
 _ELEMENTS = 1 << 28  # 1 GiB
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_CYCLES = 100_000_000  # of a kernel that does nothing: some 50 ms
 
 
 def main() -> None:
-    untouched = driver_is_untouched()
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        waits = pool.map(stream_waits, ("", "before", "after"), chunksize=1)
     torch.ones(1, device="cuda")
     context = used() / 1e9
     on_gpu, pageable = torch.empty(_ELEMENTS, device="cuda"), torch.ones(_ELEMENTS)
@@ -37,18 +39,33 @@ def main() -> None:
         torch.cuda.synchronize()
         communicator = (used() - before) / 1e9
         dist.destroy_process_group()
-    figure = f"driver untouched {untouched}; context {context:.2f} GB, communicator {communicator:.2f} GB; "
+    figure = f"a stream waits: {waits}; context {context:.2f} GB, communicator {communicator:.2f} GB; "
     figure += f"pin 1 GiB {pinning:.2f} s; to the GPU {fast:.0f} GB/s pinned, {slow:.0f} not"
-    print(
-        json.dumps({"figure": figure, "peer": "True; 0.5, 0.51 with NCCL 2.28; 0.3 to 1; 25 to 50, 3 to 6"})
-    )
+    peer = "[False, True, True]; 0.5, 0.51 with NCCL 2.28; 0.3 to 1; 25 to 50, 3 to 6"
+    print(json.dumps({"figure": figure, "peer": peer}))
 
 
-def driver_is_untouched() -> bool:
-    """Return whether CUDA's driver is not initialised after torch has been asked for a GPU."""
-    torch.cuda.is_available()
-    count = ctypes.c_int()
-    return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) == _NOT_INITIALIZED
+def stream_waits(when: str) -> bool:
+    """Return whether a kernel of one stream waits for a kernel of another that was queued before it.
+
+    Args:
+        when: CUDA_DEVICE_MAX_CONNECTIONS=1 is set, "before" or "after" torch is asked for a GPU; "": not at all.
+    """
+    for moment in ("before", "after"):
+        if when == moment:
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        torch.cuda.is_available()
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    ends = []
+    for stream, kernels in ((busy, 2), (other, 1)):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(_CYCLES)
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+            if kernels == 2:  # cannot start before the first has ended
+                torch.cuda._sleep(_CYCLES)
+    torch.cuda.synchronize()
+    return ends[0].elapsed_time(ends[1]) > 0.5 * _CYCLES / 2e6  # ms, at 2 GHz
 
 
 def used() -> int:
