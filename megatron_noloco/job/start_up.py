@@ -26,10 +26,13 @@ def importing() -> Iterator[None]:
 def before_engines() -> None:
     """Keep the engines' start-up messages off the console, and torch's compiler out of a process without a GPU.
 
-    Call it before the first import of an engine. Errors and this package's own messages remain.
+    Call it before the first import of an engine, and before torch is asked for a GPU. Errors and this package's
+    own messages remain.
     """
     import torch
 
+    # Else `is_available` initializes CUDA, which may read CUDA_DEVICE_MAX_CONNECTIONS (`training.joined`) then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Every process would report that there are CUDA's tools but no GPU.

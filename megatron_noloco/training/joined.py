@@ -166,7 +166,14 @@ def _join_ranks(prepared: Prepared) -> tuple[list[str], _Host]:
             os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(HOP_CHANNELS))
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # activations and gradients at once
         alone = topology.replica_size == 1
-        torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
+        device = local_device(world, torch.cuda.device_count(), shared=alone)
+        try:
+            torch.cuda.set_device(device)  # initializes CUDA
+        except RuntimeError as error:  # the driver's
+            raise UserError(
+                f"{socket.gethostname()}: GPU {device} cannot be used: {str(error).splitlines()[0]}; "
+                "`megatron-noloco doctor` says more, CUDA_VISIBLE_DEVICES= trains on the CPU"
+            ) from None
     record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     neighbours = cores_on_this_host()  # a collective: on every rank, whether the variable below is set or not

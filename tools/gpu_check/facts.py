@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.outer.vectors import HOST, buffer
 
 _ELEMENTS = 1 << 28  # 1 GiB
@@ -49,12 +50,13 @@ def stream_waits(when: str) -> bool:
     """Return whether a kernel of one stream waits for a kernel of another that was queued before it.
 
     Args:
-        when: CUDA_DEVICE_MAX_CONNECTIONS=1 is set, "before" or "after" torch is asked for a GPU; "": not at all.
+        when: CUDA_DEVICE_MAX_CONNECTIONS=1 is set, "before" or "after" `before_engines`, which asks torch for a
+            GPU; "": not at all.
     """
     for moment in ("before", "after"):
         if when == moment:
             os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        torch.cuda.is_available()
+        before_engines()
     busy, other = torch.cuda.Stream(), torch.cuda.Stream()
     ends = []
     for stream, kernels in ((busy, 2), (other, 1)):
