@@ -1,6 +1,7 @@
 """The engine on a GPU against plain torch on it, and what a local step waits for."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,9 +29,7 @@ def trained(changes: dict[str, Any], steps: int = STEPS) -> tuple[list[float], R
     routes = Routing(1, config.microbatches, 0, "off").straight()
     losses = []
     for step in range(steps):
-        found = engine.train_batch(
-            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
-        )
+        found = engine.train_batch(partial(microbatch, config, groups, step), routes)
         losses.append(sum(float(loss.loss) for loss in found) / len(found))
     return losses, recorded, {row.name: parameter.detach().float() for row, parameter in stage.named_rows()}
 
@@ -44,7 +43,8 @@ def plain_torch(changes: dict[str, Any], scale: float = 1.0) -> tuple[list[float
     decays = [master for master in masters.values() if master.dim() > 1]
     others = [master for master in masters.values() if master.dim() == 1]
     params = config.as_deepspeed()["optimizer"]["params"]
-    optimizer = torch.optim.AdamW([{"params": decays}, {"params": others, "weight_decay": 0.0}], **params)
+    grouped: list[dict[str, Any]] = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(grouped, **params)
     losses = []
     for step in range(STEPS):
         losses.append(0.0)

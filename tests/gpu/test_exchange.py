@@ -27,11 +27,8 @@ def steps_of(rank: int) -> list[Tensor]:
 
 def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]:
     """Return fast and slow weights and momenta of all replicas after the same local steps on any device."""
-    settings = NolocoSettings(
-        **PAPER
-        | {"local_steps": LOCAL_STEPS, "deadline_seconds": 60.0, "overlap_steps": overlap_steps}
-        | method
-    )
+    own = {"local_steps": LOCAL_STEPS, "deadline_seconds": 60.0, "overlap_steps": overlap_steps}
+    settings = NolocoSettings(**{**PAPER, **own, **method})
     start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
 
     def replica(transport: Any) -> list[Tensor]:
@@ -46,7 +43,8 @@ def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]
             outer.after_local_step(step + 1)
             outer.progress()
         outer.wait()
-        return [tensor.cpu() for tensor in (own, outer.slow_weights, outer.momentum)]
+        found = (own, outer.slow_weights, outer.momentum)
+        return [tensor.cpu() for tensor in found if tensor is not None]
 
     with ThreadPoolExecutor(REPLICAS) as threads:
         return [tensor for found in threads.map(replica, loopback_world(REPLICAS)) for tensor in found]

@@ -1,6 +1,7 @@
 """Kernels that take the place of torch's: each against torch's, where it is installed."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def test_fused_adam_is_adamw() -> None:
         pytest.skip("DeepSpeed's FusedAdam cannot be had: that takes nvcc and ninja")
     weights = torch.randn(100_003, device="cuda")
     own, expected = weights.clone().requires_grad_(), weights.clone().requires_grad_()
-    params = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    params: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     fused, plain = FusedAdam([own], adam_w_mode=True, **params), torch.optim.AdamW([expected], **params)
     for _ in range(10):
         own.grad = torch.randn_like(own)
@@ -55,7 +56,8 @@ def test_apex_has_the_same_norm() -> None:
 def test_grouped_attention_without_torchs_slow_kernel(dtype: torch.dtype, masked: bool) -> None:
     """With its fused kernels alone, attention of grouped heads is that of the CPU."""
     _, _, stage = build(tiny({"model": {"transformer_impl": "local"}}), 1)
-    attention = stage.chunks[0].decoder.layers[0].self_attention.core_attention
+    decoder: Any = stage.chunks[0].decoder
+    attention = decoder.layers[0].self_attention.core_attention
     assert isinstance(attention, CausalAttention)
     query, key, value = (torch.randn(128, 2, heads, 16, dtype=dtype) for heads in (4, 2, 2))
     mask = document_mask(torch.arange(128).div(50, rounding_mode="floor").expand(2, -1)) if masked else None
