@@ -23,7 +23,7 @@ from megatron_noloco.settings import NolocoSettings
 _FP32 = 4
 _GATHERED_PER_SECOND = 2.5e9  # bytes between two ranks of a host, over gloo, as measured on two cores
 
-_CORE_SECONDS_OF_STEPS = 0.1  # where a GPU computes the codes: to find their steps
+_CORE_SECONDS_OF_STEPS = 0.6  # where a GPU computes the codes: finds steps, queues kernels (H100, int8)
 
 
 @dataclass(frozen=True)
