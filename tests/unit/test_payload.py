@@ -383,6 +383,12 @@ def test_bytes_of_a_pair(bits: int, per_block: int, elements: int) -> None:
         assert message_bytes(elements, bits) == per_block * math.ceil(elements / 512)
 
 
+def test_blocks_that_are_to_be_exact_have_no_next_digit() -> None:
+    vectors = noise(5000, seed=0).expand(2, -1)
+    for exchange in average(vectors, (0, 1), 4, bucket=1024, exact=[(600, 601)])[1]:
+        assert exchange.report.bytes_sent == message_bytes(5000, 4) + 4 * BLOCK
+
+
 @pytest.mark.parametrize(("bits", "wide_bytes"), [(8, 2), (4, 1)])
 def test_bytes_of_a_group(bits: int, wide_bytes: int) -> None:
     """Seven blocks among three: the parts have 2, 2 and 3."""
