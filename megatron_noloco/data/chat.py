@@ -3,7 +3,9 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,13 @@ class ChatTemplate:
     def digest(self) -> str:
         """Hex SHA-256 of its texts; "" where there is none."""
         return sha256_of(self._content) if self._content else ""
+
+    @property
+    def renderer(self) -> list[str]:
+        """Versions of the packages on which depends what it writes; empty without a template or packages."""
+        with suppress(PackageNotFoundError):
+            return [version(name) for name in ("transformers", "jinja2")] if self._content else []
+        return []
 
     def text(self, tools: Any = None) -> str:
         """Return the template for conversations with these tools; raises UserError where there is none."""

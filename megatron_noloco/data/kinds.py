@@ -68,12 +68,14 @@ class Kind(ABC):
     def recipe(self) -> Recipe:
         """What the dataset is made of."""
         tokenizer = self.tokenizer
-        settings = {
+        settings: dict[str, Any] = {
             "kind": type(self).__name__,
             "split": astuple(self.source.split) if self.splits_files else None,
             "tokenizer": [tokenizer.digest, tokenizer.files_digest if self.has_answers else ""],
             "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
         }
+        if self.has_answers and (renderer := tokenizer.chat_template.renderer):
+            settings["renderer"] = renderer
         return Recipe(self.source.path, self.inputs.files, settings, self._write)
 
     def make(self, shown: bool) -> Entry:

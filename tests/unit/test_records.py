@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow
@@ -16,7 +17,7 @@ from tokenizers import processors
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.opening import open_data, open_validation
+from megatron_noloco.data.opening import kind_of, open_data, open_validation
 from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
@@ -211,6 +212,18 @@ class TestRecords:
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "forgetful", FORGETFUL))
         with pytest.raises(ValueError, match=r"line 1: the chat template renders messages 1 to 3"):
             load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
+
+    def test_another_transformers_renders_anew(self, model: Path, tmp_path: Path) -> None:
+        plain, path = tmp_path / "plain", write(tmp_path / "a.jsonl", {"messages": CHAT})
+        plain.mkdir()
+        make_tokenizer(plain)
+        for tokenizer, again in ((FastTokenizer(model), True), (FastTokenizer(plain), False), (BYTES, False)):
+            recipes = [kind_of(source(path), tokenizer).recipe for _ in range(2)]
+            with patch("megatron_noloco.data.chat.version", lambda _: "99"):
+                recipes.append(kind_of(source(path), tokenizer).recipe)
+            digests = [recipe.digest for recipe in recipes]
+            assert digests[0] == digests[1]
+            assert (digests[0] != digests[2]) == again
 
     def test_template_with_other_generation_prompt(self, tmp_path: Path) -> None:
         asking = TEMPLATE.replace("%}<assistant>{% endif", "%}<assistant><think>{% endif")
