@@ -103,8 +103,8 @@ class Batch(NamedTuple):
 
 class DeepSpeedConfig(Offered):
     """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" stands for
-    the default, but for 1.0 in gradient_clipping. At most one of bf16 and fp16 may be enabled; with neither, the
-    run is fp32.
+    the default, but for 1.0 in gradient_clipping; "enabled"
+    must be true or false. At most one of bf16 and fp16 may be enabled; with neither, the run is fp32.
     """
 
     train_batch_size: Positive | None = field(
@@ -197,6 +197,6 @@ class DeepSpeedConfig(Offered):
 
 
 def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
-    is_default = {name: value in (AUTO, None) for name, value in block.items()}
-    kept = {name: value for name, value in block.items() if not is_default[name]}
-    return {"enabled": False, **kept} if block.get("enabled") == AUTO else kept
+    """Leave out what stands for a default; for `enabled` it would be False, which nobody means by "auto"."""
+    unset = {name for name, value in block.items() if value is None or (value == AUTO and name != "enabled")}
+    return {name: value for name, value in block.items() if name not in unset}

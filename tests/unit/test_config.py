@@ -99,8 +99,7 @@ def test_two_numbers_of_a_batch_give_the_third(
 def test_every_auto_is_resolved() -> None:
     run = config(
         gradient_clipping="auto",
-        bf16={"enabled": "auto"},
-        fp16={"enabled": "auto", "loss_scale": "auto"},
+        fp16={"enabled": False, "loss_scale": "auto"},
         zero_optimization={"stage": "auto", "reduce_bucket_size": "auto"},
         scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
     )

@@ -58,6 +58,7 @@ WRONG: list[dict[str, Any]] = [
     # types and bounds
     {"training.train_iters": "ten"},
     {"optimizer.params.lr": "auto"},
+    {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": "auto"}},
     {"noloco.outer_lr": float("nan")},
     {"noloco.consensus_weight": 1e200},
     {"noloco.method": "nolocko"},
