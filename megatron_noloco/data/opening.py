@@ -82,6 +82,11 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
     """
     kind = kind_of(source, tokenizer)
     kind.open(needs.shown)
+    return _divided(kind, needs)
+
+
+def _divided(kind: Kind, needs: Needs) -> Data:
+    """Divide datasets that are mapped; raises UserError as `open_data` does."""
     training = _blend(kind, needs, TRAINING)
     validation = _blend(kind, needs, VALIDATION) if needs.evaluates else None
     if len(training) < needs.global_batch:
@@ -103,7 +108,9 @@ def open_validation(
         counters: of the run's checkpoint, which say how it divided files of text, and what it was trained on.
         seq_length: tokens in a sample of the run.
     """
-    data = open_data(source, tokenizer, replace(needs, seq_length=seq_length))
+    kind = kind_of(source, tokenizer)
+    kind.open(needs.shown)
+    data = _divided(kind, replace(needs, seq_length=seq_length))
     own = isinstance(source, IndexedSource) and source.validation is not None  # datasets of its own
     changed = any(
         counters.get(name, checksum) != checksum
@@ -116,7 +123,7 @@ def open_validation(
             "otherwise, so its validation split is not known (evaluate: give --data)"
         )
     if needs.seq_length != seq_length:
-        data = open_data(source, tokenizer, needs)
+        return _blend(kind, needs, VALIDATION)
     assert data.validation is not None
     return data.validation
 
