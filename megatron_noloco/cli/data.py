@@ -116,10 +116,10 @@ def _cache(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.indexed import Indexed, report
+    from megatron_noloco.data.indexed import read_indexed, report
     from megatron_noloco.data.tokenizer import build_tokenizer
 
-    say(*report(Indexed(args.prefix), build_tokenizer(_tokenizer(args)), args.samples))
+    say(*report(read_indexed(args.prefix), build_tokenizer(_tokenizer(args)), args.samples))
     return 0
 
 

@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
@@ -38,76 +38,77 @@ _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 class Dataset:
     """Sequences of tokens, one after the other; of an indexed dataset, or of a part of it, memory-mapped.
 
+    A document is one or more sequences (here: pieces of a long text). A split consists of whole sequences.
+
     Attributes:
         tokens: shape [tokens].
         offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first token
             has the first offset. None: one sequence.
         mask: whether each token has a loss, shape [tokens]; None: each has.
         name: for the user.
+        document_bounds: the first sequence of each document, and the end, int64 [documents + 1]; None: of a part.
     """
 
     tokens: np.ndarray
     offsets: "np.ndarray | Offsets | None" = None
     mask: np.ndarray | None = None
     name: str = "dataset"
-
-
-class Indexed:
-    """The indexed dataset under a prefix, memory-mapped; incomplete files are refused.
-
-    A document is one or more sequences (here: pieces of a long text). A split consists of whole sequences.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        """Raise UserError, naming file and numbers, unless both files are complete and belong together."""
-        self.prefix = prefix
-        bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-        for path in (idx_path, bin_path):
-            if not path.is_file():
-                raise UserError(
-                    f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
-                    '`data preprocess` wrote, without ".bin"'
-                )
-        self.dtype, self.lengths, begins, self.document_bounds = _read_index(idx_path)
-        sequences, size = len(self.lengths), bin_path.stat().st_size
-        tokens = int(self.lengths.sum(dtype=np.int64))
-        if size != tokens * self.dtype.itemsize:
-            raise UserError(
-                f"{bin_path}: {size} bytes, its index says {tokens} tokens x {self.dtype.itemsize} = "
-                f"{tokens * self.dtype.itemsize}; it is cut short, or belongs to another index"
-            )
-        if not tokens:
-            raise UserError(f"{bin_path}: holds no tokens ({sequences} sequences)")
-        self.offsets = Offsets(begins, size, self.dtype.itemsize)
-        if not _lie_one_after_the_other(self.offsets, self.lengths, self.dtype.itemsize):
-            raise UserError(f"{idx_path}: its sequences do not lie one after the other")
-        bounds = self.document_bounds
-        if (
-            bounds[:1] != 0
-            or bounds[-1:] != sequences
-            or not all((np.diff(bounds[piece]) >= 0).all() for piece in _pieces(len(bounds)))
-        ):
-            raise UserError(
-                f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
-            )
-        self.tokens = _mapped(bin_path, self.dtype)
-        mask = _mask_of(prefix)
-        self.mask = _mapped(mask, np.bool_) if mask.exists() else None
-        if self.mask is not None and len(self.mask) != tokens:
-            raise UserError(
-                f"{mask}: {len(self.mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
-            )
+    document_bounds: np.ndarray | None = None
 
     @property
-    def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
-        return np.diff(self.offsets[self.document_bounds])
+    def sequences(self) -> int:
+        """How many there are."""
+        return 1 if self.offsets is None else len(self.offsets) - 1
 
-    def part(self, first: int, stop: int, name: str = "dataset") -> Dataset:
-        """Return sequences `first` to `stop`, as views of the files."""
+    def part(self, first: int, stop: int, name: str = "dataset") -> "Dataset":
+        """Return sequences `first` to `stop` of an indexed dataset, as views of the files."""
+        assert isinstance(self.offsets, Offsets)
         start, end = self.offsets[np.array([first, stop])]
         mask = None if self.mask is None else self.mask[start:end]
         return Dataset(self.tokens[start:end], self.offsets.part(first, stop), mask, name)
+
+
+def read_indexed(prefix: str) -> Dataset:
+    """Return the indexed dataset under a prefix, memory-mapped.
+
+    Raises UserError, naming file and numbers, unless all files are complete and belong together.
+    """
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for path in (idx_path, bin_path):
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
+                '`data preprocess` wrote, without ".bin"'
+            )
+    dtype, lengths, begins, bounds = _read_index(idx_path)
+    sequences, size = len(lengths), bin_path.stat().st_size
+    tokens = int(lengths.sum(dtype=np.int64))
+    if size != tokens * dtype.itemsize:
+        raise UserError(
+            f"{bin_path}: {size} bytes, its index says {tokens} tokens x {dtype.itemsize} = "
+            f"{tokens * dtype.itemsize}; it is cut short, or belongs to another index"
+        )
+    if not tokens:
+        raise UserError(f"{bin_path}: holds no tokens ({sequences} sequences)")
+    offsets = Offsets(begins, size, dtype.itemsize)
+    if not _lie_one_after_the_other(offsets, lengths, dtype.itemsize):
+        raise UserError(f"{idx_path}: its sequences do not lie one after the other")
+    if (
+        bounds[:1] != 0
+        or bounds[-1:] != sequences
+        or not all((np.diff(bounds[piece]) >= 0).all() for piece in _pieces(len(bounds)))
+    ):
+        raise UserError(
+            f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
+        )
+    mask, mask_path = None, _mask_of(prefix)
+    if mask_path.exists():
+        mask = _mapped(mask_path, np.bool_)
+        if len(mask) != tokens:
+            raise UserError(
+                f"{mask_path}: {len(mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
+            )
+    return Dataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
 
 
 class Offsets:
@@ -153,26 +154,29 @@ def _lie_one_after_the_other(offsets: Offsets, lengths: np.ndarray, itemsize: in
     return all(np.array_equal(between, own * np.int64(itemsize)) for between, own in found)
 
 
-def open_indexed(prefix: str, tokenizer: Tokenizer) -> Indexed:
-    """Open a dataset; raises UserError as `Indexed` does, and where it was made with another tokenizer.
+def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> Dataset:
+    """Open a dataset; raises UserError as `read_indexed` does, and where it was made with another tokenizer.
 
     A rank reads an index once, however often it opens the dataset, unless the files have changed.
+
+    Args:
+        name: for the user; "": the prefix.
     """
     files = tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
     stats = tuple(path.stat() if path.exists() else None for path in files)
     stamps = tuple(stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
-    indexed, record = _open(prefix, stamps), _record_of(prefix)
+    dataset, record = _read(prefix, stamps), _record_of(prefix)
     if record.is_file() and record.read_text().strip() != tokenizer.digest:
         raise UserError(
             f"{record}: the dataset was made with another tokenizer than that of the block data; set the same, or "
             "preprocess the text again (if this one has only further tokens, remove the file)"
         )
-    return indexed
+    return replace(dataset, name=name or prefix)
 
 
 @lru_cache(maxsize=64)
-def _open(prefix: str, stamps: tuple[object, ...]) -> Indexed:
-    return Indexed(prefix)
+def _read(prefix: str, stamps: tuple[object, ...]) -> Dataset:
+    return read_indexed(prefix)
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:
@@ -319,19 +323,22 @@ def _open_alone(path: Path) -> IO[bytes]:
 _PREVIEW_TOKENS = 60  # of a document
 
 
-def report(indexed: Indexed, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
-    """Yield lines that describe a dataset, then one line for each of its first `samples` documents."""
-    lengths = indexed.document_lengths
-    yield f"dataset: {indexed.prefix} ({indexed.tokens.nbytes / 1e6:.1f} MB, {indexed.dtype} tokens)"
-    yield f"documents: {len(lengths)}, in {len(indexed.lengths)} sequences"
-    yield f"tokens: {len(indexed.tokens)}"
+def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
+    """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents."""
+    bounds = dataset.document_bounds
+    assert isinstance(dataset.offsets, Offsets)
+    assert bounds is not None
+    lengths = np.diff(dataset.offsets[bounds])
+    yield f"dataset: {dataset.name} ({dataset.tokens.nbytes / 1e6:.1f} MB, {dataset.tokens.dtype} tokens)"
+    yield f"documents: {len(lengths)}, in {dataset.sequences} sequences"
+    yield f"tokens: {len(dataset.tokens)}"
     yield (
         f"document length: shortest {lengths.min()}, median {np.median(lengths):.0f}, "
         f"mean {lengths.mean():.1f}, longest {lengths.max()}"
     )
     for number in range(min(samples, len(lengths))):
-        first, stop = indexed.document_bounds[number : number + 2]
-        yield f"document {number}: {_preview(indexed.part(first, stop).tokens[:_PREVIEW_TOKENS], tokenizer)}"
+        first, stop = bounds[number : number + 2]
+        yield f"document {number}: {_preview(dataset.part(first, stop).tokens[:_PREVIEW_TOKENS], tokenizer)}"
 
 
 def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:

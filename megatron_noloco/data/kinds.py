@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
 from megatron_noloco.data.encode import Advance, Counts, Sequence, encode, notes_of, read_documents
-from megatron_noloco.data.indexed import Dataset, Indexed, IndexedWriter, open_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedWriter, open_indexed
 from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import encode_records
@@ -32,12 +32,8 @@ SPLITS = ("training", "validation")
 _KEY = "text"  # of JSON lines and Parquet
 
 
-class Member(NamedTuple):
-    """A dataset of a blend, before it is divided."""
-
-    indexed: Indexed
-    weight: float
-    name: str  # for the user
+Weighted = list[tuple[Dataset, float]]
+"""The datasets of a blend, before they are divided, each with its share."""
 
 
 class Kind(ABC):
@@ -57,8 +53,8 @@ class Kind(ABC):
     has_answers = False
     splits_files = False
     by_file = False
-    training: list[Member]
-    validation: list[Member] | None = None
+    training: Weighted
+    validation: Weighted | None = None
     facts: Mapping[str, Any] = {}
 
     def __init__(self, source: TextSource | RecordSource, tokenizer: Tokenizer, inputs: Inputs) -> None:
@@ -86,7 +82,7 @@ class Kind(ABC):
         """Map the dataset; raises UserError."""
         entry = self.make(shown)
         self.facts = entry.facts
-        self.training = [Member(open_indexed(entry.prefix, self.tokenizer), 1.0, self.source.name)]
+        self.training = [(open_indexed(entry.prefix, self.tokenizer, self.source.name), 1.0)]
 
     def check(self, output_dir: Path) -> None:
         """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
@@ -104,7 +100,7 @@ class Kind(ABC):
         """Yield the sequences of the dataset: all, or those of each split; counts what they hold."""
 
     @abstractmethod
-    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
+    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         """Return the first sequence of each split and the end of the last one, and the number of units."""
 
     @abstractmethod
@@ -149,9 +145,9 @@ class Documents(Kind):
         pieces = read_documents(self.inputs.files, _KEY, counts, advance)
         yield encode(pieces, self.tokenizer, True, counts, advance)
 
-    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
+    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         assert self.source.split is not None
-        return self.source.split.bounds(len(indexed.lengths)), len(indexed.lengths)
+        return self.source.split.bounds(dataset.sequences), dataset.sequences
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
         return ShuffledSamples(dataset, needs) if split == TRAINING else Samples(dataset, needs)
@@ -182,23 +178,22 @@ class Preprocessed(Documents):
 
     def open(self, shown: bool) -> None:
         source = self.source
-        self.training = self._members(source.train)
-        self.validation = source.validation and self._members(source.validation)
+        self.training = self._opened(source.train)
+        self.validation = source.validation and self._opened(source.validation)
 
     def check(self, output_dir: Path) -> None:
         self.open(shown=False)
 
-    def _members(self, prefixes: Prefixes) -> list[Member]:
-        opened = ((open_indexed(prefix, self.tokenizer), share, prefix) for prefix, share in prefixes)
-        return [Member(*member) for member in opened]
+    def _opened(self, prefixes: Prefixes) -> Weighted:
+        return [(open_indexed(prefix, self.tokenizer), share) for prefix, share in prefixes]
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
         """Raise UserError for a dataset that lacks a BOS that the run's documents are to begin with."""
         line, tokenizer = super().summary(training, validation), self.tokenizer
         bos = tokenizer.beginning_of_document
-        members = {member.name: member for member in self.training + (self.validation or [])}
-        for prefix, member in members.items():
-            begins = member.indexed.tokens[0] == bos
+        begin = {dataset.name: dataset.tokens[0] for dataset, _ in self.training + (self.validation or [])}
+        for prefix, token in begin.items():
+            begins = token == bos
             if tokenizer.before_document and not begins:
                 raise UserError(
                     f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
@@ -219,9 +214,10 @@ class Records(Kind):
     def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Sequence]]:
         yield encode_records(self.inputs.files, self.tokenizer, counts, advance)
 
-    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
-        records = len(indexed.document_bounds) - 1
-        return indexed.document_bounds[self.source.split.bounds(records)].tolist(), records
+    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
+        assert dataset.document_bounds is not None
+        records = len(dataset.document_bounds) - 1
+        return dataset.document_bounds[self.source.split.bounds(records)].tolist(), records
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> RecordSamples:
         assert isinstance(self.source, RecordSource)

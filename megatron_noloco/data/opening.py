@@ -162,17 +162,17 @@ def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
             "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
         )
     parts = []
-    for indexed, _, name in members:
-        bounds, units = ([0, len(indexed.lengths)] * 2, 0) if whole else kind.bounds(indexed)
-        place = 0 if whole else split
-        name = name if whole else f"the {SPLITS[split]} split of {name}"
-        dataset = indexed.part(bounds[place], bounds[place + 1], name)
-        if not len(dataset.tokens):
-            share = f"{astuple(kind.source.split)[split]:.4g}"
-            raise UserError(f"data.split: a share of {share} leaves {name} empty{kind.remedy(units)}")
+    for dataset, _ in members:
+        if not whole:
+            bounds, units = kind.bounds(dataset)
+            name = f"the {SPLITS[split]} split of {dataset.name}"
+            dataset = dataset.part(bounds[split], bounds[split + 1], name)
+            if not len(dataset.tokens):
+                share = f"{astuple(kind.source.split)[split]:.4g}"
+                raise UserError(f"data.split: a share of {share} leaves {name} empty{kind.remedy(units)}")
         parts.append(kind.samples(dataset, needs, split))
         _check_tokens(parts[-1], needs.vocab_size)
-    return Blend(parts, [member.weight for member in members])
+    return Blend(parts, [weight for _, weight in members])
 
 
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:

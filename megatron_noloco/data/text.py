@@ -11,7 +11,7 @@ from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.encode import Advance, Counts, encode
 from megatron_noloco.data.encode import Sequence as Encoded
 from megatron_noloco.data.formats import begins_as_text, read_text, text_problem
-from megatron_noloco.data.indexed import Dataset, Indexed
+from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.inputs import JSON_LINES, Input, Inputs, find_inputs, find_standard_library
 from megatron_noloco.data.kinds import SPLITS, Kind
 from megatron_noloco.data.samples import Samples
@@ -53,7 +53,7 @@ class Text(Kind):
             pieces = chain.from_iterable(read_text(text.item.path, text.start, text.stop) for text in texts)
             yield encode(pieces, self.tokenizer, True, counts, advance)
 
-    def bounds(self, indexed: Indexed) -> tuple[list[int], int]:
+    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         return self.facts["splits"], self.facts["files"]
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
@@ -63,11 +63,12 @@ class Text(Kind):
         return samples
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
-        facts, (member, *_) = self.facts, self.training
-        tokens = np.diff(member.indexed.offsets[np.array(facts["splits"])])
+        facts, ((dataset, _),) = self.facts, self.training
+        assert dataset.offsets is not None
+        tokens = np.diff(dataset.offsets[np.array(facts["splits"])])
         split = " and ".join(f"{number} {name}" for number, name in zip(tokens, SPLITS, strict=False))
         size = f"{facts['files']} file{'s' * (facts['files'] > 1)}, {facts['bytes'] / 1e6:.1f} MB"
-        return f"{member.name}, {size}, {split} tokens{facts['notes']}"
+        return f"{dataset.name}, {size}, {split} tokens{facts['notes']}"
 
     def empty(self) -> UserError:
         text, first = self.source.path, self.inputs.files[0]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_noloco.data.indexed import Indexed, IndexedWriter
+from megatron_noloco.data.indexed import IndexedWriter, read_indexed
 from megatron_noloco.data.opening import kind_of
 from megatron_noloco.data.records import encode_records, find_records
 from megatron_noloco.data.sources import Split, TextSource
@@ -31,7 +31,7 @@ def write_dataset(
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
     """What a text becomes: the tokens of its three splits, and the facts about it."""
     entry = kind_of(TextSource(text, Split.parse(split), mkdtemp()), tokenizer).make(shown=False)
-    indexed, facts = Indexed(entry.prefix), entry.facts
+    indexed, facts = read_indexed(entry.prefix), entry.facts
     splits = (indexed.part(*bounds).tokens for bounds in pairwise(facts["splits"]))
     return SimpleNamespace(**dict(zip(("train", "validation", "test"), splits, strict=True)), **facts)
 

@@ -17,7 +17,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.data import cache
 from megatron_noloco.data import text as text_files
 from megatron_noloco.data.cache import cache_folder, entries, obtain
-from megatron_noloco.data.indexed import Indexed
+from megatron_noloco.data.indexed import read_indexed
 from megatron_noloco.data.opening import check_source, kind_of
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -138,7 +138,7 @@ def test_two_that_make_it_at_once_both_have_it(
         thread.join(60)
     assert len(makings) == (1 if locks else 2)
     assert found[0] == found[1]
-    assert Indexed(found[0].prefix).tokens.tobytes().startswith(b"t\0h\0e\0")
+    assert read_indexed(found[0].prefix).tokens.tobytes().startswith(b"t\0h\0e\0")
     assert not list((text.parent / "cache").glob("*.partial-*"))
     assert f"preparing {text}" in str(activity.now.state)
 

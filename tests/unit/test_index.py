@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.data import indexed
 from megatron_noloco.data.blend import Blend, excerpt
-from megatron_noloco.data.indexed import Indexed, IndexedWriter, Offsets, open_indexed
+from megatron_noloco.data.indexed import IndexedWriter, Offsets, open_indexed, read_indexed
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import ShuffledSamples
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, parse_prefixes
@@ -46,7 +46,7 @@ def test_offsets_are_those_of_an_array(lengths: list[int], data: st.DataObject) 
 def test_samples_and_checksums_are_those_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a run is continued with the samples of before."""
     monkeypatch.setattr(indexed, "_PIECE", 7)
-    found = Indexed(write(tmp_path / "a", [*range(1, 40)]))
+    found = read_indexed(write(tmp_path / "a", [*range(1, 40)]))
     array = np.array([0, *accumulate(range(1, 40))])
     needs = Needs(257, 8, seed=3)
     datasets = [
@@ -90,12 +90,12 @@ def test_an_index_is_read_once_until_its_files_change(
     prefix, tokenizer, read = write(tmp_path / "a", [3, 4]), ByteTokenizer(), list[Path]()
     original: Callable[..., object] = indexed._read_index
     monkeypatch.setattr(indexed, "_read_index", lambda path: read.append(path) or original(path))
-    assert open_indexed(prefix, tokenizer) is open_indexed(prefix, tokenizer)
+    assert open_indexed(prefix, tokenizer, "a").tokens is open_indexed(prefix, tokenizer).tokens
     assert len(read) == 1
     for path in (tmp_path / "a.bin", tmp_path / "a.idx"):
         path.unlink()
     write(tmp_path / "a", [5, 6])
-    assert open_indexed(prefix, tokenizer).lengths.tolist() == [5, 6]
+    assert open_indexed(prefix, tokenizer).offsets[:].tolist() == [0, 5, 11]
     (tmp_path / "a.bin").unlink()
     with pytest.raises(ValueError, match=r"a\.bin: no such file"):
         open_indexed(prefix, tokenizer)
@@ -110,4 +110,4 @@ def test_each_number_of_an_index_is_checked(at: int, tmp_path: Path, monkeypatch
     content[at] += 1
     Path(f"{prefix}.idx").write_bytes(content)
     with pytest.raises(ValueError, match="its sequences do not lie one after the other"):
-        Indexed(prefix)
+        read_indexed(prefix)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint.reader import read_into
-from megatron_noloco.data.indexed import Indexed
+from megatron_noloco.data.indexed import read_indexed
 from megatron_noloco.data.samples import ShuffledSamples
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.federation.gather import Gather, Leader, bytes_of
@@ -149,7 +149,7 @@ def test_samples_are_cut_from_more_than_2_to_the_32_tokens(tmp_path: Path) -> No
     (tmp_path / "long.idx").write_bytes(
         header + b"".join(part.tobytes() for part in (lengths, 2 * begins, bounds))
     )
-    indexed = Indexed(str(tmp_path / "long"))
+    indexed = read_indexed(str(tmp_path / "long"))
     assert indexed.part(3, 4).tokens.tolist() == list(range(1, 41))
     dataset = ShuffledSamples(indexed.part(0, 4), needs(seq_length=8))
     found = {int(token) for index in around_the_short_one(dataset) for token in dataset[index].tokens}

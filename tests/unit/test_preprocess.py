@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import encode, formats, preprocess
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import Indexed, IndexedWriter
+from megatron_noloco.data.indexed import Dataset, IndexedWriter, read_indexed
 from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import Encoding, Job
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
@@ -69,14 +69,14 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES) -> Indexed:
+def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES) -> Dataset:
     job = Job(find_inputs(map(str, paths), "--input"), folder / "out", encoding)
     preprocess.check(job)
     preprocess.preprocess(job, lambda _: None)
-    return Indexed(str(folder / "out_text_document"))
+    return read_indexed(str(folder / "out_text_document"))
 
 
-def documents(indexed: Indexed) -> list[list[int]]:
+def documents(indexed: Dataset) -> list[list[int]]:
     bounds = indexed.offsets[indexed.document_bounds]
     return [indexed.tokens[a:b].tolist() for a, b in pairwise(bounds)]
 
@@ -107,9 +107,9 @@ def test_what_megatron_core_wrote_is_read(tmp_path: Path) -> None:
     builder.add_item(torch.tensor([100_000]))
     builder.end_document()
     builder.finalize(str(tmp_path / "theirs.idx"))
-    ours = Indexed(str(tmp_path / "theirs"))
+    ours = read_indexed(str(tmp_path / "theirs"))
     assert documents(ours) == [[0, 1, 2, 3, 4], [100_000]]
-    assert ours.lengths.tolist() == [2, 3, 1]
+    assert ours.offsets[:].tolist() == [0, 2, 5, 6]
     assert ours.part(1, 3).tokens.tolist() == [2, 3, 4, 100_000]
 
 
@@ -178,7 +178,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     (folder / "empty.txt").write_text("")
     job = Job(find_inputs([str(folder)], "--input"), tmp_path / "out", BYTES)
     tally = preprocess.preprocess(job, lambda _: None)
-    assert documents(Indexed(str(job.output("text")))) == expected(["first", "second", "third"])
+    assert documents(read_indexed(str(job.output("text")))) == expected(["first", "second", "third"])
     assert [tally[name] for name in ("documents", "not_text", "empty_files")] == [3, 2, 1]
 
 
@@ -203,7 +203,7 @@ def test_batches_of_several_files_are_encoded_at_once(
     monkeypatch.setattr(ByteTokenizer, "encode_batch", count)
     indexed = run(tmp_path, [paths[0], paths[1], write_jsonl(tmp_path / "a.jsonl", TEXTS), *paths[2:]])
     assert documents(indexed) == expected([*texts[:2], *TEXTS, *texts[2:]])
-    assert len(indexed.lengths) > len(indexed.document_lengths), "a long text has several sequences"
+    assert indexed.sequences > len(indexed.document_bounds) - 1, "a long text has several sequences"
     assert len(counted) == calls
 
 
@@ -214,8 +214,8 @@ def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     job = Job(find_inputs([str(tmp_path / "a.jsonl")], "--input"), tmp_path / "out", encoding)
     tally = preprocess.preprocess(job, lambda _: None)
     assert [tally[name] for name in ("documents", "tokens", "empty")] == [3, 6, 1]
-    assert documents(Indexed(str(tmp_path / "out_title_document"))) == [list(b"T1")]
-    assert documents(Indexed(str(tmp_path / "out_body_document"))) == [list(b"B1"), list(b"B2")]
+    assert documents(read_indexed(str(tmp_path / "out_title_document"))) == [list(b"T1")]
+    assert documents(read_indexed(str(tmp_path / "out_body_document"))) == [list(b"B1"), list(b"B2")]
 
 
 def test_the_folder_of_a_prefix_is_made(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_wherever_it_is_stopped_a_name_means_a_complete_file(
         assert {path.name for path in tmp_path.glob("out*")} == set(whole[: (stops + 1) // 2])
         for key in ("a", "b"):
             if Path(f"{job.output(key)}.idx").exists():
-                assert documents(Indexed(str(job.output(key)))) == [list(key.upper().encode())]
+                assert documents(read_indexed(str(job.output(key)))) == [list(key.upper().encode())]
         for path in tmp_path.glob("out*.idx"):
             path.unlink()
         preprocess.check(job)
@@ -354,7 +354,7 @@ def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path
     first = call_preprocess(tmp_path, "--append-eod", *tokenizer)
     assert (first.returncode, without_torch(first.stderr)) == (0, "")
     encoding = fast_encoding(fast)
-    indexed = Indexed(str(tmp_path / "out_text_document"))
+    indexed = read_indexed(str(tmp_path / "out_text_document"))
     assert documents(indexed) == expected(texts, encoding)
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
     with pytest.raises(ValueError, match=r"out_text_document\.idx exists already"):
@@ -371,7 +371,7 @@ def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> 
         preprocess.preprocess(job, lambda _: None)
     assert [path.name for path in tmp_path.glob("out*")] == ["out_b_document.bin.partial"]
     other.finish()
-    assert documents(Indexed(str(job.output("b")))) == [[0, 1, 2]]
+    assert documents(read_indexed(str(job.output("b")))) == [[0, 1, 2]]
     other.discard()
     with pytest.raises(ValueError, match=r"out_b_document\.idx exists already"):
         preprocess.preprocess(job, lambda _: None)
@@ -458,12 +458,12 @@ class TestDamage:
         writer.add(np.arange(3), ends_document=False)
         writer.finish()
         with pytest.raises(ValueError, match=r"open\.idx: its documents do not end where its sequences do"):
-            Indexed(str(tmp_path / "open"))
+            read_indexed(str(tmp_path / "open"))
 
     def test_whole(self, prefix: Path) -> None:
-        indexed = Indexed(str(prefix))
-        assert indexed.dtype == np.int32
-        assert indexed.document_lengths.tolist() == [3, 4]
+        indexed = read_indexed(str(prefix))
+        assert indexed.tokens.dtype == np.int32
+        assert list(map(len, documents(indexed))) == [3, 4]
 
     @pytest.mark.parametrize(
         ("suffix", "damage", "line"),
@@ -488,9 +488,9 @@ class TestDamage:
             content[damage[0]] = damage[1]
         path.write_bytes(content)
         with pytest.raises(ValueError, match=line):
-            Indexed(str(prefix))
+            read_indexed(str(prefix))
 
     def test_one_file_missing(self, prefix: Path) -> None:
         prefix.with_suffix(".bin").unlink()
         with pytest.raises(ValueError, match=r"p\.bin: no such file .* without \"\.bin\""):
-            Indexed(str(prefix))
+            read_indexed(str(prefix))

@@ -14,7 +14,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import check_exported, check_folder, folder_adds_bos, folder_problem
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import Indexed
+from megatron_noloco.data.indexed import Dataset, read_indexed
 from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import (
     IndexedSource,
@@ -121,11 +121,11 @@ def datasets_of(source: Source, tokenizer: Path, **choice: bool) -> Data:
     return open_data(source, build_tokenizer(chosen), Needs(vocab_size=300, seq_length=8))
 
 
-def preprocessed(tmp_path: Path, text: Path, *options: str) -> Indexed:
+def preprocessed(tmp_path: Path, text: Path, *options: str) -> Dataset:
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tok")]
     prefix = ["--output-prefix", str(tmp_path / f"out{len(options)}"), "--append-eod"]
     assert main(["data", "preprocess", "--input", str(text), *tokenizer, *prefix, *options]) == 0
-    return Indexed(f"{prefix[1]}_text_document")
+    return read_indexed(f"{prefix[1]}_text_document")
 
 
 class TestSpecialTokens:
@@ -189,7 +189,7 @@ class TestBeginningOfDocument:
         file = tmp_path / "long.txt"
         file.write_text("the fox\n" * (1 << 17))
         indexed = preprocessed(tmp_path, file, "--prepend-bos")
-        assert len(indexed.lengths) > 1
+        assert indexed.sequences > 1
         assert (indexed.tokens == BOS).nonzero()[0].tolist() == [0]
 
     def test_records_begin_with_it_unless_the_template_writes_it(self, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ class TestBeginningOfDocument:
         write_tokenizer(tmp_path / "tok")
         file = tmp_path / "text.txt"
         file.write_text(TEXT[0])
-        prefixes = [preprocessed(tmp_path, file, *options).prefix for options in ([], ["--prepend-bos"])]
+        prefixes = [preprocessed(tmp_path, file, *options).name for options in ([], ["--prepend-bos"])]
         without, begun = map(parse_prefixes, prefixes)
         for blends in ((without, begun), (begun, without)):
             with pytest.raises(ValueError, match=f"data.prepend_bos: {prefixes[0]} does not begin with BOS"):
