@@ -19,7 +19,7 @@ from megatron_noloco.preflight.schemes import NEGLIGIBLE
 
 _PORTS = "tcp://"
 # Calls of a round of few weights, and of so many more; on a local S3 server (python -m tools.bench federation). A
-# store that writes faster than buckets are coded gets up to four times as many files: what waits shares one.
+# store that takes no time got up to half as many more: what waits for a write shares the next file.
 _WRITES, _READS, _CALLS_OF_WEIGHTS, _WEIGHTS = 5, 7, 3, 4e6
 
 
