@@ -43,7 +43,6 @@ class Kind(ABC):
         unit: what a split divides, in words.
         has_answers: whether only answers have a loss.
         splits_files: whether a dataset is divided when it is made.
-        by_file: once opened, whether each file is in one split.
         training: once opened, the datasets of training; with a split those of validation, too.
         validation: if each split has datasets of its own; None: there are none.
         facts: about the dataset that was made.
@@ -52,13 +51,17 @@ class Kind(ABC):
     unit: ClassVar[str]
     has_answers = False
     splits_files = False
-    by_file = False
     training: Weighted
     validation: Weighted | None = None
     facts: Mapping[str, Any] = {}
 
     def __init__(self, source: TextSource | RecordSource, tokenizer: Tokenizer, inputs: Inputs) -> None:
         self.source, self.tokenizer, self.inputs = source, tokenizer, inputs
+
+    @property
+    def by_file(self) -> bool:
+        """Whether each file is in one split; known once opened."""
+        return False
 
     @property
     def recipe(self) -> Recipe:

@@ -40,7 +40,7 @@ class Text(Kind):
     splits_files = True
 
     @property
-    def by_file(self) -> bool:  # type: ignore[override]
+    def by_file(self) -> bool:
         return is_by_file(self.facts["files"])
 
     def check(self, output_dir: Path) -> None:
