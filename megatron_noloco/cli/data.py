@@ -73,16 +73,17 @@ def add_commands(commands: Commands) -> None:
 def _preprocess(args: argparse.Namespace) -> int:
     from megatron_noloco.data.encode import notes_of
     from megatron_noloco.data.inputs import find_inputs
-    from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
+    from megatron_noloco.data.preprocess import Job, check, preprocess
     from megatron_noloco.data.progress import Progress
+    from megatron_noloco.data.tokenizer import build_tokenizer
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
-    tokenizer = _tokenizer(args, args.split_special_tokens, args.prepend_bos)
-    encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
+    choice = _tokenizer(args, args.split_special_tokens, args.prepend_bos)
     try:
-        job = Job(find_inputs(args.input, "--input"), args.output_prefix, encoding)
+        inputs = find_inputs(args.input, "--input")
+        job = Job(inputs, args.output_prefix, build_tokenizer(choice), args.json_keys, args.append_eod)
         check(job)
         with Progress("preprocess", job.bytes) as progress:
             counts = preprocess(job, progress.advance)

@@ -4,27 +4,18 @@ A dataset gets its name, `PREFIX_KEY_document.{bin,idx}`, when it is complete: a
 `PREFIX_KEY_document.tokenizer.sha256` tells its tokenizer from others.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.encode import Advance, Counts, encode, notes_of, read_documents
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Inputs, check_outside
-from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How records become documents."""
-
-    tokenizer: TokenizerChoice
-    json_keys: tuple[str, ...]
-    append_eod: bool
 
 
 @dataclass(frozen=True)
@@ -33,17 +24,14 @@ class Job:
 
     inputs: Inputs
     prefix: Path
-    encoding: Encoding
+    tokenizer: Tokenizer
+    json_keys: Sequence[str]
+    append_eod: bool
 
     @property
     def bytes(self) -> int:
         """Bytes that are read: the inputs once for each key."""
-        return len(self.encoding.json_keys) * sum(item.bytes for item in self.inputs.files)
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer, which is read once."""
-        return build_tokenizer(self.encoding.tokenizer)
+        return len(self.json_keys) * sum(item.bytes for item in self.inputs.files)
 
     def output(self, key: str) -> Path:
         """Return the prefix of the finished dataset of `key`."""
@@ -56,15 +44,15 @@ def check(job: Job) -> None:
         raise UserError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
     if not any(item.bytes for item in job.inputs.files):
         raise UserError("--input: holds no files with text")
-    for place, key in enumerate(job.encoding.json_keys):
-        if key in job.encoding.json_keys[:place]:
+    for place, key in enumerate(job.json_keys):
+        if key in job.json_keys[:place]:
             raise UserError(f"--json-keys {key}: is given more than once; give each key once")
         if "/" in key:
             raise UserError(
                 f'--json-keys {key}: its dataset would be a file with this name, which cannot have "/"'
             )
     text = next((item.path for item in job.inputs.files if item.kind == "text"), None)
-    if text is not None and len(job.encoding.json_keys) > 1:
+    if text is not None and len(job.json_keys) > 1:
         raise UserError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
     for folder in {item.folder for item in job.inputs.files if item.folder is not None}:
         check_outside({"--output-prefix": job.prefix}, folder, "--input")
@@ -83,11 +71,11 @@ def preprocess(job: Job, advance: Advance) -> Counts:
             job.prefix.parent.mkdir(parents=True, exist_ok=True)
             writers = {
                 key: stack.enter_context(IndexedWriter(job.output(key), tokenizer.vocab_size))
-                for key in job.encoding.json_keys
+                for key in job.json_keys
             }
         for key, writer in writers.items():
             pieces = read_documents(job.inputs.files, key, counts, advance)
-            writer.write(encode(pieces, tokenizer, job.encoding.append_eod, counts, advance))
+            writer.write(encode(pieces, tokenizer, job.append_eod, counts, advance))
         if not counts["documents"]:
             raise UserError(f"nothing was written{notes_of(counts, '')}")
         for writer in writers.values():

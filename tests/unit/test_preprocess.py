@@ -22,19 +22,16 @@ from megatron_noloco.data import encode, formats, preprocess
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset, IndexedWriter, read_indexed
 from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.preprocess import Encoding, Job
-from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
+from megatron_noloco.data.preprocess import Job
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import Tokenizer as AnyTokenizer
 from tests.harness import full_disk
 from tests.unit.test_data import write_cache
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
-BYTES = Encoding(TokenizerChoice(), ("text",), append_eod=True)
-
-
-def fast_encoding(folder: Path) -> Encoding:
-    return Encoding(TokenizerChoice(str(folder)), ("text",), append_eod=True)
+BYTES = ByteTokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +66,18 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES) -> Dataset:
-    job = Job(find_inputs(map(str, paths), "--input"), folder / "out", encoding)
+def job_of(
+    paths: list[Path],
+    prefix: Path,
+    tokenizer: AnyTokenizer = BYTES,
+    json_keys: tuple[str, ...] = ("text",),
+    append_eod: bool = True,
+) -> Job:
+    return Job(find_inputs(map(str, paths), "--input"), prefix, tokenizer, json_keys, append_eod)
+
+
+def run(folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any) -> Dataset:
+    job = job_of(paths, folder / "out", tokenizer, **options)
     preprocess.check(job)
     preprocess.preprocess(job, lambda _: None)
     return read_indexed(str(folder / "out_text_document"))
@@ -81,20 +88,18 @@ def documents(indexed: Dataset) -> list[list[int]]:
     return [indexed.tokens[a:b].tolist() for a, b in pairwise(bounds)]
 
 
-def expected(texts: list[str], encoding: Encoding = BYTES) -> list[list[int]]:
-    tokenizer = build_tokenizer(encoding.tokenizer)
-    end = [tokenizer.end_of_document] if encoding.append_eod else []
-    return [tokenizer.encode(text).tolist() + end for text in texts if text]
+def expected(texts: list[str], tokenizer: AnyTokenizer = BYTES) -> list[list[int]]:
+    return [[*tokenizer.encode(text).tolist(), tokenizer.end_of_document] for text in texts if text]
 
 
 def test_megatron_core_reads_it_token_for_token(tmp_path: Path, fast: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    encoding = fast_encoding(fast)
-    run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", TEXTS)], encoding)
+    tokenizer = FastTokenizer(fast)
+    run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", TEXTS)], tokenizer)
     theirs = IndexedDataset(str(tmp_path / "out_text_document"))
     assert theirs.index.dtype == np.uint16
-    assert [document.tolist() for document in theirs] == expected(TEXTS, encoding)
+    assert [document.tolist() for document in theirs] == expected(TEXTS, tokenizer)
     assert theirs.document_indices.tolist() == [0, 1, 2, 3]
 
 
@@ -130,7 +135,7 @@ def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"text": "one"}\n\n \r\n{"text": ""}\n{"text": "two"}\n\n')
-    job = Job(find_inputs([str(path)], "--input"), tmp_path / "out", BYTES)
+    job = job_of([path], tmp_path / "out")
     counts = preprocess.preprocess(job, lambda _: None)
     assert [counts[name] for name in ("documents", "tokens", "empty")] == [2, 8, 1]
     path = tmp_path / "b.jsonl"
@@ -176,7 +181,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     (folder / "late.bin").write_bytes(b"text for a while\n" * 50_000 + b"\xff")
     (folder / "empty.txt").write_text("")
-    job = Job(find_inputs([str(folder)], "--input"), tmp_path / "out", BYTES)
+    job = job_of([folder], tmp_path / "out")
     tally = preprocess.preprocess(job, lambda _: None)
     assert documents(read_indexed(str(job.output("text")))) == expected(["first", "second", "third"])
     assert [tally[name] for name in ("documents", "not_text", "empty_files")] == [3, 2, 1]
@@ -210,8 +215,7 @@ def test_batches_of_several_files_are_encoded_at_once(
 def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     rows = [{"title": "T1", "body": "B1"}, {"title": None, "body": "B2"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    encoding = Encoding(TokenizerChoice(), ("title", "body"), append_eod=False)
-    job = Job(find_inputs([str(tmp_path / "a.jsonl")], "--input"), tmp_path / "out", encoding)
+    job = job_of([tmp_path / "a.jsonl"], tmp_path / "out", BYTES, ("title", "body"), append_eod=False)
     tally = preprocess.preprocess(job, lambda _: None)
     assert [tally[name] for name in ("documents", "tokens", "empty")] == [3, 6, 1]
     assert documents(read_indexed(str(tmp_path / "out_title_document"))) == [list(b"T1")]
@@ -228,7 +232,7 @@ def test_the_folder_of_a_prefix_is_made(tmp_path: Path) -> None:
 def test_a_prefix_among_the_inputs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
-    job = Job(find_inputs([str(tmp_path / "texts")], "--input"), tmp_path / "texts" / "out", BYTES)
+    job = job_of([tmp_path / "texts"], tmp_path / "texts" / "out")
     with pytest.raises(ValueError, match=r"^--output-prefix .*/texts/out lies in --input .*/texts: "):
         preprocess.check(job)
 
@@ -264,7 +268,7 @@ def test_wherever_it_is_stopped_a_name_means_a_complete_file(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
     inputs = find_inputs([str(tmp_path / "a.jsonl")], "--input")
-    job = Job(inputs, tmp_path / "out", Encoding(TokenizerChoice(), ("a", "b"), False))
+    job = Job(inputs, tmp_path / "out", BYTES, ("a", "b"), False)
     stops = 0
     while _stopped_at(stops, job, monkeypatch):
         whole = [f"out_{key}_document.{end}" for key in "ab" for end in ("bin", "tokenizer.sha256", "idx")]
@@ -350,21 +354,20 @@ def call_preprocess(folder: Path, *options: str) -> "subprocess.CompletedProcess
 def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path) -> None:
     texts = [f"two three {number}" for number in range(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
-    tokenizer = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast))
-    first = call_preprocess(tmp_path, "--append-eod", *tokenizer)
+    named = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast))
+    first = call_preprocess(tmp_path, "--append-eod", *named)
     assert (first.returncode, without_torch(first.stderr)) == (0, "")
-    encoding = fast_encoding(fast)
+    tokenizer = FastTokenizer(fast)
     indexed = read_indexed(str(tmp_path / "out_text_document"))
-    assert documents(indexed) == expected(texts, encoding)
+    assert documents(indexed) == expected(texts, tokenizer)
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
     with pytest.raises(ValueError, match=r"out_text_document\.idx exists already"):
-        run(tmp_path, [tmp_path / "a.jsonl"], encoding)
+        run(tmp_path, [tmp_path / "a.jsonl"], tokenizer)
 
 
 def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
-    encoding = Encoding(TokenizerChoice(), ("a", "b"), append_eod=False)
-    job = Job(find_inputs([str(tmp_path / "a.jsonl")], "--input"), tmp_path / "out", encoding)
+    job = job_of([tmp_path / "a.jsonl"], tmp_path / "out", BYTES, ("a", "b"), append_eod=False)
     other = IndexedWriter(job.output("b"), 257)
     other.add(np.arange(3), ends_document=True)
     with pytest.raises(ValueError, match=r"out_b_document\.bin\.partial: another process is writing this"):
@@ -381,7 +384,7 @@ def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize("texts", [["a" * 900], ["a" * 100_000]], ids=["at the end", "while it writes"])
 def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str]) -> None:
     inputs = find_inputs([str(write_jsonl(tmp_path / "a.jsonl", texts))], "--input")
-    job = Job(inputs, tmp_path / "out", BYTES)
+    job = Job(inputs, tmp_path / "out", BYTES, ("text",), True)
     with pytest.raises(OSError, match=r"too large: .*/out_text_document\.bin\.partial'$"), full_disk():
         preprocess.preprocess(job, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
@@ -412,12 +415,6 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),
     ("a.jsonl", b"{}", {"json_keys": ("a/b",)}, r"^--json-keys a/b: "),
     ("a.jsonl", b"{}", {"json_keys": ("a", "b", "a")}, r"^--json-keys a: is given more than once; give each"),
-    (
-        "a.txt",
-        b"x",
-        {"tokenizer": TokenizerChoice("/nowhere")},
-        r"tokenizer_model /nowhere: no folder with a tokenizer\.json",
-    ),
 ]
 
 
@@ -426,9 +423,8 @@ def test_bad_input_is_one_line(
     tmp_path: Path, name: str, content: bytes, edits: dict[str, Any], line: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    options = {"tokenizer": TokenizerChoice(), "json_keys": ("text",)} | edits
     with pytest.raises(ValueError, match=line) as caught:
-        run(tmp_path, [tmp_path / name], Encoding(append_eod=True, **options))
+        run(tmp_path, [tmp_path / name], **edits)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("out_*"))
 
