@@ -143,6 +143,10 @@ class Codec:
             torch.empty_like(self._floats, dtype=torch.int32) for _ in range(3)
         )
         self._weights = _checksum_weights().to(device)
+        self._places = {  # of the parts of a byte
+            width: torch.arange(0, 8, width, dtype=torch.uint8, device=device).unsqueeze(1)
+            for width in CODES[bits].planes
+        }
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
         """Fill `out`, fp32 of shape [blocks, CELLS], on any device."""
@@ -160,8 +164,9 @@ class Codec:
         for piece, at in pieces(vector, self.at_once):
             integers = self.whole_steps(piece, steps[at])
             checksums[at].copy_(self._checksum(integers, len(piece)), non_blocking=True)
-            small = integers.bitwise_right_shift_(self.bits * digit).to(torch.int8)
-            codes[at].view(torch.int8).copy_(_packed(small, self.bits), non_blocking=True)
+            if digit:
+                integers.bitwise_right_shift_(self.bits * digit)
+            codes[at].view(torch.int8).copy_(_packed(integers.to(torch.int8), self.bits), non_blocking=True)
 
     def differences(self, own: Tensor, elements: int, theirs: Received) -> tuple[Tensor, Tensor, Tensor]:
         """Return m = n_theirs - n_mine of at most one piece, for which blocks it is right, and whether the vectors
@@ -176,10 +181,11 @@ class Codec:
         digits, checksums = theirs
         bits = self.bits * len(digits)
         small = torch.int8 if bits <= 8 else torch.int16
-        *lower, m = (_unpacked(code, self.bits) for code in digits)
+        *lower, highest = (self._unpacked(code) for code in digits)
+        their_n = highest.view(torch.int8).to(small)
         for digit in reversed(lower):
-            m = m.to(small).bitwise_left_shift_(self.bits).bitwise_or_(digit.bitwise_and_(2**self.bits - 1))
-        m = m.to(small).sub_(own.to(small))
+            their_n.bitwise_left_shift_(self.bits).bitwise_or_(digit.bitwise_and_(2**self.bits - 1))
+        m = their_n - own.to(small)
         if unused := torch.iinfo(small).bits - bits:
             m.bitwise_left_shift_(unused).bitwise_right_shift_(unused)
         their_n = self._weighted[: len(m)].copy_(m).add_(own)
@@ -212,10 +218,10 @@ class Codec:
             total += m
             torch.minimum(least, m, out=least)
             torch.maximum(most, m, out=most)
-            squares += torch.square(self._floats[: len(m)].copy_(m)).sum(dim=1)
+            squares += self._floats[: len(m)].copy_(m).square_().sum(dim=1)
         largest = torch.iinfo(out.dtype).max
-        right &= torch.sub(total, least.int(), alpha=members).amax(dim=1) <= largest
-        right &= torch.sub(total, most.int(), alpha=members).amin(dim=1) >= -largest
+        right &= torch.sub(total, least, alpha=members).amax(dim=1) <= largest
+        right &= torch.sub(total, most, alpha=members).amin(dim=1) >= -largest
         squares -= self._floats[: len(total)].copy_(total).square_().sum(dim=1) / members
         variance = squares.mul_(steps.square()).mul_(right).sum() / (members - 1)
         if keeps_rounding(self.bits, members):  # s * n is used, so a clamped n is not right
@@ -248,7 +254,7 @@ class Codec:
 
     def whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
         """Return n, int32 of shape [blocks, BLOCK]; a value that is not finite becomes any number."""
-        inverse = torch.where(steps > 0, steps.reciprocal(), 0.0)
+        inverse = steps.reciprocal().nan_to_num_(posinf=0.0)
         rows = self._rows(piece, inverse.unsqueeze(1)).round_().clamp_(-_LARGEST, _LARGEST)
         return self._integers[: len(rows)].copy_(rows)
 
@@ -264,37 +270,39 @@ class Codec:
     def _checksum(self, integers: Tensor, elements: int) -> Tensor:
         weighted = torch.mul(integers, self._weights, out=self._weighted[: len(integers)])
         checksums = weighted.sum(dim=1, dtype=torch.int32)
-        checksums[-1:] += elements % BLOCK  # else vectors of other lengths in as many blocks would look alike
+        if rest := elements % BLOCK:  # else vectors of other lengths in as many blocks would look alike
+            checksums[-1:].add_(rest)
         return checksums
+
+    def _unpacked(self, code: Tensor) -> Tensor:
+        """Return the digit of each element, uint8 of shape [blocks, BLOCK], perhaps with other bits above it."""
+        if self.bits == 8:
+            return code
+        widths = CODES[self.bits].planes
+        planes = code.split([BLOCK * width // 8 for width in widths], dim=1)
+        *lower, digits = (
+            (plane.unsqueeze(1) >> self._places[width]).view(-1, BLOCK)
+            for plane, width in zip(planes, widths, strict=True)
+        )
+        for plane, width in zip(reversed(lower), reversed(widths[:-1]), strict=True):
+            digits = digits.bitwise_left_shift_(width).bitwise_or_(plane.bitwise_and_(2**width - 1))
+        return digits
 
 
 def _packed(digits: Tensor, bits: int) -> Tensor:
     """Return the lowest bits of int8 of shape [blocks, BLOCK] in the bytes of a block, plane after plane."""
     if bits == 8:
         return digits
-    planes = []
+    planes, done = list[Tensor](), 0
     for width in CODES[bits].planes:
-        plane, *others = (digits & (2**width - 1)).split(BLOCK * width // 8, dim=1)
-        for place, part in enumerate(others, 1):
-            plane = plane.bitwise_or_(part.bitwise_left_shift_(width * place))
+        plane, parts = (digits >> done if done else digits) & (2**width - 1), 8 // width
+        while parts > 1:
+            parts //= 2
+            lower, upper = plane.chunk(2, dim=1)
+            plane = lower.bitwise_or_(upper.bitwise_left_shift_(width * parts))
         planes.append(plane)
-        digits = digits >> width
+        done += width
     return torch.cat(planes, dim=1)
-
-
-def _unpacked(code: Tensor, bits: int) -> Tensor:
-    """Return the digit of each element, uint8 of shape [blocks, BLOCK], perhaps with other bits above it."""
-    if bits == 8:
-        return code
-    widths = CODES[bits].planes
-    planes = code.split([BLOCK * width // 8 for width in widths], dim=1)
-    *lower, digits = (
-        torch.cat([plane >> width * place for place in range(8 // width)], dim=1)
-        for plane, width in zip(planes, widths, strict=True)
-    )
-    for plane, width in zip(reversed(lower), reversed(widths[:-1]), strict=True):
-        digits = digits.bitwise_left_shift_(width).bitwise_or_(plane.bitwise_and_(2**width - 1))
-    return digits
 
 
 def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tuple[Tensor, slice]]:
