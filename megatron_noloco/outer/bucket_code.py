@@ -158,8 +158,8 @@ class BucketCode:
         """Fill `held` for a piece, and add it to the report, after a wait for the device.
 
         Args:
-            found: which of its blocks are right, whether vectors differ in length, and the variance over the
-                group, summed over the elements of the blocks that are right.
+            found: which of its blocks are right, if they are coded, whether vectors differ in length, and the
+                variance over the group, summed over the elements of the blocks that are right.
             blocks, elements: of the piece.
 
         Raises UnequalError for vectors that differ in length.
@@ -169,7 +169,7 @@ class BucketCode:
         if unequal:
             raise UnequalError
         steps, held = self.steps[blocks], self.held[blocks]
-        held.copy_(right)
+        torch.logical_and(right, steps > 0, out=held)
         sizes = torch.full_like(steps, BLOCK).mul_(held)
         if len(sizes):
             sizes[-1] *= 1 - (len(steps) * BLOCK - elements) / BLOCK
@@ -226,10 +226,9 @@ class PairCode(BucketCode):
             steps = self._here(self.steps[blocks])
             own, (theirs,) = self.codec.whole_steps(piece, steps), self._received(blocks)
             m, fits, unequal = self.codec.differences(own, len(piece), theirs)
-            right = fits & (steps > 0)
-            moved, square = self.codec.from_difference(piece, m, steps * right / 2)
+            moved, square = self.codec.from_difference(piece, m, steps * fits / 2)
             self._put(moved, blocks, self._mean)
-            self._note((right, unequal, 2 * square), blocks, len(piece))
+            self._note((fits, unequal, 2 * square), blocks, len(piece))
         self._next_digit()
 
 

@@ -23,6 +23,7 @@ BUCKET = 1 << 21  # elements of a vector that are exchanged as one: 8 MiB
 NOTHING = torch.empty(0, dtype=torch.float32, device=HOST)
 _PORTABLE = 1  # cudaHostRegisterPortable
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
+_ON_DEVICE = 1 << 23  # by a GPU: few, long kernels, and 32 MiB
 _AHEAD = 3  # such pieces under way from a GPU
 
 
@@ -185,7 +186,7 @@ class OuterVectors:
         """
         parts, crosses = Joined(self.weights.parts()), self.weights.device != self.home
         under_way = deque[tuple[slice, slice, Tensor, torch.cuda.Event | None]]()
-        for ours, place in _in_cache(spans, 0, spans.length):
+        for ours, place in self._in_cache(spans, 0, spans.length):
             phi = self.slow_weights[place]
             theta = into[ours] if into.device == phi.device else torch.empty_like(phi)
             self.weights.read_into(theta, place.start, parts, waits=False)
@@ -212,7 +213,7 @@ class OuterVectors:
         Returns phi in pieces, each with the place of its first element in the vector of weights.
         """
         moved = []
-        for ours, place in _in_cache(spans, mean.start, mean.stop):
+        for ours, place in self._in_cache(spans, mean.start, mean.stop):
             phi = self.slow_weights[place]
             delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
             c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
@@ -234,13 +235,19 @@ class OuterVectors:
     def merge(self, spans: Spans, correction: Tensor) -> None:
         """Move the fast weights, where they lie, by the correction, of shape [spans.length]."""
         parts = Joined(self.weights.parts())
-        for ours, place in _in_cache(spans, 0, spans.length):
+        for ours, place in self._in_cache(spans, 0, spans.length):
             for theta, within in parts.overlaps(place.start, place.stop - place.start):
                 shift = correction[ours][within].to(theta.device, non_blocking=True)
                 step.merge(theta, shift, out=theta)
         if correction.device != self.weights.device:
             wait_for(self.weights.device)  # before the correction is that of another round
         self.weights.refresh()
+
+    def _in_cache(self, spans: Spans, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+        """Yield elements in pieces: their places in the vector of the ranges and in that of all weights."""
+        at_once = _AT_ONCE if self.home == HOST else _ON_DEVICE
+        for first in range(start, stop, at_once):
+            yield from spans.within(first, min(first + at_once, stop))
 
 
 def _there(
@@ -249,9 +256,3 @@ def _there(
     if copied is not None:
         copied.synchronize()
     return ours, place, theta
-
-
-def _in_cache(spans: Spans, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-    """Yield elements in short pieces: their places in the vector of the ranges and in that of all weights."""
-    for first in range(start, stop, _AT_ONCE):
-        yield from spans.within(first, min(first + _AT_ONCE, stop))

@@ -42,6 +42,7 @@ delay = pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.fixture(autouse=True)
 def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "_AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(vectors, "_ON_DEVICE", AT_ONCE)
     monkeypatch.setattr(codes, "_AT_ONCE", CODED_AT_ONCE)
     monkeypatch.setattr(Exchange, "bucket", BUCKET)
     monkeypatch.setattr(exchange, "WINDOW", WINDOW)
