@@ -1,5 +1,6 @@
 """Builds a DeepSpeed engine whose world is one replica."""
 
+import re
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +25,10 @@ from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.job.start_up import quiet
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
+
+_COMPLAINT = re.compile(
+    r"\berror:|\bfatal\b|cannot find|not found"
+)  # of a compiler, nvcc, a linker or a shell
 
 
 def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> DeepSpeedEngine:
@@ -168,7 +173,9 @@ def load_kernel(builder: str) -> None:
     try:
         get_accelerator().create_op_builder(builder).load(verbose=False)
     except Exception as error:  # from a compiler, its absence, or a CUDA toolkit that does not match torch
-        reason = str(error).partition("\n")[0].partition(": [")[0]  # less ninja's command
+        first, *others = str(error).splitlines() or [type(error).__name__]
+        # Between ninja's commands, of which the first line has one as well.
+        reason = next(filter(_COMPLAINT.search, others), first.partition(": [")[0]).strip()
         raise UserError(
             f"DeepSpeed compiles its kernel, which failed ({reason}): install ninja and a compiler, for a GPU the "
             "CUDA toolkit"
