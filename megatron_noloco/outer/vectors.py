@@ -43,7 +43,10 @@ def number_tensor(value: int | float) -> Tensor:
 def _pinned(length: int, dtype: torch.dtype) -> Tensor:
     """Return pinned memory of this size: `pin_memory` rounds up to a power of two and never gives it back."""
     size = max(1, length * dtype.itemsize)
-    memory = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # After a fork, a write gives this process another page than the GPU has, unless the child gets none.
+    pages.madvise(mmap.MADV_DONTFORK)
+    memory = np.frombuffer(pages, np.uint8)
     failure = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, size, _PORTABLE))
     if failure:
         raise MemoryError(f"{size:,} bytes of host memory could not be pinned: CUDA's error {failure}")

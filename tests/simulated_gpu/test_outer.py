@@ -1,6 +1,8 @@
 """Rounds of weights on simulated GPUs are those on CPUs, bit for bit, whatever the order of the streams."""
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +84,18 @@ def test_memory_is_released_after_the_copies_from_it() -> None:
         buffers.release()
         assert there.tolist() == [1.0, 1.0, 1.0]
         assert gpu.waits
+
+
+def test_a_forked_process_gets_no_pinned_memory() -> None:
+    with installed(), Gpu():
+        pinned = vectors.buffer(3, torch.device("cpu"))
+    flags = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= pinned.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "dc" in flags.split()
 
 
 def test_an_outer_step_waits_for_no_local_step() -> None:
