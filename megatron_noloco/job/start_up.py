@@ -31,8 +31,6 @@ def before_engines() -> None:
     """
     import torch
 
-    # Else `is_available` initializes CUDA, which may read CUDA_DEVICE_MAX_CONNECTIONS (`training.joined`) then.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Every process would report that there are CUDA's tools but no GPU.
@@ -41,6 +39,15 @@ def before_engines() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess
         # Core's fused functions, which are not used here, would load torch's compiler: a second for each rank.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def find_gpus_without_cuda() -> None:
+    """Have torch look for GPUs without CUDA, for a program that calls `set_device` before it uses one.
+
+    Else `is_available` initializes CUDA, which may read CUDA_DEVICE_MAX_CONNECTIONS (`training.joined`) then.
+    Other programs ask CUDA: a GPU that is found without it may be of no use, where the driver is too old.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 @contextmanager

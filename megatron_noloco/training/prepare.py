@@ -31,7 +31,7 @@ from megatron_noloco.files import check_writable
 from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.launcher import World, read_world
-from megatron_noloco.job.start_up import before_engines
+from megatron_noloco.job.start_up import before_engines, find_gpus_without_cuda
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.canonical import Block
@@ -67,6 +67,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     Args:
         replica: in a federation, the number of this job's replica.
     """
+    find_gpus_without_cuda()
     before_engines()
     world = read_world(environ)
     topology = _topology(config, world, _slot(config, replica))

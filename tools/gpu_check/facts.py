@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.job.start_up import before_engines
+from megatron_noloco.job.start_up import before_engines, find_gpus_without_cuda
 from megatron_noloco.outer.vectors import HOST, buffer
 
 _ELEMENTS = 1 << 28  # 1 GiB
@@ -53,6 +53,7 @@ def stream_waits(when: str) -> bool:
         when: CUDA_DEVICE_MAX_CONNECTIONS=1 is set, "before" or "after" `before_engines`, which asks torch for a
             GPU; "": not at all.
     """
+    find_gpus_without_cuda()
     for moment in ("before", "after"):
         if when == moment:
             os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
