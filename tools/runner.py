@@ -103,7 +103,8 @@ def table(steps: Sequence[Step], found: Mapping[str, Outcome]) -> str:
 def run(step: Step, log: Path, python: str = sys.executable) -> Outcome:
     """Run a step in this repository; see `run_command`."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Unbuffered: what a step had said counts when its time is over.
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     return run_command([python, *step.command], log, step.limit_seconds, REPOSITORY, environ)
 
 
@@ -138,7 +139,8 @@ def run_command(
     if passed:
         return Outcome(True, seconds, figure, peer)
     said = [f"ended after its {limit_seconds:g} seconds"] if late else []
-    said += (error.strip() or out.strip()).splitlines()[-_ERROR_LINES:]
+    for told in (out, error):  # pytest names failures in the one, and libraries warn in the other
+        said += told.strip().splitlines()[-_ERROR_LINES:]
     return Outcome(False, seconds, figure, peer, "\n".join(said))
 
 

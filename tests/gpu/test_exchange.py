@@ -2,7 +2,8 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ def steps_of(rank: int) -> list[Tensor]:
     return [torch.randn(LENGTH, generator=draw) * 0.01 for _ in range(ROUNDS * LOCAL_STEPS + 1)]
 
 
-def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]:
+def after_rounds(device: str, **method: Any) -> list[Tensor]:
     """Return fast and slow weights and momenta of all replicas after the same local steps on any device."""
-    own = {"local_steps": LOCAL_STEPS, "deadline_seconds": 60.0, "overlap_steps": overlap_steps}
+    own = {"local_steps": LOCAL_STEPS, "deadline_seconds": 60.0}
     settings = NolocoSettings(**{**PAPER, **own, **method})
     start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
 
@@ -50,27 +51,32 @@ def after_rounds(device: str, overlap_steps: int, **method: Any) -> list[Tensor]
         return [tensor for found in threads.map(replica, loopback_world(REPLICAS)) for tensor in found]
 
 
-@pytest.mark.parametrize("overlap_steps", [0, 2])
-@pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("payload", ["fp32", "int8", "int4", "int3"])
-def test_rounds_with_slow_weights_on_host_equal_cpu_bitwise(
-    overlap_steps: int, group_size: int, payload: str
-) -> None:
-    method = {"group_size": group_size, "payload": payload}
-    on_gpu, on_cpu = (after_rounds(device, overlap_steps, **method) for device in ("cuda", "cpu"))
-    assert not torch.equal(on_cpu[0], on_cpu[3]), "replicas differ"
-    assert all(map(torch.equal, on_gpu, on_cpu))
+METHODS = list(product((0, 2), (2, 4), ("fp32", "int8", "int4", "int3")))
 
 
-@pytest.mark.parametrize("overlap_steps", [0, 2])
-@pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("payload", ["fp32", "int8", "int4", "int3"])
-def test_with_slow_weights_on_the_device_they_differ_by_rounding(
-    overlap_steps: int, group_size: int, payload: str
-) -> None:
+class OnCpu(NamedTuple):
+    """Holds a method, and what it gives on a CPU."""
+
+    method: dict[str, Any]
+    found: list[Tensor]
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=str)  # both tests of a method, then those of the next
+def on_cpu(request: pytest.FixtureRequest) -> OnCpu:
+    method = dict(zip(("overlap_steps", "group_size", "payload"), request.param, strict=True))
+    return OnCpu(method, after_rounds("cpu", **method))
+
+
+def test_rounds_with_slow_weights_on_host_equal_cpu_bitwise(on_cpu: OnCpu) -> None:
+    method, expected = on_cpu
+    on_gpu = after_rounds("cuda", **method)
+    assert not torch.equal(expected[0], expected[3]), "replicas differ"
+    assert all(map(torch.equal, on_gpu, expected))
+
+
+def test_with_slow_weights_on_the_device_they_differ_by_rounding(on_cpu: OnCpu) -> None:
     """A GPU rounds a * b + c once where a CPU may round twice. Then few codes are those of the next step."""
-    method = {"group_size": group_size, "slow_weights": "device", "payload": payload}
-    on_gpu, on_cpu = (after_rounds(device, overlap_steps, **method) for device in ("cuda", "cpu"))
-    for found, expected in zip(on_gpu, on_cpu, strict=True):
+    on_gpu = after_rounds("cuda", slow_weights="device", **on_cpu.method)
+    for found, expected in zip(on_gpu, on_cpu.found, strict=True):
         differ = (found - expected).abs() > 1e-5
-        assert differ.float().mean() <= (0.0 if payload == "fp32" else 0.01)
+        assert differ.float().mean() <= (0.0 if on_cpu.method["payload"] == "fp32" else 0.01)

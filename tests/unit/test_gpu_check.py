@@ -42,7 +42,7 @@ def test_a_step_that_passes_and_one_that_fails(tmp_path: Path) -> None:
     assert bad.startswith("bad: FAILED in ")
     assert (kept.found["good"].figure, kept.found["good"].peer) == ("2 tokens/s", "3")
     assert not kept.found["bad"].passed
-    assert kept.found["bad"].error == "it is wrong"
+    assert kept.found["bad"].error == "half done\nit is wrong"
     assert (tmp_path / "bad.log").read_text().startswith("half done")
 
 
@@ -57,7 +57,7 @@ def test_a_step_that_is_too_slow_ends_with_all_that_it_started(
         "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'\n"
         "other = subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
         f"open({str(child)!r}, 'w').write(str(other.pid))\n"
-        "print('began', flush=True)\n"
+        "print('began')\n"
         "time.sleep(600)"
     )
     outcome = run(python("slow", code, limit_seconds=5), tmp_path / "slow.log")

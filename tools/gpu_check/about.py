@@ -6,7 +6,9 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from deepspeed.accelerator import get_accelerator
+
+from megatron_noloco.engine.initialize import load_kernel
+from megatron_noloco.errors import UserError
 
 SHOWN = [
     "torch",
@@ -29,22 +31,22 @@ def main() -> None:
     ).stdout.strip()
     torch.ones(1, device="cuda").sum().item()
     versions = f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    kernels = f"FusedAdam {fused_adam()}, apex {importlib.util.find_spec('apex') is not None}"
+    kernels = f"FusedAdam {fused_adam()}; apex {importlib.util.find_spec('apex') is not None}"
     packages = ", ".join(f"{name} {found}" for name in SHOWN if (found := version_of(name)))
     print(json.dumps({"figure": f"{driver}; {versions}; {kernels}", "peer": packages}))
 
 
-def fused_adam() -> bool:
-    """Return whether DeepSpeed's FusedAdam loads; compiles it, and prints what the compiler says.
+def fused_adam() -> str:
+    """Return whether DeepSpeed's FusedAdam loads, or why not; compiles it, and prints all that the compiler says.
 
     In a step of its own: a compiler that is stopped leaves a lock, for which later ones wait for ever.
     """
     try:
-        get_accelerator().create_op_builder("FusedAdamBuilder").load(verbose=True)
-    except Exception as error:  # as `initialize.load_kernel`
-        print(error)
-        return False
-    return True
+        load_kernel("FusedAdamBuilder")
+    except UserError as error:
+        print(error.__context__)
+        return f"does not load: {error}"
+    return "loads"
 
 
 def version_of(name: str) -> str | None:

@@ -1,8 +1,8 @@
 """Measure on one GPU what the code and `plan` take for granted, and no CPU can tell.
 
 Prints JSON; the figure has: whether a stream waits for another, as CUDA_DEVICE_MAX_CONNECTIONS=1 makes it, where
-the variable is not set, set before torch is asked for a GPU, and after; GB of a CUDA context and of NCCL's
-communicator of one rank; seconds to pin 1 GB of host memory; GB/s over the bus from pinned and from other memory.
+the variable is not set, set before torch is asked for a GPU, and after; GB of a CUDA context; seconds to pin 1
+GB of host memory; GB/s over the bus from pinned and from other memory; GB of NCCL's communicator of one rank.
 "peer" is what is assumed. Other processes on the GPU count as its context.
 """
 
@@ -26,24 +26,33 @@ _CYCLES = 100_000_000  # of a kernel that does nothing: some 50 ms
 
 
 def main() -> None:
+    found = list[str]()
+    try:
+        measure(found)
+    finally:
+        peer = "[False, True, True]; 0.5; 0.3 to 1; 25 to 50, 3 to 6; 0.51 with NCCL 2.28"
+        print(json.dumps({"figure": "; ".join(found), "peer": peer}))
+
+
+def measure(found: list[str]) -> None:
+    """Append what is measured, one after the other."""
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         waits = pool.map(stream_waits, ("", "before", "after"), chunksize=1)
+    found.append(f"a stream waits: {waits}")
     torch.ones(1, device="cuda")
-    context = used() / 1e9
+    found.append(f"context {used() / 1e9:.2f} GB")
     on_gpu, pageable = torch.empty(_ELEMENTS, device="cuda"), torch.ones(_ELEMENTS)
     pinning, pinned = timed(partial(buffer, _ELEMENTS, HOST))
+    found.append(f"pin 1 GiB {pinning:.2f} s")
     fast, slow = (4e-9 * _ELEMENTS / timed(partial(on_gpu.copy_, host))[0] for host in (pinned, pageable))
+    found.append(f"to the GPU {fast:.0f} GB/s pinned, {slow:.0f} not")
     before = used()
     with TemporaryDirectory() as folder:
         dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         dist.all_reduce(torch.ones(1, device="cuda"))
         torch.cuda.synchronize()
-        communicator = (used() - before) / 1e9
+        found.append(f"communicator {(used() - before) / 1e9:.2f} GB")
         dist.destroy_process_group()
-    figure = f"a stream waits: {waits}; context {context:.2f} GB, communicator {communicator:.2f} GB; "
-    figure += f"pin 1 GiB {pinning:.2f} s; to the GPU {fast:.0f} GB/s pinned, {slow:.0f} not"
-    peer = "[False, True, True]; 0.5, 0.51 with NCCL 2.28; 0.3 to 1; 25 to 50, 3 to 6"
-    print(json.dumps({"figure": figure, "peer": peer}))
 
 
 def stream_waits(when: str) -> bool:

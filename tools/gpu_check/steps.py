@@ -2,7 +2,7 @@
 
 from tools.runner import Step
 
-_PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+_PYTEST = ("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
 _REPLICAS = ("-m", "tools.gpu_check.replicas")
 _THROUGHPUT = ("-m", "tools.bench", "throughput")
 
