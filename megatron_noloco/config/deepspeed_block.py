@@ -103,8 +103,8 @@ class Batch(NamedTuple):
 
 class DeepSpeedConfig(Offered):
     """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" stands for
-    the default, but for 1.0 in gradient_clipping; "enabled" must be true or false. At most one of bf16 and fp16 may
-    be enabled; with neither, the run is fp32.
+    the default, but for 1.0 in gradient_clipping; "enabled" must be true or false. At most one of bf16 and fp16
+    may be enabled; with neither, the run is fp32.
     """
 
     train_batch_size: Positive | None = field(
