@@ -31,7 +31,7 @@ PAYLOADS = {
     "fp32": Payload(None, (), False, (0.0, 0.0), (0.0, 0.0), 1.0, (5.0, 8.0)),
     "int8": Payload(8, (8,), False, (8.0, 8.0), (0.03, 0.03), 1.015, (12.0, 13.0)),
     "int4": Payload(4, (4,), True, (6.0, 8.0), (0.41, 0.55), 1.04, (13.0, 25.0)),
-    "int3": Payload(3, (2, 1), True, (4.0, 4.0), (0.62, 0.62), 1.16, (20.0, 40.0)),
+    "int3": Payload(3, (2, 1), True, (4.0, 4.0), (0.62, 0.62), 1.16, (14.0, 30.0)),
 }
 CODES = {payload.bits: payload for payload in PAYLOADS.values() if payload.bits is not None}
 BITS = tuple(CODES)
