@@ -47,7 +47,7 @@ MEASURES = {
     "federation": Measure(
         (),
         ("--megabytes", "32", "--payloads", "int8"),
-        {"large": ("seconds",), "small": ("seconds_of_small_rounds",)},
+        {"large": ("int8", "seconds"), "small": ("int8", "seconds_of_small_rounds")},
     ),
     "throughput": Measure((), ("--peers", "core"), {"step": ("ours", "tokens_per_second")}),
     "routing": Measure((), (), {"routed": ("median_seconds", "microbatch")}),
