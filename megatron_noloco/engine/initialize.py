@@ -26,9 +26,8 @@ from megatron_noloco.job.start_up import quiet
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
-_COMPLAINT = re.compile(
-    r"\berror:|\bfatal\b|cannot find|not found"
-)  # of a compiler, nvcc, a linker or a shell
+# Of a compiler, nvcc, a linker or a shell.
+_COMPLAINT = re.compile(r"\berror:|\bfatal\b|cannot find|not found")
 
 
 def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> DeepSpeedEngine:

@@ -156,8 +156,8 @@ class _Exchange:
         theirs = torch.empty_like(left_over)
         await self._in_fp32(at, 1 + DIGITS, left_over, theirs, report)
         if len(left_over):
-            code.fill(theirs)
-        mean.copy_(code.mean)
+            await self._compute(code.fill, theirs)
+        await self._compute(mean.copy_, code.mean)
         self._free.append(memory)
 
     async def _swap(

@@ -26,8 +26,7 @@ def importing() -> Iterator[None]:
 def before_engines() -> None:
     """Keep the engines' start-up messages off the console, and torch's compiler out of a process without a GPU.
 
-    Call it before the first import of an engine, and before torch is asked for a GPU. Errors and this package's
-    own messages remain.
+    Call it before the first import of an engine. Errors and this package's own messages remain.
     """
     import torch
 
@@ -44,7 +43,8 @@ def before_engines() -> None:
 def find_gpus_without_cuda() -> None:
     """Have torch look for GPUs without CUDA, for a program that calls `set_device` before it uses one.
 
-    Else `is_available` initializes CUDA, which may read CUDA_DEVICE_MAX_CONNECTIONS (`training.joined`) then.
+    Call it before torch is asked for a GPU. Else `is_available` initializes CUDA, which may read
+    CUDA_DEVICE_MAX_CONNECTIONS (`training.joined`) then.
     Other programs ask CUDA: a GPU that is found without it may be of no use, where the driver is too old.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

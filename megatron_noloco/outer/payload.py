@@ -182,10 +182,10 @@ class Codec:
         bits = self.bits * len(digits)
         small = torch.int8 if bits <= 8 else torch.int16
         *lower, highest = (self._unpacked(code) for code in digits)
-        their_n = highest.view(torch.int8).to(small)
+        modulo = highest.view(torch.int8).to(small)  # n_theirs modulo 2^bits
         for digit in reversed(lower):
-            their_n.bitwise_left_shift_(self.bits).bitwise_or_(digit.bitwise_and_(2**self.bits - 1))
-        m = their_n - own.to(small)
+            modulo.bitwise_left_shift_(self.bits).bitwise_or_(digit.bitwise_and_(2**self.bits - 1))
+        m = modulo - own.to(small)
         if unused := torch.iinfo(small).bits - bits:
             m.bitwise_left_shift_(unused).bitwise_right_shift_(unused)
         their_n = self._weighted[: len(m)].copy_(m).add_(own)

@@ -180,7 +180,7 @@ class OuterVectors:
         wait_for(self.home)
 
     def _read(self, spans: Spans, into: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield the fast weights of these ranges in pieces, each with its places; see `_in_cache`.
+        """Yield the fast weights of these ranges in pieces, each with its places; see `_pieces`.
 
         From a GPU to the host some pieces are under way while the caller computes with one.
 
@@ -189,7 +189,7 @@ class OuterVectors:
         """
         parts, crosses = Joined(self.weights.parts()), self.weights.device != self.home
         under_way = deque[tuple[slice, slice, Tensor, torch.cuda.Event | None]]()
-        for ours, place in self._in_cache(spans, 0, spans.length):
+        for ours, place in self._pieces(spans, 0, spans.length):
             phi = self.slow_weights[place]
             theta = into[ours] if into.device == phi.device else torch.empty_like(phi)
             self.weights.read_into(theta, place.start, parts, waits=False)
@@ -216,7 +216,7 @@ class OuterVectors:
         Returns phi in pieces, each with the place of its first element in the vector of weights.
         """
         moved = []
-        for ours, place in self._in_cache(spans, mean.start, mean.stop):
+        for ours, place in self._pieces(spans, mean.start, mean.stop):
             phi = self.slow_weights[place]
             delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
             c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
@@ -238,7 +238,7 @@ class OuterVectors:
     def merge(self, spans: Spans, correction: Tensor) -> None:
         """Move the fast weights, where they lie, by the correction, of shape [spans.length]."""
         parts = Joined(self.weights.parts())
-        for ours, place in self._in_cache(spans, 0, spans.length):
+        for ours, place in self._pieces(spans, 0, spans.length):
             for theta, within in parts.overlaps(place.start, place.stop - place.start):
                 shift = correction[ours][within].to(theta.device, non_blocking=True)
                 step.merge(theta, shift, out=theta)
@@ -246,7 +246,7 @@ class OuterVectors:
             wait_for(self.weights.device)  # before the correction is that of another round
         self.weights.refresh()
 
-    def _in_cache(self, spans: Spans, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    def _pieces(self, spans: Spans, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
         """Yield elements in pieces: their places in the vector of the ranges and in that of all weights."""
         at_once = _AT_ONCE if self.home == HOST else _ON_DEVICE
         for first in range(start, stop, at_once):
