@@ -46,5 +46,8 @@ requeue=no
 trap 'requeue=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train "$config" "$@" &
 wait_for_job $!
+# Before a preemption Slurm sends SIGTERM to the ranks, and a job that then ends by itself within the partition's
+# GraceTime is finished for Slurm.
+case $(scontrol show job "$SLURM_JOB_ID") in *PreemptTime=[0-9]*) code=0 requeue=yes ;; esac
 if [ "$requeue" = yes ] && [ "$code" = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

@@ -361,12 +361,12 @@ def test_deepspeed_refuses_what_it_could_not_start(environ: str, says: str, tmp_
 class Batch:
     """launch/slurm.sh with a scheduler that only records what it is told; its srun ends when it is signalled."""
 
-    def __init__(self, folder: Path, code: int) -> None:
+    def __init__(self, folder: Path, code: int, preempted: str) -> None:
         self.folder = folder
         commands = {
             "srun": f'until [ -e "{folder}/signalled" ]; do sleep 0.05; done; exit {code}',
             "scancel": f'touch "{folder}/signalled"; sleep 0.5',  # srun ends before it
-            "scontrol": "",
+            "scontrol": f'[ "$1" = requeue ] || echo "   StartTime=2026-11-28T05:41:02 PreemptTime={preempted}"',
             "python": "",
         }
         told = {name: f'echo "{name} $*" >>"{folder}/told"\n{action}\n' for name, action in commands.items()}
@@ -391,11 +391,11 @@ class Batch:
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Iterator[Callable[[int], Batch]]:
+def batch(tmp_path: Path) -> Iterator[Callable[[int, str], Batch]]:
     started: list[Batch] = []
 
-    def start(code: int) -> Batch:
-        started.append(Batch(tmp_path, code))
+    def start(code: int, preempted: str) -> Batch:
+        started.append(Batch(tmp_path, code, preempted))
         return started[-1]
 
     yield start
@@ -407,25 +407,32 @@ def batch(tmp_path: Path) -> Iterator[Callable[[int], Batch]]:
 TRAIN = f"srun --mpi=pmix --kill-on-bad-exit=1 {{python}} -m megatron_noloco train {CONFIG}"
 
 
+WARNED = "scancel --signal=USR1 77"
+ASKED = "scontrol show job 77"
+REQUEUED = "scontrol requeue 77"
+
+
 @pytest.mark.parametrize(
-    ("code", "warned", "then"),
+    ("code", "warned", "preempted", "then"),
     [
-        (0, True, ["scancel --signal=USR1 77", "scontrol requeue 77"]),
-        (1, True, ["scancel --signal=USR1 77"]),  # it could not save
-        (0, False, []),
+        (0, True, "None", [WARNED, ASKED, REQUEUED]),
+        (1, True, "None", [WARNED, ASKED]),  # it could not save
+        (0, False, "None", [ASKED]),
+        (0, False, "2026-11-28T05:41:05", [ASKED, REQUEUED]),
+        (143, False, "2026-11-28T05:41:05", [ASKED, REQUEUED]),  # before the training began
     ],
-    ids=["its time is over", "failed", "finished"],
+    ids=["its time is over", "failed", "finished", "preempted", "preempted at its start"],
 )
 def test_a_batch_job_whose_time_is_over_goes_back_into_the_queue(
-    code: int, warned: bool, then: list[str], batch: Callable[[int], Batch]
+    code: int, warned: bool, preempted: str, then: list[str], batch: Callable[[int, str], Batch]
 ) -> None:
-    job = batch(code)
+    job = batch(code, preempted)
     job.wait_for("srun")
     if warned:
         job.process.send_signal(signal.SIGUSR1)
     else:
         (job.folder / "signalled").touch()
-    assert job.process.wait(60) == code
+    assert job.process.wait(60) == (0 if REQUEUED in then else code)
     _, *told = job.told()
     assert told == [TRAIN.format(python=job.folder / "python"), *then]
 
