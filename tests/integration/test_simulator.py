@@ -75,6 +75,16 @@ def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, A
     assert simulated[-1].sent_bytes == max(sent)
 
 
+def test_the_standard_method_of_muon_rounds_to_bf16(tmp_path: Path) -> None:
+    raw = small(tmp_path, 2, 4, {"iters": 1}, **MUON)
+    exact, rounded = (
+        list(Simulation(RunConfig(**tiny({"optimizer": {"params": {"ns_method": name}}}, raw))).run())
+        for name in ("gram", "standard")
+    )
+    assert rounded != exact
+    assert rounded[-1].mean_model_loss == pytest.approx(exact[-1].mean_model_loss, abs=0.01)
+
+
 def test_coded_exchanges_under_way_at_an_evaluation_are_finished(tmp_path: Path) -> None:
     """For that partners need each other: whoever waits for one alone would wait for ever."""
     noloco = {"fragments": 2, "payload": "int8", "overlap_steps": 1, "deadline_seconds": 20.0}

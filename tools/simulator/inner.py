@@ -34,6 +34,7 @@ class StackedOptimizer:
         by_shape = groupby(sorted(matrices, key=_shape), key=_shape)
         self._stacks = [torch.stack(list(same)) for _, same in by_shape]  # [matrices, rows, columns]
         self._momentum = [torch.zeros(len(weights), *stack.shape) for stack in self._stacks]
+        self._newton_schulz = torch.bfloat16 if params.get("ns_method") == "standard" else torch.float32
         self._ratios = torch.ones(weights.shape[1])  # of each weight's learning rate to the scheduled one
         if self._stacks:
             self._ratios *= params["adam_lr"] / params["muon_lr"]
@@ -52,7 +53,8 @@ class StackedOptimizer:
             gradient = gradients[:, stack]
             momentum.lerp_(gradient, 1 - self._momentum_beta)
             rows, columns = stack.shape[1:]
-            update = orthogonalised(gradient.lerp_(momentum, self._momentum_beta))  # Nesterov's
+            gradient.lerp_(momentum, self._momentum_beta)  # Nesterov's
+            update = orthogonalised(gradient.to(self._newton_schulz)).float()
             directions[:, stack] = update * max(1.0, rows / columns) ** 0.5
         rates = self._ratios * learning_rate
         self.weights.mul_(1 - rates * self._decays * weight_decay).addcmul_(directions, rates, value=-1)
