@@ -83,6 +83,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     if shutil.which(_CHROMIUM[0]) is None:
         parser.error("chromium is not there (Debian: apt install chromium)")
+    folder.mkdir(parents=True, exist_ok=True)
     terminal = watched(RUN)
     text = f"$ megatron-noloco watch {RUN}\n{terminal}"
     photograph(f"{_TERMINAL}<pre>{escape(text)}</pre>", 40 + 21 * text.count("\n"), folder / "watch")
