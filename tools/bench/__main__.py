@@ -3,7 +3,8 @@
     python -m tools.bench CASE --help
     python -m tools.bench payload
 
-Under mpirun, a rank each: exchange and overlap. "against" compares this tree with another commit.
+Under mpirun, a rank each: exchange and overlap. "against" compares this tree with another commit, and prints an
+object for each benchmark.
 """
 
 from tools.options import run_case

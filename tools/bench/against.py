@@ -6,7 +6,8 @@
 The commit is checked out in a temporary folder. Each repeat runs a benchmark once in either tree, with the same
 Python and packages, and the trees take turns in going first. A ratio is this tree's seconds over those of the
 commit: its median over the repeats, the smallest and the largest. A benchmark that one of the trees cannot run has
-the end of its error output instead. Only an idle machine gives ratios near 1 for equal trees.
+the end of its error output instead. Each benchmark's ratios are a line of JSON, printed when they are there. Only
+an idle machine gives ratios near 1 for equal trees.
 """
 
 import argparse
@@ -67,11 +68,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure."""
+    failed = False
     with _checked_out(options.commit) as before:
-        report = {name: _compared(name, before, options.repeats) for name in options.only}
-    print(json.dumps({"against": options.commit, "repeats": options.repeats, "ratios": report}, indent=1))
-    if any(isinstance(found, str) for found in report.values()):
-        raise SystemExit(1)
+        for name in options.only:
+            found = _compared(name, before, options.repeats)
+            print(json.dumps({"against": options.commit, "repeats": options.repeats, name: found}), flush=True)
+            failed |= isinstance(found, str)
+    raise SystemExit(failed)
 
 
 @contextmanager
