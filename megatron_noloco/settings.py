@@ -39,6 +39,7 @@ from megatron_noloco.plans.stability import (
 )
 
 MOST_SLOTS = 4096
+TCP = "tcp://"  # before HOST:PORT of an endpoint, and HOST:PORT,... of `rendezvous`
 _SQUARED = Field(le=1000)  # in rho, which a float must hold
 SITE_INTERVAL = 8  # of a federation, where replicas at a site come and go
 PAPER: Mapping[str, Any] = {

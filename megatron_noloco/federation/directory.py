@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_noloco.federation.folder import is_folder_endpoint
 from megatron_noloco.federation.messages import LARGEST, Address
-from megatron_noloco.settings import MOST_SLOTS
+from megatron_noloco.settings import MOST_SLOTS, TCP
 
 _HOST = r"(?:[A-Za-z0-9][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\])"
 _LISTENING = re.compile(rf"tcp://(?:\*|{_HOST}):([0-9]{{1,5}})")
@@ -39,12 +39,12 @@ def can_listen(text: str) -> bool:
 
 def endpoint_of(host: str, port: int) -> str:
     """Return "tcp://HOST:PORT"."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"{TCP}[{host}]:{port}" if ":" in host else f"{TCP}{host}:{port}"
 
 
 def split(endpoint: str) -> tuple[str, int]:
     """Return host and port of an endpoint."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
     return host.strip("[]"), int(port)
 
 

@@ -39,7 +39,7 @@ from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.rendezvous import Seeds
 from megatron_noloco.federation.streams import Carrier, Stream, StreamEndedError, within
 from megatron_noloco.files import write_text
-from megatron_noloco.settings import MOST_SLOTS
+from megatron_noloco.settings import MOST_SLOTS, TCP
 
 INVITE = "invite"  # kind of the visit
 DataField = Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path"]
@@ -57,7 +57,7 @@ _FILE = (  # of a tokenizer
 
 def _seeds(text: str) -> str:
     """Return addresses of jobs; raises UserError for any other rendezvous, such as a folder."""
-    Seeds.of(text.removeprefix("tcp://"))
+    Seeds.of(text.removeprefix(TCP))
     return text
 
 
@@ -237,7 +237,7 @@ class Invitations:
                 raise StreamEndedError(f"all {MOST_SLOTS} slots are taken")
             own = endpoints[self._node.slot]
             seeds = [own, *(place for place in endpoints.values() if place not in ("", own))][:_MOST_SEEDS]
-            rendezvous = "tcp://" + ",".join(seed.removeprefix("tcp://") for seed in seeds)
+            rendezvous = TCP + ",".join(seed.removeprefix(TCP) for seed in seeds)
             try:
                 bundle = JoinBundle(slot, offer.config, rendezvous, offer.key, offer.tokenizer)
                 await self._keep(self._invitations | {digest: replace(invitation, slot=slot, used=True)})

@@ -16,10 +16,10 @@ from megatron_noloco.federation.sealing import Checksum, Cipher
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.tcp import VERSION
 from megatron_noloco.job.join import is_link_local
+from megatron_noloco.settings import TCP
 
 PLACES = "with a HOST that is a name, an IPv4 address, or an IPv6 address in [], and a PORT from 1 to 65535"
 ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
-_SEEDS = "tcp://"
 _MOST_BYTES = 2**16  # of a file
 
 
@@ -210,8 +210,8 @@ def rendezvous_of(text: str, run: int, digests: Mapping[str, str]) -> Rendezvous
 
     "~" is the home folder. Raises UserError for any other text.
     """
-    if text.startswith(_SEEDS):
-        return Seeds.of(text.removeprefix(_SEEDS))
+    if text.startswith(TCP):
+        return Seeds.of(text.removeprefix(TCP))
     scheme, separator, path = text.partition("://")
     if not (scheme and separator and path):
         raise UserError(

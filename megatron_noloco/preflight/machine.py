@@ -16,6 +16,7 @@ import torch
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.joining import LinkSpeed
 from megatron_noloco.federation.store import Store, seconds_of_calls
+from megatron_noloco.settings import TCP
 
 _SHARED_MEMORY = Path("/dev/shm")
 _BUFFERS = {f"net.ipv4.{name}": Path("/proc/sys/net/ipv4") / name for name in ("tcp_wmem", "tcp_rmem")}
@@ -74,7 +75,7 @@ def check_machine(link: LinkSpeed | None = None) -> Iterator[Finding]:
 
 def check_folder(url: str) -> Finding:
     """Use a shared folder as a federation does. Raises UserError for a URL that names no folder."""
-    if "://" not in url or url.startswith("tcp://"):
+    if "://" not in url or url.startswith(TCP):
         raise UserError(f"--rendezvous {url}: neither file://FOLDER nor a bucket such as s3://bucket/run")
     try:
         folder = Store.of(url)

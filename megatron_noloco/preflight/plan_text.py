@@ -16,8 +16,8 @@ from megatron_noloco.preflight.fit import changes_that_save
 from megatron_noloco.preflight.memory import USABLE
 from megatron_noloco.preflight.plan import Plan
 from megatron_noloco.preflight.schemes import NEGLIGIBLE
+from megatron_noloco.settings import TCP
 
-_PORTS = "tcp://"
 # Calls of a round of few weights, and of so many more; on a local S3 server (python -m tools.bench federation). A
 # store that takes no time got up to half as many more: what waits for a write shares the next file.
 _WRITES, _READS, _CALLS_OF_WEIGHTS, _WEIGHTS = 5, 7, 3, 4e6
@@ -70,8 +70,8 @@ def fit_lines(
 
 def folder_lines(config: RunConfig, architecture: Architecture) -> Iterator[str]:
     """Yield the requests of a round where jobs have no port, and exchange through a folder or a bucket."""
-    place = config.federation.rendezvous or _PORTS
-    if config.federation.listen == "off" and not place.startswith(_PORTS):
+    place = config.federation.rendezvous or TCP
+    if config.federation.listen == "off" and not place.startswith(TCP):
         more = _CALLS_OF_WEIGHTS * math.ceil(table_of(architecture).exported_count / _WEIGHTS)
         yield ""
         calls = f"about {_WRITES + more} writes, {_READS + more} reads, and up to 10 lists a second"

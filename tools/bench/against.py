@@ -72,7 +72,8 @@ def run(options: argparse.Namespace) -> None:
     with _checked_out(options.commit) as before:
         for name in options.only:
             found = _compared(name, before, options.repeats)
-            print(json.dumps({"against": options.commit, "repeats": options.repeats, name: found}), flush=True)
+            report = {"against": options.commit, "repeats": options.repeats, name: found}
+            print(json.dumps(report), flush=True)
             failed |= isinstance(found, str)
     raise SystemExit(failed)
 
