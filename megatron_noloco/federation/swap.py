@@ -135,16 +135,14 @@ class _Exchange:
         self, at: int, phase: int, content: Tensor, mean: Tensor, report: ExchangeReport
     ) -> None:
         await self._swap(at, phase, [content], [mean], report)
-        if len(mean):
-            await self._compute(list, finite_mean([content, mean], mean, report))
+        await self._compute(list, finite_mean([content, mean], mean, report))
 
     async def _in_codes(
         self, at: int, codec: Codec, content: Tensor, mean: Tensor, report: ExchangeReport
     ) -> None:
         memory = self._free.pop() if self._free else Buffers()
-        how = Code(
-            codec, self._signs, blocks_to_code(self._transfer.buckets[at], self._transfer.movement.exact)
-        )
+        coded = blocks_to_code(self._transfer.buckets[at], self._transfer.movement.exact)
+        how = Code(codec, self._signs, coded, mean=mean)
         code = await self._compute(PairCode, content, how, memory, report)
         await self._swap(at, 0, [code.sketches], [code.their_sketches[0]], report)
         await self._compute(code.find_steps)
@@ -155,9 +153,7 @@ class _Exchange:
         left_over = await self._compute(code.left_over)
         theirs = torch.empty_like(left_over)
         await self._in_fp32(at, 1 + DIGITS, left_over, theirs, report)
-        if len(left_over):
-            await self._compute(code.fill, theirs)
-        await self._compute(mean.copy_, code.mean)
+        await self._compute(code.fill, theirs)
         self._free.append(memory)
 
     async def _swap(

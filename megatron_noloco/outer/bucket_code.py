@@ -40,8 +40,8 @@ class Code:
         signs: of the sketches.
         coded: which blocks are, bool of shape [blocks], in host memory; the others are exact.
         others: number of the other members.
-        rounding: to be filled with what the mean leaves out, beside the bucket, in whole blocks; None: nothing is
-            kept.
+        rounding: to be filled with what the mean leaves out, beside the bucket; None: nothing is kept.
+        mean: to be filled with the mean, beside the bucket; None: the buffers have memory for it.
     """
 
     codec: Codec
@@ -49,6 +49,7 @@ class Code:
     coded: Tensor
     others: int = 1
     rounding: Tensor | None = None
+    mean: Tensor | None = None
 
 
 def blocks_to_code(bucket: range, exact: Ranges) -> Tensor:
@@ -93,8 +94,11 @@ class BucketCode:
         self.sketches = buffers.get("sketches", torch.float32, blocks, CELLS)
         self.their_sketches = buffers.get("their sketches", torch.float32, code.others, width, CELLS)
         self.steps = buffers.get("steps", torch.float32, blocks)
-        self._mean = buffers.get("mean", torch.float32, blocks, BLOCK, device=bucket.device)
-        self.mean = self._mean.view(-1)[: len(bucket)]
+        self.mean = (
+            buffers.get("mean", torch.float32, len(bucket), device=bucket.device)
+            if code.mean is None
+            else code.mean
+        )
         self.digits, self.vector = 1, bucket
         self._left_over = torch.ones(blocks, dtype=torch.bool, device=HOST)
         self._open(torch.arange(blocks, dtype=torch.int64, device=HOST), [[] for _ in range(code.others)])
@@ -137,10 +141,10 @@ class BucketCode:
 
     def fill(self, left_over: Tensor) -> None:
         """Fill in the mean of the elements that are left over."""
-        places = self._here(self._left_over.nonzero().view(-1))
-        self._mean[places] = self._here(_rows(left_over))
+        numbers, values = self._left_over.nonzero().view(-1), self._here(left_over)
+        self._scatter(values, numbers, self.mean)
         if self._code.rounding is not None:
-            self._code.rounding.view(-1, BLOCK)[places] = 0.0
+            self._scatter(torch.zeros_like(values), numbers, self._code.rounding)
 
     def _received(self, blocks: slice) -> list[Received]:
         """Return what the other members have sent of these blocks of `part`, where the bucket lies."""
@@ -179,12 +183,11 @@ class BucketCode:
         self._report.compared_elements += round(float(sizes.sum()))
 
     def _put(self, values: Tensor, blocks: slice, out: Tensor) -> None:
-        """Write a piece's blocks to their places in `out`, of shape [blocks, BLOCK]."""
-        numbers = self._numbers[blocks]
+        """Write a piece's blocks to their places in `out`."""
         if self.digits == 1:  # all blocks are open
-            out.view(-1)[blocks.start * BLOCK :][: len(values)] = values
+            out[blocks.start * BLOCK :][: len(values)] = values
         else:
-            out[self._here(numbers)] = _rows(values)
+            self._scatter(values, self._numbers[blocks], out)
 
     def _next_digit(self) -> None:
         """Let the blocks be open whose differences the codes do not hold; none after the last digit."""
@@ -210,6 +213,15 @@ class BucketCode:
             rows = torch.cat([rows, self._bucket[whole * BLOCK :]])
         return self._buffers.get(name, torch.float32, len(rows), device=device).copy_(rows)
 
+    def _scatter(self, values: Tensor, numbers: Tensor, out: Tensor) -> None:
+        """Write the elements of the blocks of these numbers to their places in `out`; the last may be short."""
+        whole = len(out) // BLOCK
+        inside = numbers[numbers < whole]
+        rows, rest = values.split([len(inside) * BLOCK, len(values) - len(inside) * BLOCK])
+        out[: whole * BLOCK].view(whole, BLOCK)[self._here(inside)] = rows.view(-1, BLOCK)
+        if len(rest):
+            out[whole * BLOCK :] = rest
+
 
 class PairCode(BucketCode):
     """Codes of a pair, which finds from the partner's the mean of both."""
@@ -227,7 +239,7 @@ class PairCode(BucketCode):
             own, (theirs,) = self.codec.whole_steps(piece, steps), self._received(blocks)
             m, fits, unequal = self.codec.differences(own, len(piece), theirs)
             moved, square = self.codec.from_difference(piece, m, steps * fits / 2)
-            self._put(moved, blocks, self._mean)
+            self._put(moved, blocks, self.mean)
             self._note((fits, unequal, 2 * square), blocks, len(piece))
         self._next_digit()
 
@@ -261,11 +273,6 @@ class GroupCode(BucketCode):
                 mean = self.codec.from_sum(*summed)
             else:
                 mean, left_out = self.codec.common_mean(*summed)
-                self._put(left_out, blocks, rounding.view(-1, BLOCK))
-            self._put(mean, blocks, self._mean)
+                self._put(left_out, blocks, rounding)
+            self._put(mean, blocks, self.mean)
         self._next_digit()
-
-
-def _rows(values: Tensor) -> Tensor:
-    """Return a copy in shape [blocks, BLOCK], with zeros after its end."""
-    return torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)

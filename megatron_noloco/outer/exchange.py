@@ -19,7 +19,7 @@ from megatron_noloco.outer.bucket_code import Code, blocks_to_code
 from megatron_noloco.outer.bucket_exchange import BucketExchange, Members, UnderWay, in_codes, in_fp32
 from megatron_noloco.outer.channels import CHANNELS, WINDOW, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.payload import BLOCK, Codec, blocks_in, signs_of
+from megatron_noloco.outer.payload import Codec, signs_of
 from megatron_noloco.outer.vectors import BUCKET, HOST, NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.payloads import keeps_rounding
@@ -115,7 +115,7 @@ class Exchange:
         self.place = place
         self.channel = channel
         self.deadline_seconds = deadline_seconds
-        self._rounding: Tensor | None = None  # in whole blocks
+        self.rounding: Tensor | None = None
         self.report = ExchangeReport(group=())
         self.done = False
         self._bits = bits
@@ -130,10 +130,6 @@ class Exchange:
         self._buffers = [
             Buffers() for _ in range(WINDOW)
         ]  # of the buckets under way, by their numbers modulo WINDOW
-
-    @property
-    def rounding(self) -> Tensor | None:
-        return None if self._rounding is None else self._rounding[: len(self._vector)]
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Post the first messages of this rank, and return without waiting for any.
@@ -188,15 +184,13 @@ class Exchange:
         self._begun = False
 
     def _prepare_codes(self, bits: int, number: int) -> None:
-        device, length = self._vector.device, len(self._vector)
+        device = self._vector.device
         if self._codec is None or self._codec.device != device:
             self._codec = Codec(bits, device)
         self._signs = signs_of(number).to(device, non_blocking=True)
-        self._rounding = None
+        self.rounding = None
         if keeps_rounding(bits, len(self.report.group)):
-            self._rounding = self._own.get(
-                "rounding", torch.float32, blocks_in(length) * BLOCK, device=device
-            )
+            self.rounding = self._own.get("rounding", torch.float32, len(self._vector), device=device)
 
     def _open_buckets(self) -> None:
         """Post the first messages of the next buckets, as far as there is room."""
@@ -218,8 +212,7 @@ class Exchange:
                 bucket = members.buffers.get("outbox", torch.float32, len(bucket)).copy_(bucket)
             return in_fp32(members, bucket)
         coded = blocks_to_code(range(at.start, at.start + len(bucket)), self._exact)
-        whole = slice(at.start, at.start + len(coded) * BLOCK)
-        rounding = None if self._rounding is None else self._rounding[whole]
+        rounding = None if self.rounding is None else self.rounding[at]
         return in_codes(members, bucket, Code(self._codec, self._signs, coded, len(ranks) - 1, rounding))
 
     def _pieces(self, since: float | None, until: float = math.inf) -> Iterator[MeanPiece]:
