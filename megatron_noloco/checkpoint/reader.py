@@ -51,7 +51,8 @@ class CheckpointReader:
         self.saved = saved
         architectures = [manifest.architecture for manifest in saved.manifests]
         self.table = table_of(min(architectures, key=lambda one: one.padded_vocab_size))
-        self._memory = Buffers()  # used again: allocating fresh pages takes longer than filling them
+        # Used again: allocating fresh pages takes longer than filling them.
+        self._memory = Buffers(pinned=False)
         self._matrices = self.table.matrices()
         self._shares: dict[Path, dict[str, list[Share]]] = {}  # by folder: its replicas have one layout
 

@@ -140,7 +140,7 @@ class _Exchange:
     async def _in_codes(
         self, at: int, codec: Codec, content: Tensor, mean: Tensor, report: ExchangeReport
     ) -> None:
-        memory = self._free.pop() if self._free else Buffers()
+        memory = self._free.pop() if self._free else Buffers(pinned=False)
         coded = blocks_to_code(self._transfer.buckets[at], self._transfer.movement.exact)
         how = Code(codec, self._signs, coded, mean=mean)
         code = await self._compute(PairCode, content, how, memory, report)

@@ -27,9 +27,11 @@ _ON_DEVICE = 1 << 23  # by a GPU: few, long kernels, and 32 MiB
 _AHEAD = 3  # such pieces under way from a GPU
 
 
-def buffer(length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def buffer(
+    length: int, device: torch.device, dtype: torch.dtype = torch.float32, pinned: bool = True
+) -> Tensor:
     """Return a new vector; in host memory beside an accelerator it is pinned, so that copies are fast."""
-    if device.type == "cpu" and torch.cuda.is_available():
+    if pinned and device.type == "cpu" and torch.cuda.is_available():
         return _pinned(length, dtype)
     return torch.empty(length, dtype=dtype, device=device)
 
@@ -55,9 +57,14 @@ def _pinned(length: int, dtype: torch.dtype) -> Tensor:
 
 
 class Buffers:
-    """Keeps named vectors that are reused from round to round."""
+    """Keeps named vectors that are reused from round to round.
 
-    def __init__(self) -> None:
+    Args:
+        pinned: see `buffer`.
+    """
+
+    def __init__(self, pinned: bool = True) -> None:
+        self._pinned = pinned
         self._held: dict[str, Tensor] = {}
 
     def get(self, name: str, dtype: torch.dtype, *shape: int, device: torch.device = HOST) -> Tensor:
@@ -65,7 +72,7 @@ class Buffers:
         length = math.prod(shape)
         held = self._held.get(name)
         if held is None or len(held) < length or (held.dtype, held.device) != (dtype, device):
-            held = self._held[name] = buffer(length, device, dtype)
+            held = self._held[name] = buffer(length, device, dtype, self._pinned)
         return held[:length].view(shape)
 
     def release(self) -> None:
