@@ -73,9 +73,10 @@ class JobState:
     def restore(self, state: dict[str, Tensor]) -> int:
         """Continue from what `state_dict` returned; return the local steps done."""
         self.outer.restore(state)
-        if self._registered and "registered" in state:
-            states = read(state["registered"].cpu().numpy().tobytes())
-            _warn(loaded(self._registered, states))
+        states = read(state["registered"].cpu().numpy().tobytes()) if "registered" in state else {}
+        unknown = sorted(states.keys() - self._registered.keys())
+        dropped = [f"{name} begins anew: the state has it, but it is not registered" for name in unknown]
+        _warn(loaded(self._registered, states) + dropped)
         return int(state["local_steps_done"])
 
     def copy(self, done: int) -> State:

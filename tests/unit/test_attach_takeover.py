@@ -255,6 +255,20 @@ def test_a_resume_continues_with_what_is_registered(tmp_path: Path, monkeypatch:
     assert counts == [{"seen": 7}]
 
 
+def test_a_resume_names_what_is_registered_on_one_side_only() -> None:
+    outer: Any = SimpleNamespace(state=dict, restore=Mock())
+    engine, first = Job(0.0).engine, {"weights": "00", "buffers": "00"}
+    before, own = (JobState(engine, outer, None, {name: (int, print)}, first) for name in ("old", "new"))
+    with pytest.warns(UserWarning, match="begins anew") as lines:
+        assert own.restore(before.state_dict(3)) == 3
+    assert [str(line.message) for line in lines] == [
+        "new begins anew: it was not given to attach where the state comes from",
+        "old begins anew: the state has it, but it is not registered",
+    ]
+    with pytest.warns(UserWarning, match="new begins anew: it was not given"):
+        own.restore({"local_steps_done": torch.tensor(3)})
+
+
 def test_a_registered_state_that_cannot_be_saved_is_named() -> None:
     outer: Any = SimpleNamespace(state=dict)
     more = {"data": (lambda: {len: len}, print)}
