@@ -177,8 +177,9 @@ class Attached:
         self._check_not_closed()
         self._engine.check_no_others()
         boundary = self._peers.leave(self.done)
-        self.done = boundary.step
-        return list(boundary.rounds)
+        self.done, reports = boundary.step, list(boundary.rounds)
+        self._compare(reports)
+        return reports
 
     def close(self, at_once: bool = False) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.

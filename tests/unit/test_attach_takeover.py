@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,8 @@ from megatron_noloco.attach.torch_module import Replicated, torch_engine
 from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.states import NotTakenError, State
 from megatron_noloco.outer import ExchangeReport, RoundReport
+from megatron_noloco.outer.peers import Boundary
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 
@@ -231,6 +234,20 @@ def test_unreadable_optimizer_field_costs_its_state_alone(
     own.outer.restore.assert_called_once()
     assert "unknown" not in own.outer.restore.call_args.args[0]
     assert all(map(torch.equal, before, optimizer.state[model.weight].values()))
+
+
+def test_the_round_of_a_leave_counts_as_met() -> None:
+    """So `close` does not warn that this job trained alone."""
+    own, alone = Job(0.0), RoundReport(0, ExchangeReport((0,)), math.nan, 1.0)
+    met = RoundReport(1, ExchangeReport((0, 1)), 0.5, 1.0)
+    own.outer.settings, own.outer.place = NolocoSettings(), Place(0, None)
+    peers = Mock(rounds=lambda done: [alone], leave=lambda done: Boundary(done, rounds=[met]))
+    peers.catch_up = Boundary
+    noloco = attached.Attached(own.engine, 0, own.state, peers, None)
+    noloco.step()
+    assert noloco.leave() == [met]
+    noloco.close(at_once=True)
+    peers.summary.assert_called_once_with(1, 2)
 
 
 def test_a_resume_continues_with_what_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
