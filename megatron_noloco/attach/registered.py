@@ -26,9 +26,9 @@ def saved(functions: Functions) -> dict[str, bytes | str]:
     """Return the bytes of each state, or why there are none."""
     found = dict[str, bytes | str]()
     for name, (save, _) in functions.items():
-        state = _plain(save())
+        state = save()
         try:
-            found[name] = content = bytes_of(state)
+            found[name] = content = bytes_of(_plain(state))
             read(content)
         except Exception:  # pickle does not say which
             found[name] = "it is made of more than numbers, text and tensors"

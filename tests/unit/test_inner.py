@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -172,7 +173,7 @@ def test_unloadable_registered_state_costs_itself_alone() -> None:
         raise KeyError("horizon")
 
     found: list[Any] = []
-    theirs = saved(given(lambda: 0, slice(1), 1, torch.ones(2)))
+    theirs = saved(given(lambda: 0, defaultdict(list, a=[]), 1, torch.ones(2)))
     names = [*theirs, "state 4"]
     functions: Any = {name: (None, fails if at == 2 else found.append) for at, name in enumerate(names)}
     more = "more than numbers, text and tensors"
