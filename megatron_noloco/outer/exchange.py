@@ -127,9 +127,8 @@ class Exchange:
         self._posted = 0  # buckets
         self._under_way = deque[UnderWay]()  # in the order of the vector
         self._own = Buffers()
-        self._buffers = [
-            Buffers() for _ in range(WINDOW)
-        ]  # of the buckets under way, by their numbers modulo WINDOW
+        # Of the buckets under way, by their numbers modulo WINDOW.
+        self._buffers = [Buffers() for _ in range(WINDOW)]
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Post the first messages of this rank, and return without waiting for any.

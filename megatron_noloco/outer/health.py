@@ -30,9 +30,8 @@ class Health:
         self._agree = agree
         self._steps = 0
         self._skipped = 0  # local steps in a row
-        self._not_finite: int | Tensor = (
-            0  # losses in a row; read by `check` alone, since a read waits for a GPU
-        )
+        # Losses in a row; read by `check` alone, since a read waits for a GPU.
+        self._not_finite: int | Tensor = 0
 
     def after_step(self, losses: Sequence[Tensor], skipped: bool) -> None:
         """Count a local step.
