@@ -88,7 +88,7 @@ def find_entry(folder: Path, digest: str) -> Entry | None:
     return None
 
 
-def obtain(folder: Path, recipe: Recipe, shown: bool = True) -> Entry:
+def obtain(folder: Path, recipe: Recipe, shown: bool) -> Entry:
     """Return the entry of a recipe, which is made if it is not there, or when another process has made it.
 
     Raises UserError if nothing can be written in the folder, or if an input changes meanwhile.

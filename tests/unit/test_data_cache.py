@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import cache
 from megatron_noloco.data import text as text_files
-from megatron_noloco.data.cache import cache_folder, entries, obtain
+from megatron_noloco.data.cache import cache_folder, entries
 from megatron_noloco.data.indexed import read_indexed
 from megatron_noloco.data.opening import check_source, kind_of
 from megatron_noloco.data.sources import Split, TextSource
@@ -140,7 +140,7 @@ def test_two_that_make_it_at_once_both_have_it(
     assert found[0] == found[1]
     assert read_indexed(found[0].prefix).tokens.tobytes().startswith(b"t\0h\0e\0")
     assert not list((text.parent / "cache").glob("*.partial-*"))
-    assert f"preparing {text}" in str(activity.now.state)
+    assert f"preparing {text}: 0 of 0 MB" in str(activity.now.state)
 
 
 def no_locks(*_: Any) -> None:
@@ -260,4 +260,4 @@ def test_what_is_being_made_is_not_cleared(text: Path) -> None:
 def test_facts_are_json(text: Path) -> None:
     entry = kind_of(source_of(text), BYTES).make(False)
     assert json.loads((entry.folder / "facts.json").read_text()) == entry.facts
-    assert obtain(text.parent / "cache", kind_of(source_of(text), BYTES).recipe) == entry
+    assert kind_of(source_of(text), BYTES).make(False) == entry
