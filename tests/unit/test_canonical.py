@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from torch import Tensor
 from megatron_noloco.engine.layout import held_of
 from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.plans.canonical import Block, Matrix, box, in_turn, matrices, pieces_between
+from megatron_noloco.plans.fingerprint import digest_of, fingerprint
 from tests.unit.test_layouts import Layout, numbers, two_layouts
 
 
@@ -25,13 +27,13 @@ def elements(block: Block) -> list[int]:
 
 @st.composite
 def any_block(draw: st.DrawFn) -> Block:
-    matrix = Matrix(draw(st.integers(0, 9)), draw(st.integers(1, 6)), draw(st.integers(1, 6)))
-    top, left = draw(st.integers(0, matrix.rows - 1)), draw(st.integers(0, matrix.columns - 1))
-    rows, width = draw(st.integers(1, matrix.rows - top)), draw(st.integers(1, matrix.columns - left))
+    top, below, left, right = (draw(st.integers(0, 2)) for _ in range(4))
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    matrix = Matrix(draw(st.integers(0, 9)), top + rows + below, left + width + right)
     return Block(draw(st.integers(0, 9)), matrix, top, left, rows, width)
 
 
-@given(any_block(), st.integers(0, 36), st.integers(0, 36))
+@given(any_block(), st.integers(0, 16), st.integers(0, 16))
 def test_parts_of_a_block_are_its_elements_in_order(block: Block, begin: int, end: int) -> None:
     begin, end = min(begin, block.size), min(end, block.size)
     parts = list(block.part(begin, end))
@@ -41,6 +43,14 @@ def test_parts_of_a_block_are_its_elements_in_order(block: Block, begin: int, en
         *range(block.own + begin, block.own + end)
     ]
     assert [part.first for part in parts] == [elements(part)[0] for part in parts]
+
+
+@given(any_block(), st.integers(0, 16))
+def test_fingerprints_of_parts_add_up(block: Block, cut: int) -> None:
+    whole, cut, bits = block._replace(own=0), min(cut, block.size), np.arange(block.size, dtype=np.uint32)
+    parts = [*whole.part(0, cut), *whole.part(cut, block.size)]
+    total = sum(fingerprint(bits[part.own : part.own + part.size], part) for part in parts)
+    assert digest_of("", total) == digest_of("", fingerprint(bits, whole))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 4)), max_size=4))
