@@ -396,6 +396,7 @@ class TestCatalog:
             write_rank(folder, rank)
             catalog.publish(tmp_path, folder, TOPOLOGY.world_size, keep_last=1)
         assert catalog.is_complete(folder)
+        assert checkpointer(tmp_path).newest_step() == 10
         assert (tmp_path / "latest").read_text() == "step_00000010\n"
 
     def test_keep_last_counts_complete_steps(self, tmp_path: Path) -> None:
@@ -627,12 +628,16 @@ def _nothing_half_written(tmp_path: Path) -> Any:
 # After which failure of a save the training goes on
 
 
+def checkpointer(folder: Path) -> Checkpointer:
+    return Checkpointer(Mock(folder=folder), Mock(), Mock(), Mock(start_step=0))
+
+
 def waited(error: BaseException) -> str | None:
-    checkpointer = Checkpointer(Mock(folder=Path("run", "checkpoints")), Mock(), Mock(), Mock(start_step=0))
-    checkpointer._writing = Future()
-    checkpointer._writing.set_exception(error)
-    found = checkpointer.close()
-    assert checkpointer.last_save_failed
+    failed = checkpointer(Path("run", "checkpoints"))
+    failed._writing = Future()
+    failed._writing.set_exception(error)
+    found = failed.close()
+    assert failed.last_save_failed
     return found
 
 

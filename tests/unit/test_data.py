@@ -162,10 +162,10 @@ class TestCorpus:
         assert alone.train.tolist() == [*b"abcde", END]
 
     def test_no_character_is_cut(self, tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("ÄÖÜ" * 5)
+        (tmp_path / "a.txt").write_text("ÄßÜ" * 5)
         corpus = load(str(tmp_path), "5,3,2")
         decoded = [ByteTokenizer().decode(part) for part in (corpus.train, corpus.validation, corpus.test)]
-        assert "".join(decoded) == "ÄÖÜ" * 5
+        assert "".join(decoded) == "ÄßÜ" * 5
         assert list(map(len, decoded)) == [7, 5, 3]
 
     def test_only_text_is_read(

@@ -130,6 +130,8 @@ def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
     else:
         path.write_bytes(lines)
     assert documents(run(tmp_path, [path])) == expected(TEXTS)
+    (item,) = find_inputs([str(path)], "--input").files
+    assert sum(piece.read_bytes for piece in item.pieces("text")) == item.bytes
 
 
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
