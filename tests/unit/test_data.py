@@ -215,11 +215,6 @@ class TestCorpus:
         assert corpus.files == 2, "a compressed name, whose content is text, is read beside other text"
         assert corpus.notes == "; further paths to files that are read once: 3"
 
-    def test_of_a_cache_of_the_hub_the_files_are_read_by_their_names(self, tmp_path: Path) -> None:
-        write_cache(tmp_path)
-        names = [path.relative_to(tmp_path).as_posix() for path in files_below(tmp_path)]
-        assert names == ["snapshots/abc/README.md", "snapshots/abc/data/train.jsonl"]
-
     def test_links_that_lead_nowhere_are_counted(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

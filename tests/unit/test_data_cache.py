@@ -2,7 +2,6 @@
 
 import fcntl
 import gzip
-import json
 import os
 import threading
 from pathlib import Path
@@ -255,9 +254,3 @@ def test_what_is_being_made_is_not_cleared(text: Path) -> None:
         assert partial.exists()
     cache.clear(partial.parent)
     assert not list(partial.parent.iterdir())
-
-
-def test_facts_are_json(text: Path) -> None:
-    entry = kind_of(source_of(text), BYTES).make(False)
-    assert json.loads((entry.folder / "facts.json").read_text()) == entry.facts
-    assert kind_of(source_of(text), BYTES).make(False) == entry
