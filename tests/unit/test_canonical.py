@@ -42,7 +42,8 @@ def test_parts_of_a_block_are_its_elements_in_order(block: Block, begin: int, en
     assert [part.own + i for part in parts for i in range(part.size)] == [
         *range(block.own + begin, block.own + end)
     ]
-    assert [part.first for part in parts] == [elements(part)[0] for part in parts]
+    ends = [(elements(part)[0], elements(part)[-1]) for part in parts]
+    assert [(part.first, part.last) for part in parts] == ends
 
 
 @given(any_block(), st.integers(0, 16))
