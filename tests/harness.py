@@ -1,5 +1,6 @@
 """Runs functions on several ranks and scripts under a launcher, and leaves no process behind."""
 
+import faulthandler
 import io
 import json
 import multiprocessing
@@ -77,6 +78,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                     rank.kill()
                     rank.join()
         outcomes = [_read_outcome(Path(folder), rank) for rank in range(world_size)]
+        stacks = "".join(path.read_text() for path in sorted(Path(folder).glob("hung*")))
     failures = [outcome for outcome in outcomes if outcome.get("error")]
     if failures:
         raise RankFailedError(min(failures, key=lambda outcome: outcome["time"])["error"])
@@ -85,7 +87,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             raise RankFailedError(f"rank {rank} of {world_size} died with exit code {code}")
     slow = [rank for rank, outcome in enumerate(outcomes) if "result" not in outcome]
     if slow:
-        raise RankFailedError(f"ranks {slow} of {world_size} had not finished after {timeout} s")
+        raise RankFailedError(f"ranks {slow} of {world_size} had not finished after {timeout} s\n{stacks}")
     return [outcome["result"] for outcome in outcomes]
 
 
@@ -119,6 +121,8 @@ def _run_rank(
     os.environ |= {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"  # for a run, which otherwise takes as many as there are cores
+    # What a rank that hangs was doing; the file is open until the process ends.
+    faulthandler.dump_traceback_later(0.9 * timeout, file=(folder / f"hung{rank}").open("w"))
     try:
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group(
