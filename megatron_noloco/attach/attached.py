@@ -100,7 +100,7 @@ class Attached:
         self.done += 1
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
-            self._engine.check_no_others()
+            self._engine.check_unchanged()
         reports = []
         if self.outer.place.replicas != 1:
             with now.doing(f"in the round after local step {self.done}"):
@@ -157,7 +157,7 @@ class Attached:
         Raises UserError after `close`, and PartnerLostError in one job, as `step` does.
         """
         self._check_not_closed()
-        self._engine.check_no_others()
+        self._engine.check_unchanged()
         self.outer.finish()
         average = self._peers.average(self.done, trained=True, before_waiting=lambda: None)
         for report in average.reports:
@@ -175,7 +175,7 @@ class Attached:
         Returns the reports of the rounds that ended. Does nothing in one job. Raises as `step` does.
         """
         self._check_not_closed()
-        self._engine.check_no_others()
+        self._engine.check_unchanged()
         boundary = self._peers.leave(self.done)
         self.done, reports = boundary.step, list(boundary.rounds)
         self._compare(reports)

@@ -75,7 +75,7 @@ class Engine(Weights):
         self.modules, self.parameters = modules, parameters_of(modules)
         self.shards = list(shards)
         self._may_train = {id(one) for one in self.parameters.values() if one.requires_grad}
-        check_sound((shard.name, local_part(shard.tensor)) for shard in self.shards)
+        self._check_sound()
 
     @abstractmethod
     def refresh(self) -> None:
@@ -110,8 +110,11 @@ class Engine(Weights):
             if (name in names if self.placed else one.requires_grad)
         }
 
-    def check_no_others(self) -> None:
-        """Raise UserError where the loop trains more than at first."""
+    def check_unchanged(self) -> None:
+        """Raise UserError where the loop trains more than at first, and as `check_sound` does.
+
+        A loop may have converted the model: what a round writes to a copy of a weight would be lost.
+        """
         for module in self.modules:
             reshard(module)
         for name, one in parameters_of(self.modules).items():
@@ -121,6 +124,10 @@ class Engine(Weights):
                     "attach while all that is ever trained has requires_grad, or call average() and close() "
                     "before, and attach again"
                 )
+        self._check_sound()
+
+    def _check_sound(self) -> None:
+        check_sound((shard.name, local_part(shard.tensor)) for shard in self.shards)
 
 
 def held_by(shards: Iterable[Shard], whole: Mapping[str, Matrix]) -> Iterator[Block]:

@@ -575,9 +575,20 @@ def what_changes_after_attach(rank: int, world_size: int) -> dict[str, str]:
     found["more"] = refusal(noloco.step)
     found["average"] = refusal(noloco.average)
     noloco.close()
+    found |= {"converted": converted(torch.nn.Conv2d(2, 2, 3), memory_format=torch.channels_last)}
+    found |= {"of 64 bits": converted(torch.nn.Linear(2, 2), dtype=torch.float64)}
     found |= {"step after": refusal(noloco.step), "average after": refusal(noloco.average)}
     found["load after"] = refusal(lambda: loop.module.load_state_dict(loaded, strict=False))
     found["attach again"] = refusal(lambda: attach(loop.model, SETTINGS, replicas=1))
+    return found
+
+
+def converted(module: nn.Module, **how: Any) -> str:
+    noloco = attach(module, SETTINGS, replicas=1)
+    module.to(**how)
+    noloco.step()
+    found = refusal(noloco.step)
+    noloco.close(at_once=True)
     return found
 
 
@@ -594,6 +605,8 @@ def test_an_attached_model_refuses_loads_and_new_weights() -> None:
         "load a copy": "taken",
         "more": more,
         "average": more,
+        "converted": "weight, of shape [2, 2, 3, 3] and torch.float32, must be floating and contiguous",
+        "of 64 bits": "weight, of shape [2, 2] and torch.float64, must be of 32 bits or less",
         "step after": "attach: no rounds and no average after close()",
         "average after": "attach: no rounds and no average after close()",
         "load after": "taken",
