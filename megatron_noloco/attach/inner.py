@@ -5,7 +5,7 @@ with the layout of the weights, and the numbers must be the same on all ranks.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,7 +49,8 @@ class Inner:
         kind: names of the optimizers' classes, as the trainer writes them.
         functions: that return and load the states of all other objects.
 
-    Raises UserError for a model and for what has no state, and as `check_modes` does.
+    Raises UserError for a model and for what has no state, for an optimizer of weights that rounds do not
+    exchange, and as `check_modes` does.
     """
 
     def __init__(self, engine: Engine, parts: Stateful | Sequence[Stateful]) -> None:
@@ -64,6 +65,7 @@ class Inner:
             check_modes(part)
         inside: list[Any] = [one for part in given for one in _inside(part)]
         optimizers = [one for one in inside if isinstance(one, torch.optim.Optimizer)]
+        _check_weights(optimizers, engine)
         self.kind = " and ".join(type(one).__name__ for one in optimizers).lower()
         # A single one has the trainer's name for groups that Muon does not train.
         self._optimizers = {
@@ -147,10 +149,10 @@ class Inner:
             if not is_vector and not (name in _NUMBERS | _SETTINGS and type(value) in (int, float)):
                 raise UserError(f"its {name} cannot be read")
 
-    def load(self, facts: Mapping[str, Any], vectors: Mapping[str, Tensor]) -> None:
+    def load(self, facts: Mapping[str, Any], vectors: Mapping[str, Tensor]) -> list[str]:
         """Continue from `facts` and `vectors` of another job, which `check` has accepted. A collective.
 
-        Settings are used where there are as many groups as here.
+        Settings are used where there are as many groups as here; else a line is returned. The trainer gives none.
         """
         named, names = facts.get("named", {}), {one.tensor: one.name for one in reversed(self._engine.shards)}
         entries = (*(facts[key] for key in self._optimizers), *named.values())
@@ -167,10 +169,16 @@ class Inner:
                 groups = optimizer.state_dict()["param_groups"]
                 optimizer.load_state_dict({"state": state, "param_groups": groups})
         groups, settings = self._groups(), facts.get("settings", {}).values()
-        for group, theirs in zip(groups, settings, strict=True) if len(groups) == len(settings) else ():
+        if settings and len(groups) != len(settings):
+            return [
+                f"inner keeps its own learning rates: it has {len(groups)} groups of parameters here, and "
+                f"{len(settings)} where the state comes from"
+            ]
+        for group, theirs in zip(groups, settings, strict=False):
             for name in _SETTINGS & group.keys() & theirs.keys():
                 own, given = group[name], theirs[name]
                 group[name] = torch.full_like(own, given) if torch.is_tensor(own) else given
+        return []
 
     def _filled(self, vector: Tensor) -> dict[Tensor, Tensor]:
         """Return tensors like the stepped ones, with the elements of a vector. A collective of the replica."""
@@ -179,6 +187,19 @@ class Inner:
             shard.of(filled[shard.tensor]).copy_(part)
         self._engine.share(list(filled.values()))
         return filled
+
+
+def _check_weights(optimizers: Iterable[torch.optim.Optimizer], engine: Engine) -> None:
+    """Raise UserError where an optimizer steps weights that are not the engine's."""
+    exchanged = {id(one) for one in engine.stepped}
+    for optimizer in optimizers:
+        stepped = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        if others := [list(one.shape) for one in stepped if id(one) not in exchanged]:
+            raise UserError(
+                f"attach: {type(optimizer).__name__} steps {len(others)} tensors (the first of shape {others[0]}) "
+                "that are no weights of the attached model, so rounds would not exchange them; make the optimizer "
+                "after the model is wrapped or copied, and attach all modules that it trains"
+            )
 
 
 def _inside(part: Any) -> Iterator[Any]:

@@ -17,12 +17,11 @@ from megatron_noloco.attach.inner import Inner
 from megatron_noloco.attach.registered import Functions, bytes_of, loaded, read, saved
 from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State
+from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State, read_facts
 from megatron_noloco.files import outside
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
 from megatron_noloco.outer.vectors import HOST, number_tensor
 
-_NEEDED = {FAST_WEIGHTS, VECTORS[0]}
 _SAVED = ("slow_weights", "local_steps_done", "first_weights")
 _INNER = "the inner optimizer"
 
@@ -102,8 +101,7 @@ class JobState:
         return State(done, facts, dict(sorted(vectors.items())), bytes_of(states))
 
     def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-        if not {*names} >= _NEEDED:
-            raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
+        read_facts(facts, names)
         length = self._engine.length
         return {name: torch.zeros(length, dtype=torch.float32, device=HOST) for name in names}
 
@@ -136,7 +134,7 @@ class JobState:
         except UserError as error:
             _warn([f"{_INNER} begins anew: {error}"])
             return
-        inner.load(state.facts["inner"], state.vectors)
+        _warn(inner.load(state.facts["inner"], state.vectors))
         if states is not None:
             self.inner_from = state.step
 

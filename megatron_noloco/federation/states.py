@@ -1,9 +1,16 @@
 """The state of a replica, as its ranks copy it for another job, and use that of another job (`takeover`)."""
 
+import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
+
+from megatron_noloco.outer import ROUNDS, VECTORS
+
+Numbers = dict[str, int | float | None]
 
 FAST_WEIGHTS = "fast_weights"  # the vector that every state has beside those of the outer optimizer
 
@@ -34,6 +41,40 @@ class State(NamedTuple):
     facts: dict[str, Any]
     vectors: dict[str, Tensor]
     rest: bytes = b""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The numbers of a state, which both the trainer and an attached job write.
+
+    Attributes:
+        optimizer: name of the inner optimizer.
+        inner: for each kind of its groups, its numbers by name; None for a vector. May have other values as well.
+        engine: see `engine.state.numbers_of`.
+        rounds: see `OuterOptimizer.state`.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    optimizer: str
+    inner: dict[str, dict[str, Any]]
+    engine: dict[str, int | float | Numbers | None]
+    rounds: dict[str, list[Any]]
+
+
+_FACTS = TypeAdapter(Facts)
+
+
+def read_facts(facts: Mapping[str, Any], names: Collection[str]) -> Facts:
+    """Read the facts of a state with vectors of these names, strictly; raises NotTakenError."""
+    try:
+        found = _FACTS.validate_json(json.dumps(facts))
+    except ValidationError:
+        raise NotTakenError("its numbers are not those of a state") from None
+    rounds = ROUNDS.keys() if "correction" in names else set()
+    if not {FAST_WEIGHTS, VECTORS[0]} <= {*names} or found.rounds.keys() != rounds:
+        raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
+    return found
 
 
 class StateAdapter(Protocol):

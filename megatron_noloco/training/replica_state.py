@@ -1,45 +1,19 @@
 """What a trainer's job gives of its state to other jobs of a federation, and what it does with that of another."""
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State
+from megatron_noloco.federation.states import FAST_WEIGHTS, Facts, Numbers, State, read_facts
 from megatron_noloco.files import outside
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import table_of
-from megatron_noloco.outer import ROUNDS, VECTORS, Rounds, rounds_from_lists, rounds_to_lists
-
-Numbers = dict[str, int | float | None]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The numbers of a state.
-
-    Attributes:
-        optimizer: name of the inner optimizer.
-        inner: for each kind of its groups, its numbers by name; None for a vector. May have other values as well.
-        engine: see `engine.state.numbers_of`.
-        rounds: see `OuterOptimizer.state`.
-    """
-
-    __pydantic_config__ = ConfigDict(strict=True)
-
-    optimizer: str
-    inner: dict[str, dict[str, Any]]
-    engine: dict[str, int | float | Numbers | None]
-    rounds: dict[str, list[Any]]
-
-
-_FACTS = TypeAdapter(Facts)
+from megatron_noloco.outer import VECTORS, Rounds, rounds_from_lists, rounds_to_lists
 
 
 class ReplicaState:
@@ -92,18 +66,12 @@ class ReplicaState:
         return State(done, asdict(facts), {name: vectors[name] for name in sorted(vectors)})
 
     def allocate(self, facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-        try:
-            found = _facts(facts)
-        except ValidationError:
-            raise NotTakenError("its numbers are not those of a state") from None
-        rounds = ROUNDS.keys() if "correction" in names else set()
-        if not {FAST_WEIGHTS, VECTORS[0]} <= {*names} or found.rounds.keys() != rounds:
-            raise NotTakenError(f"its vectors {', '.join(names)} are not those of a state")
+        read_facts(facts, names)
         return {name: torch.zeros(self._engine.weights.length) for name in names}
 
     def load(self, state: State) -> None:
-        found = _facts(state.facts)
         vectors = state.vectors
+        found = read_facts(state.facts, vectors)
         inner, line = self._known_inner(found, vectors)
         if line:
             self._say(f" the inner optimizer {outside(line)} |")
@@ -171,11 +139,6 @@ def known_fields(
         others |= given.keys() - known[kind].keys()
     line = f"leaves out {', '.join(sorted(others))} of the state taken over, which it does not keep here"
     return known, line if others else ""
-
-
-def _facts(facts: Mapping[str, Any]) -> Facts:
-    """Read facts strictly; raises ValidationError."""
-    return _FACTS.validate_json(json.dumps(facts))
 
 
 def _known(theirs: Any, own: Mapping[str, Any]) -> dict[str, Any]:

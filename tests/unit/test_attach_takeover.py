@@ -125,7 +125,12 @@ def test_other_buffers_are_left_out_of_a_state() -> None:
 def test_what_is_no_state_is_refused() -> None:
     own, given = Job(0.0), Job(2.0).state.copy(20)
     with pytest.raises(NotTakenError, match="its vectors weights are not those of a state"):
-        own.state.allocate({}, ["weights"])
+        own.state.allocate(given.facts, ["weights"])
+    with pytest.raises(NotTakenError, match="correction are not those of a state"):
+        own.state.allocate(given.facts, [*given.vectors, "correction"])
+    for wrong in ({}, given.facts | {"inner": {"others": []}}):
+        with pytest.raises(NotTakenError, match="its numbers are not those of a state"):
+            own.state.allocate(wrong, given.vectors)
     with pytest.raises(NotTakenError, match="it is not a state: "):
         own.state.load(given._replace(rest=b"no state"))
     assert not own.engine.read().any()
@@ -204,7 +209,6 @@ class Refuses(torch.optim.lr_scheduler.ConstantLR):
     ("change", "schedule", "why"),
     [
         (lambda inner: inner.pop("others"), None, "inner is adamw here, and adamw for "),
-        (lambda inner: inner.update(others=[]), None, "its state cannot be read"),
         (lambda inner: inner.update(settings={"0": 7}), None, "its state cannot be read"),
         (lambda inner: inner["others"].update({"inner.step": "7"}), None, "its step cannot be read"),
         (
@@ -234,6 +238,18 @@ def test_unreadable_optimizer_field_costs_its_state_alone(
     own.outer.restore.assert_called_once()
     assert "unknown" not in own.outer.restore.call_args.args[0]
     assert all(map(torch.equal, before, optimizer.state[model.weight].values()))
+
+
+def test_a_taker_with_other_groups_says_that_it_keeps_its_rates() -> None:
+    own, given = (nn.Linear(2, 2) for _ in range(2))
+    groups = [{"params": [own.weight], "lr": 0.1}, {"params": [own.bias], "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups)
+    state = Job(2.0, torch.optim.SGD(given.parameters(), lr=0.5), model=given).state.copy(20)
+    with pytest.warns(
+        UserWarning, match="keeps its own learning rates: it has 2 groups .* here, and 1 where"
+    ):
+        Job(0.0, optimizer, model=own).take(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
 
 
 def test_the_round_of_a_leave_counts_as_met() -> None:

@@ -130,6 +130,16 @@ def test_of_a_group_only_what_changes_is_taken_over(rate: Any) -> None:
         inner.check("adamw", {"others": {}, "settings": {"0": {"lr": "0.5"}}}, {})
 
 
+def test_an_optimizer_of_other_weights_is_refused() -> None:
+    """Those of a loss that was not attached, and of a model that was copied after its optimizer was made."""
+    model, loss = nn.Linear(2, 2), nn.Linear(2, 3)
+    loss.bias.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"SGD steps 1 tensors \(the first of shape \[3, 2\]\) that are no weights"
+    ):
+        inner_of(model, torch.optim.SGD([*model.parameters(), *loss.parameters()]))
+
+
 def test_optimizers_are_found_inside_of_others() -> None:
     """A chain of Megatron-core's, of which one has no weights here, and one of Accelerate around DeepSpeed's."""
     model = nn.Linear(2, 2)
