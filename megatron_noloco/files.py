@@ -129,6 +129,8 @@ def check_whole_characters(text: str) -> None:
 
 def check_utf_8(content: bytes) -> None:
     """Raise UserError for text of UTF-16 or UTF-32, which the mark or zeros among its first 4 bytes show."""
+    if content[:4] == bytes(4):
+        raise UserError("not UTF-8 text: it begins with bytes 0x00, as what a crash left of a file")
     encoding = json.detect_encoding(content[:4])
     if encoding not in ("utf-8", "utf-8-sig"):
         name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")  # as iconv has them
@@ -152,13 +154,19 @@ def outside(value: Any) -> Any:
 
 
 def utf_8_problem(pieces: Iterable[bytes]) -> str:
-    """Return why pieces of bytes, in their order, are not UTF-8 text: the first wrong byte; "" if they are."""
+    """Return why pieces of bytes, in their order, are not UTF-8 text: the first wrong byte; "" if they are.
+
+    A zero is wrong: archives of text (tar) have zeros, and files after a crash.
+    """
     decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         for piece in pieces:
             if not done:
                 check_utf_8(piece)
-            decoder.decode(piece)
+            text, zero, _ = piece.partition(b"\0")
+            decoder.decode(text, final=bool(zero))
+            if zero:
+                return f"not UTF-8 text: byte 0x00 at offset {done + len(text)}"
             done += len(piece)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:

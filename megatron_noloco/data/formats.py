@@ -72,8 +72,10 @@ def read_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[P
             if stop is None:
                 check_utf_8(piece)
             while piece or begins:
-                following, place = rest(), raw.tell()
-                yield Piece(piece.decode(), place - before, begins, not following)
+                following, place, text = rest(), raw.tell(), piece.decode()
+                if "\0" in text:
+                    raise UserError(text_problem(path))
+                yield Piece(text, place - before, begins, not following)
                 begins, before, piece = False, place, following
         except UnicodeDecodeError:
             raise UserError(f"{path}: {text_problem(path)}") from None
@@ -124,14 +126,17 @@ def read_lines(path: Path) -> Iterator[Row]:
 def _parse(line: bytes) -> Any:
     check_utf_8(line)
     try:
-        return json.loads(without_mark(line).decode(), object_pairs_hook=json_object)
+        content = json.loads(without_mark(line).decode(), object_pairs_hook=json_object)
+        if not isinstance(content, list):
+            return content
+        reason = "a list"
     except UserError:
         raise
     except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.pos + 1}"
+        reason = f"not JSON ({error.msg}, column {error.pos + 1})"
     except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply
-        reason = str(error)
-    problem = f"not JSON ({reason}); each line must hold one whole JSON object"
+        reason = f"not JSON ({error})"
+    problem = f"{reason}; each line must hold one whole JSON object"
     if without_mark(line).lstrip().startswith(b"["):
         problem += ": for a file that is one list, `jq -c '.[]' FILE` writes them"
     raise UserError(problem)
@@ -154,6 +159,8 @@ def read_parquet(path: Path, columns: Iterable[str] | None = None) -> Iterator[R
             missing = [name for name in chosen if name not in names]
             if missing:
                 raise UserError(f"{path}: no column {missing[0]!r}; there are {', '.join(names)}")
+            if repeated := [name for name in chosen if names.count(name) > 1]:
+                raise UserError(f"{path}: the column {repeated[0]!r} is there twice; leave one out")
             rows, size = max(1, file.metadata.num_rows), path.stat().st_size
             types = ((name, file.schema_arrow.field(name).type) for name in chosen)
             nested = {name: kind for name, kind in types if pyarrow.types.is_nested(kind)}

@@ -302,8 +302,8 @@ class TestCorpus:
             load(str(tmp_path), SPLIT)
 
     @given(
-        text=st.text(min_size=1),
-        wrong=st.sampled_from([b"\xe9", b"\xff", b"\xe2\x82"]),
+        text=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
+        wrong=st.sampled_from([b"\xe9", b"\xff", b"\xe2\x82", b"\0"]),
         size=st.integers(1, 9),
     )
     def test_the_first_wrong_byte_is_named(self, text: str, wrong: bytes, size: int) -> None:

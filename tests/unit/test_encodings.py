@@ -86,7 +86,10 @@ def test_suffixes_in_capitals(name: str, tmp_path: Path) -> None:
     [
         (json.dumps([{"text": "a"}], indent=1), r"line 1: not JSON \(.*, column 3\); each line must hold"),
         (json.dumps({"text": "a"}, indent=1), r"line 1: not JSON \(.*, column 3\); each line must hold one"),
-        (json.dumps([{"text": "a"}]), "line 1: not a JSON object; each line must hold one$"),
+        (
+            json.dumps([{"text": "a"}]),
+            r"line 1: a list; each line must hold .*: for a file that is one list, `jq",
+        ),
         ('{"text": "a"} {"text": "b"}', r"line 1: not JSON \(Extra data, column 15\); each line must hold"),
     ],
 )

@@ -392,16 +392,35 @@ def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def parquet_of(text: bytes) -> bytes:
-    """A file with a column of text, which Parquet does not check."""
-    written = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table({"text": pyarrow.array([b"x", text]).view(pyarrow.string())}), written)
+def parquet_of(text: bytes, columns: int = 1) -> bytes:
+    """A file with columns of text, all of one name, which Parquet does not check."""
+    written, column = pyarrow.BufferOutputStream(), pyarrow.array([b"x", text]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table([column] * columns, names=["text"] * columns), written)
     return written.getvalue().to_pybytes()
 
 
 BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl, line 2: not JSON"),
-    ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
+    ("a.jsonl", b"1\n", {}, r"line 1: not a JSON object"),
+    (
+        "a.jsonl",
+        b'{"text": "x"}\n' + bytes(9),
+        {},
+        r"line 2: not UTF-8 text: it begins with bytes 0x00, as what",
+    ),
+    ("a.tar", b"text" + bytes(9), {}, r"a\.tar: not UTF-8 text: byte 0x00 at offset 4$"),
+    (
+        "a.tar.gz",
+        gzip.compress(b"text" + bytes(9)),
+        {},
+        r"a\.tar\.gz: not UTF-8 text: byte 0x00 at offset 4$",
+    ),
+    (
+        "a.parquet",
+        parquet_of(b"x", columns=2),
+        {},
+        r"a\.parquet: the column 'text' is there twice; leave one out",
+    ),
     ("a.jsonl", b'{"body": "x"}\n', {}, r"line 1: no key 'text'; there are body"),
     ("a.jsonl", b'{"text": 3}\n', {}, r"'text' holds int, not text"),
     ("a.jsonl", b'{"text": ""}\n', {}, r"^nothing was written; left out: 1 empty document$"),

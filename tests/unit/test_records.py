@@ -177,7 +177,7 @@ class TestRecords:
             ({"conversations": [{"from": "human"}]}, r'has "conversations" \(a list\); a record is an'),
             ({"prompt": [CHAT[1]], "completion": CHAT[2:3]}, r'has "prompt" \(a list\), "completion" \(a'),
             ({"messages": []}, r'has "messages" \(an empty list\)'),
-            (CHAT, "is a list; a record is an object"),
+            (CHAT, "a list; each line must hold one whole JSON object"),
             ({"messages": CHAT, "functions": [{"name": "f"}]}, '"functions" is not given to the chat'),
             ({"messages": CHAT[1:], "system": "Größe"}, '"system" is not given to the chat'),
             (
