@@ -12,7 +12,7 @@ class Payload(NamedTuple):
         keeps: whether larger groups keep rounding errors.
         ranges: root mean squares of the difference between two members that a digit holds: in pairs, and where
             rounding errors are kept.
-        errors: epsilon of `stability.spread_factor`, likewise.
+        errors: epsilon of `stability.spread_factor`, likewise, with a margin of 1 to 7 % above what is measured.
         bytes: of an exchange in trainings, over those without blocks whose next digit is sent (docs/log.md).
         core_seconds: of a core for 10^9 weights, in pairs and in groups of 4, with copies of messages in memory
             (python -m tools.bench host).
