@@ -88,11 +88,11 @@ class JobState:
             "engine": {"global_steps": done, "skipped_steps": 0, "schedule_step": None, "loss_scale": {}},
             "rounds": rounds_to_lists(outer),
         }
-        states = saved(self._beside)
+        states = saved(self._beside, for_all_ranks=True)
         if self._inner is None:
             states[_INNER] = "it was not given to attach there"
         else:
-            states |= saved(self._inner.functions)
+            states |= saved(self._inner.functions, for_all_ranks=True)
             try:
                 facts |= {"optimizer": self._inner.kind, "inner": self._inner.facts()}
                 vectors |= self._inner.vectors()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_noloco.attach.shards import is_divided
 from megatron_noloco.errors import UserError
 
 Functions = Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]
@@ -22,11 +23,20 @@ def check_functions(registered: object) -> None:
             raise UserError(f"attach: registered {name!r} must be two functions: it is {pair!r}")
 
 
-def saved(functions: Functions) -> dict[str, bytes | str]:
-    """Return the bytes of each state, or why there are none."""
+def saved(functions: Functions, for_all_ranks: bool = False) -> dict[str, bytes | str]:
+    """Return the bytes of each state, or why there are none.
+
+    Args:
+        for_all_ranks: whether other ranks are to load them, which have other parts of what is divided.
+    """
     found = dict[str, bytes | str]()
     for name, (save, _) in functions.items():
         state = save()
+        if for_all_ranks and _is_divided(state):
+            found[name] = (
+                "it has a part of a DTensor, which other ranks cannot load; let it return full_tensor()"
+            )
+            continue
         try:
             found[name] = content = bytes_of(_plain(state))
             read(content)
@@ -60,6 +70,12 @@ def bytes_of(state: object) -> bytes:
 def read(content: bytes) -> Any:
     """Return a state of numbers, text and tensors, on the host; nothing in it is executed."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _is_divided(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_is_divided, value.values() if isinstance(value, dict) else value))
+    return is_divided(value) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def _plain(value: Any) -> Any:

@@ -178,6 +178,17 @@ def test_registered_states_come_back_as_plain_values() -> None:
     assert repr(found) == repr([{"a": 0.5, 2: [True, (1, "text", None)], "m": milestones}])
 
 
+def test_a_part_of_a_tensor_is_not_given_to_other_ranks() -> None:
+    """As an average of weights that `fully_shard` divides; what each rank has as a whole is given."""
+    sharded, whole = (
+        SimpleNamespace(to_local=None, placements=[SimpleNamespace(is_replicate=lambda kind=kind: kind)])
+        for kind in (False, True)
+    )
+    found = saved(given({"ema": [sharded]}, [whole]), for_all_ranks=True)
+    assert "it has a part of a DTensor, which other ranks cannot load" in str(found["state 0"])
+    assert "DTensor" not in str(found["state 1"])
+
+
 def test_unloadable_registered_state_costs_itself_alone() -> None:
     def fails(state: Any) -> None:
         raise KeyError("horizon")
