@@ -44,6 +44,12 @@ def check_arguments(
         raise UserError(
             "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
         )
+    if replicas is not None and not _is_integer(replicas):
+        raise UserError(f"attach: replicas must be an integer, not {replicas!r}")
+    if stopped is not None and not callable(stopped):
+        raise UserError(
+            f"attach: stopped must be a function, such as is_set of a threading.Event, not {stopped!r}"
+        )
     if not _is_integer(seed) or seed < 0:
         raise UserError(f"attach: seed must be an integer >= 0, not {seed!r}")
     if settings.overlap_steps == "auto":

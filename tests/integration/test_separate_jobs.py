@@ -698,6 +698,8 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, SLOT | {"federation": FederationSettings()}, "attach: federation.rendezvous is missing"),
         (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap_steps "auto" is for `train` only'),
         (None, {"replicas": 2, "stopped": bool}, "attach: stopped is for a federation; leave it out with"),
+        (None, {"replicas": "2"}, "attach: replicas must be an integer, not '2'"),
+        (None, SLOT | {"stopped": threading.Event()}, "attach: stopped must be a function, such as is_set"),
         (None, SLOT | {"inner": TWO_MODES}, "attach: TwoModes has other weights to train than to evaluate"),
         (None, SLOT | {"state": {}}, "attach: state has no slow_weights"),
         (None, SLOT | {"state": SAVED}, "attach: the state is of 2 weights, this rank has 6"),
