@@ -216,7 +216,9 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     Changes nothing on disk, and reads only the beginning of the data. Raises UserError, one line per problem.
     """
     _check_machine(config)
-    check_writable(Path(config.training.output_dir), "training.output_dir")
+    output_dir = Path(config.training.output_dir)
+    for place in (output_dir, output_dir / "checkpoints"):
+        check_writable(place, "training.output_dir")
     if config.federation.exists:
         network_of(config.federation, config.noloco, RunIdentity({}))
     tokenizer = _tokenizer(config)

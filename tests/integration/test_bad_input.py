@@ -102,6 +102,15 @@ def test_a_start_and_a_check_find_it_in_one_line(
         assert_one_line(main([*command.split(), config]), capfd.readouterr().err, fragments)
 
 
+def test_a_place_of_checkpoints_must_be_writable_at_the_start(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "checkpoints").touch()
+    code = main(["config", "--check", config_with(folder, {"training": {"output_dir": str(folder / "run")}})])
+    assert_one_line(code, capfd.readouterr().err, ("checkpoints: cannot be written: Not a directory; give",))
+
+
 @pytest.mark.parametrize("mistake", ["missing data"])
 def test_the_other_ranks_let_rank_0_report_first(
     folder: Path, mistake: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
