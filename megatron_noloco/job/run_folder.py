@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_noloco.files import write_text
+from megatron_noloco.files import write_text, writing
 from megatron_noloco.job.activity import now
 
 _LEAVE = " leave"
@@ -25,13 +25,15 @@ def occupy(folder: Path) -> str:
     A job holds a lock (flock) on the file `running`, which the kernel releases however the job ends. On a file
     system without locks (NFS without lockd) nothing is refused; where locks stay on their host (NFS with
     `nolock`, Lustre with `localflock`, BeeGFS by default), only a second job of this host is. An NFSv3 server
-    may keep the lock of a host that has crashed: remove the file. Raises OSError where it cannot be written.
+    may keep the lock of a host that has crashed: remove the file. Raises UserError where it cannot be written,
+    as where another user made it.
     """
     path = (folder / "running").absolute()
     if _occupied.get(path) == os.getpid():
         return ""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with writing(path, "training.output_dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     now.part(f"locking {path}")  # NFSv3 may wait for ever for its lock daemon
     try:
         _lock(file)

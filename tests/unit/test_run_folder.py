@@ -12,6 +12,7 @@ from threading import Timer
 import pytest
 import torch.distributed as dist
 
+from megatron_noloco.errors import UserError
 from megatron_noloco.job.run_folder import FolderLostError, OccupiedFolder, is_under_way, occupy
 from tests.harness import REPOSITORY, run_ranks
 
@@ -116,3 +117,11 @@ def test_a_job_notices_that_its_folder_is_another_one(then: str, tmp_path: Path)
         (folder / "running").touch()
     with pytest.raises(FolderLostError, match=f"{folder}: was renamed or removed while this job wrote there"):
         place.check()
+
+
+def test_a_mark_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "running").mkdir()
+    with pytest.raises(
+        UserError, match=r"running: cannot be written: Is a directory; give another training.out"
+    ):
+        occupy(tmp_path)
