@@ -14,12 +14,11 @@ import json
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_noloco.data.chat import sha256_of
 from megatron_noloco.data.encode import Advance
@@ -27,9 +26,9 @@ from megatron_noloco.data.inputs import Input
 from megatron_noloco.data.progress import Progress
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, write_text, writing
+from megatron_noloco.job import activity
 
 _FORMAT = 6  # of entries; another one where the same files would become other tokens or facts
-_POLL_SECONDS = 0.2
 _DIGITS = 32  # of a digest
 _FACTS = "facts.json"
 
@@ -88,13 +87,10 @@ def find_entry(folder: Path, digest: str) -> Entry | None:
     return None
 
 
-def obtain(folder: Path, recipe: Recipe, shown: bool) -> Entry:
+def obtain(folder: Path, recipe: Recipe) -> Entry:
     """Return the entry of a recipe, which is made if it is not there, or when another process has made it.
 
     Raises UserError if nothing can be written in the folder, or if an input changes meanwhile.
-
-    Args:
-        shown: whether progress is shown: by one process of a job and host.
     """
     digest = recipe.digest
     if found := find_entry(folder, digest):
@@ -103,41 +99,18 @@ def obtain(folder: Path, recipe: Recipe, shown: bool) -> Entry:
         return found
     with writing(folder, "data.cache"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f"{digest}.lock").open("a+")
-    total = sum(item.bytes for item in recipe.inputs)
-    with lock, Progress(f"preparing {recipe.source}", total, shown) as progress:
-        alone = _wait_for(lock, progress)
-        if found := find_entry(folder, digest):
-            return found
-        if alone:
+        lock = (folder / f"{digest}.lock").open("a")
+    with lock:
+        activity.now.part(f"waiting for another process, which prepares {recipe.source}")
+        with suppress(OSError):  # a file system without locks, where several processes may make the same entry
+            fcntl.flock(lock, fcntl.LOCK_EX)
             for left in folder.glob(f"{digest}.partial-*"):
                 shutil.rmtree(left, ignore_errors=True)
-
-        def advance(read_bytes: int) -> None:
-            progress.advance(read_bytes)
-            lock.truncate(0)
-            lock.write(str(progress.done))
-            lock.flush()
-
-        return _make(folder, digest, recipe, advance)
-
-
-def _wait_for(lock: IO[str], progress: Progress) -> bool:
-    """Wait while another process makes the entry, and show its progress; return whether this process has the lock.
-
-    It has none on a file system without locks, where several processes may make the same entry.
-    """
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            lock.seek(0)
-            with suppress(ValueError):  # nothing there yet
-                progress.show(int(lock.read()))
-            time.sleep(_POLL_SECONDS)
-        except OSError:
-            return False
+        if found := find_entry(folder, digest):
+            return found
+        total = sum(item.bytes for item in recipe.inputs)
+        with Progress(f"preparing {recipe.source}", total) as progress:
+            return _make(folder, digest, recipe, progress.advance)
 
 
 def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:

@@ -77,13 +77,13 @@ class Kind(ABC):
             settings["renderer"] = renderer
         return Recipe(self.source.path, self.inputs.files, settings, self._write)
 
-    def make(self, shown: bool) -> Entry:
+    def make(self) -> Entry:
         """Return the dataset, from the cache or made now; raises UserError for what cannot be read."""
-        return obtain(cache_folder(self.source.cache), self.recipe, shown)
+        return obtain(cache_folder(self.source.cache), self.recipe)
 
-    def open(self, shown: bool) -> None:
+    def open(self) -> None:
         """Map the dataset; raises UserError."""
-        entry = self.make(shown)
+        entry = self.make()
         self.facts = entry.facts
         self.training = [(open_indexed(entry.prefix, self.tokenizer, self.source.name), 1.0)]
 
@@ -179,13 +179,13 @@ class Preprocessed(Documents):
         self.source: Any = source
         self.tokenizer = tokenizer
 
-    def open(self, shown: bool) -> None:
+    def open(self) -> None:
         source = self.source
         self.training = self._opened(source.train)
         self.validation = source.validation and self._opened(source.validation)
 
     def check(self, output_dir: Path) -> None:
-        self.open(shown=False)
+        self.open()
 
     def _opened(self, prefixes: Prefixes) -> Weighted:
         return [(open_indexed(prefix, self.tokenizer), share) for prefix, share in prefixes]

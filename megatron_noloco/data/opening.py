@@ -81,7 +81,7 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
     kind = kind_of(source, tokenizer)
-    kind.open(needs.shown)
+    kind.open()
     return _divided(kind, needs)
 
 
@@ -109,7 +109,7 @@ def open_validation(
         seq_length: tokens in a sample of the run.
     """
     kind = kind_of(source, tokenizer)
-    kind.open(needs.shown)
+    kind.open()
     data = _divided(kind, replace(needs, seq_length=seq_length))
     own = isinstance(source, IndexedSource) and source.validation is not None  # datasets of its own
     changed = any(
@@ -138,7 +138,7 @@ def open_whole(
     prefix, notes = data, ""
     try:
         if not Path(f"{data}.idx").exists():
-            entry = kind_of(TextSource(data, WHOLE, cache), tokenizer).make(needs.shown)
+            entry = kind_of(TextSource(data, WHOLE, cache), tokenizer).make()
             prefix, notes = entry.prefix, entry.facts["notes"]
         tokens = open_indexed(prefix, tokenizer).tokens
     except UserError as error:

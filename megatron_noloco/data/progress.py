@@ -15,40 +15,34 @@ class Progress:
     Args:
         what: is being done.
         total: bytes of the inputs.
-        shown: False: only the watchdog is told.
     """
 
-    def __init__(self, what: str, total: int, shown: bool = True) -> None:
+    def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done = what, total, 0
-        self._shown, self._on_terminal = shown, sys.stderr.isatty()
-        self._next = time.monotonic() + _FIRST_SECONDS
-        self._first: tuple[float, int] | None = None  # the first report: when, and bytes
+        self._on_terminal, self._began = sys.stderr.isatty(), time.monotonic()
+        self._next = self._began + _FIRST_SECONDS
 
     def __enter__(self) -> "Progress":
         activity.now.part(self.what)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._on_terminal and self._shown:
+        if self._on_terminal:
             sys.stderr.write("\r\x1b[K")
 
     def advance(self, read_bytes: int) -> None:
-        self.show(self.done + read_bytes)
-
-    def show(self, done: int) -> None:
-        """Show that so many bytes are done."""
-        now, self.done = time.monotonic(), done
-        self._first = self._first or (now, done)
+        """Show that so many further bytes are done."""
+        now = time.monotonic()
+        self.done += read_bytes
         activity.now.part(str(self))
-        if self._shown and now >= self._next:
+        if now >= self._next:
             self._next = now + (_TERMINAL_SECONDS if self._on_terminal else _LINE_SECONDS)
             sys.stderr.write(f"\r\x1b[K{self}" if self._on_terminal else f"{self}\n")
             sys.stderr.flush()
 
     def __str__(self) -> str:
         line = f"{self.what}: {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
-        began, first = self._first or (0.0, self.done)
-        if self.done <= first:
+        if not self.done:
             return line
-        seconds = (time.monotonic() - began) * (self.total - self.done) / (self.done - first)
+        seconds = (time.monotonic() - self._began) * (self.total - self.done) / self.done
         return f"{line}, {seconds:.0f} s left"

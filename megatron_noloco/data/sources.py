@@ -138,4 +138,3 @@ class Needs:
     seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledSamples`)
     evaluates: bool = True  # whether validation datasets are built
     documents: DocumentBorders | None = None  # None: documents are not separated
-    shown: bool = True  # whether this process shows progress while a dataset is made

@@ -92,8 +92,7 @@ def read_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
 
     Also returns the validation microbatches of each dataset of the blend.
     """
-    shown = prepared.world.local_rank == 0
-    return _read(prepared.config, prepared.topology, prepared.tokenizer, prepared.architecture, shown)
+    return _read(prepared.config, prepared.topology, prepared.tokenizer, prepared.architecture)
 
 
 def _plan(config: RunConfig, topology: Topology) -> BatchPlan:
@@ -102,11 +101,7 @@ def _plan(config: RunConfig, topology: Topology) -> BatchPlan:
 
 
 def _read(
-    config: RunConfig,
-    topology: Topology,
-    tokenizer: Tokenizer,
-    architecture: Architecture,
-    shown: bool = True,
+    config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
 ) -> tuple[Data, list[ValidationSource]]:
     evaluation = config.evaluation
     needs = Needs(
@@ -116,7 +111,6 @@ def _read(
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
         documents=config.documents(tokenizer.end_of_document),
-        shown=shown,
     )
     data = open_data(config.data.source, tokenizer, needs)
     count = None if evaluation.full else evaluation.iters

@@ -30,7 +30,7 @@ def write_dataset(
 
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
     """What a text becomes: the tokens of its three splits, and the facts about it."""
-    entry = kind_of(TextSource(text, Split.parse(split), mkdtemp()), tokenizer).make(shown=False)
+    entry = kind_of(TextSource(text, Split.parse(split), mkdtemp()), tokenizer).make()
     indexed, facts = read_indexed(entry.prefix), entry.facts
     splits = (indexed.part(*bounds).tokens for bounds in pairwise(facts["splits"]))
     return SimpleNamespace(**dict(zip(("train", "validation", "test"), splits, strict=True)), **facts)

@@ -226,7 +226,7 @@ class TestCorpus:
         (folder / "a.jsonl").write_text('{"text": "a", "prompt": "a", "completion": "b"}\n')
         assert (
             kind_of(RecordSource(str(folder), Split(1, 0, 0), True), ByteTokenizer())
-            .make(False)
+            .make()
             .facts["notes"]
             .endswith(note)
         )

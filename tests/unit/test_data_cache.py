@@ -21,7 +21,6 @@ from megatron_noloco.data.opening import check_source, kind_of
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.job import activity
 from tests.harness import full_disk, run_ranks
 
 BYTES = ByteTokenizer()
@@ -57,16 +56,16 @@ def test_binary_file_among_compressed_texts_is_counted(tmp_path: Path) -> None:
     (folder := tmp_path / "text").mkdir()
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"the text\n" * 9))
     (folder / "b.txt.gz").write_bytes(gzip.compress(bytes(range(256)) * 9))
-    facts = kind_of(source_of(folder), BYTES).make(False).facts
+    facts = kind_of(source_of(folder), BYTES).make().facts
     size = (folder / "b.txt.gz").stat().st_size
     assert facts["notes"] == f"; left out: 1 file not in UTF-8 (b.txt.gz; {size} bytes)"
 
 
 def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     makings = count_makings(monkeypatch)
-    first = kind_of(source_of(text), BYTES).make(False)
+    first = kind_of(source_of(text), BYTES).make()
     moved = text.rename(text.with_name("moved"))
-    assert kind_of(source_of(moved), BYTES).make(False) == first
+    assert kind_of(source_of(moved), BYTES).make() == first
     assert len(makings) == 1
     assert sorted(path.name for path in first.folder.iterdir()) == [
         *("data.bin", "data.idx", "data.tokenizer.sha256", "facts.json")
@@ -108,11 +107,18 @@ def test_what_changes_a_dataset_makes_another_entry(changes: list[str]) -> None:
 def test_two_that_make_it_at_once_both_have_it(
     locks: bool, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second waits, and tells the watchdog why; on a file system without locks, both make it."""
-    if not locks:
-        monkeypatch.setattr(fcntl, "flock", no_locks)
+    """The second waits; on a file system without locks, both make it."""
     makings, inside, go = count_makings(monkeypatch), threading.Event(), threading.Event()
-    original, found = text_files.divide, []
+    original, lock, found = text_files.divide, fcntl.flock, []
+
+    def flock(*arguments: Any) -> None:
+        if not locks:
+            raise OSError("no locks here")
+        if inside.is_set():
+            go.set()  # the second one waits
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
 
     def slowly(*arguments: Any) -> Any:
         inside.set()
@@ -121,13 +127,11 @@ def test_two_that_make_it_at_once_both_have_it(
 
     monkeypatch.setattr(text_files, "divide", slowly)
     threads = [
-        threading.Thread(target=lambda: found.append(kind_of(source_of(text), BYTES).make(False)))
+        threading.Thread(target=lambda: found.append(kind_of(source_of(text), BYTES).make()))
         for _ in range(2)
     ]
     threads[0].start()
     assert inside.wait(60)
-    if locks:
-        monkeypatch.setattr(cache.time, "sleep", lambda _: go.set())  # the second one waits
     threads[1].start()
     if not locks:
         while len(makings) < 2:
@@ -139,17 +143,12 @@ def test_two_that_make_it_at_once_both_have_it(
     assert found[0] == found[1]
     assert read_indexed(found[0].prefix).tokens.tobytes().startswith(b"t\0h\0e\0")
     assert not list((text.parent / "cache").glob("*.partial-*"))
-    assert f"preparing {text}: 0 of 0 MB" in str(activity.now.state)
-
-
-def no_locks(*_: Any) -> None:
-    raise OSError("no locks here")
 
 
 def make_and_count(rank: int, world_size: int, text: Path) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         makings = count_makings(patch)
-        return kind_of(source_of(text), BYTES).make(False).prefix, len(makings)
+        return kind_of(source_of(text), BYTES).make().prefix, len(makings)
 
 
 def test_one_process_of_a_host_makes_it(text: Path) -> None:
@@ -163,7 +162,7 @@ def test_what_a_killed_process_leaves_is_removed(text: Path) -> None:
     left = text.parent / "cache" / f"{digest}.partial-1"
     left.mkdir(parents=True)
     (left / "data.bin").write_text("half")
-    entry = kind_of(source_of(text), BYTES).make(False)
+    entry = kind_of(source_of(text), BYTES).make()
     assert [path.name for path in left.parent.iterdir() if path.is_dir()] == [entry.folder.name]
 
 
@@ -176,7 +175,7 @@ def test_a_file_that_changes_meanwhile_is_named(text: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(text_files, "divide", divide)
     with pytest.raises(UserError, match=rf"^{text}: changed while it was read; start again"):
-        kind_of(source_of(text), BYTES).make(False)
+        kind_of(source_of(text), BYTES).make()
     assert entries(text.parent / "cache") == []
 
 
@@ -185,7 +184,7 @@ def test_a_folder_that_cannot_be_written_says_what_to_set(text: Path, tmp_path: 
     source = TextSource(str(text), HALVES, str(tmp_path / "file" / "cache"))
     for door in (
         lambda: check_source(source, BYTES, tmp_path / "run"),
-        lambda: kind_of(source, BYTES).make(False),
+        lambda: kind_of(source, BYTES).make(),
     ):
         with pytest.raises(UserError, match=r"file/cache: cannot be written: .*; give another data.cache$"):
             door()
@@ -198,21 +197,21 @@ def test_a_full_disk_says_what_to_set_and_leaves_nothing(text: Path) -> None:
         pytest.raises(UserError, match=rf"^{cached}: cannot be written: .*; give another data.cache$"),
         full_disk(),
     ):
-        kind_of(source_of(text), BYTES).make(False)
+        kind_of(source_of(text), BYTES).make()
     assert not [path for path in cached.iterdir() if path.is_dir()]
 
 
 def test_an_entry_in_a_folder_that_may_only_be_read_is_used(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = kind_of(source_of(text), BYTES).make(False)
+    entry = kind_of(source_of(text), BYTES).make()
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert kind_of(source_of(text), BYTES).make(False) == entry
+    assert kind_of(source_of(text), BYTES).make() == entry
     check_source(source_of(text), BYTES, tmp_path / "run")
 
 
@@ -227,7 +226,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = text.parent / "cache"
     digests = [
-        kind_of(source_of(text, Split.parse(split)), BYTES).make(False).folder.name for split in ("1", "1,1")
+        kind_of(source_of(text, Split.parse(split)), BYTES).make().folder.name for split in ("1", "1,1")
     ]
     (folder / "mine.txt").write_text("of the user")
 
