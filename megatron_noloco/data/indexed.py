@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -157,26 +156,16 @@ def _lie_one_after_the_other(offsets: Offsets, lengths: np.ndarray, itemsize: in
 def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> Dataset:
     """Open a dataset; raises UserError as `read_indexed` does, and where it was made with another tokenizer.
 
-    A rank reads an index once, however often it opens the dataset, unless the files have changed.
-
     Args:
         name: for the user; "": the prefix.
     """
-    files = tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
-    stats = tuple(path.stat() if path.exists() else None for path in files)
-    stamps = tuple(stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
-    dataset, record = _read(prefix, stamps), _record_of(prefix)
+    dataset, record = read_indexed(prefix), _record_of(prefix)
     if record.is_file() and record.read_text().strip() != tokenizer.digest:
         raise UserError(
             f"{record}: the dataset was made with another tokenizer than that of the block data; set the same, or "
             "preprocess the text again (if this one has only further tokens, remove the file)"
         )
     return replace(dataset, name=name or prefix)
-
-
-@lru_cache(maxsize=64)
-def _read(prefix: str, stamps: tuple[object, ...]) -> Dataset:
-    return read_indexed(prefix)
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

@@ -1,7 +1,6 @@
 """The index of a dataset is read where it lies: offsets and checksums are as of an array, without its memory."""
 
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.data import indexed
 from megatron_noloco.data.blend import Blend, excerpt
-from megatron_noloco.data.indexed import IndexedWriter, Offsets, open_indexed, read_indexed
+from megatron_noloco.data.indexed import IndexedWriter, Offsets, read_indexed
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import ShuffledSamples
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, parse_prefixes
@@ -85,23 +84,6 @@ def write_long(prefix: Path) -> None:
     header = indexed._HEADER.pack(indexed._MAGIC, indexed._VERSION, 1, SEQUENCES, SEQUENCES + 1)
     parts = np.ones(SEQUENCES, np.int32), np.arange(SEQUENCES), np.arange(SEQUENCES + 1)
     Path(f"{prefix}.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
-
-
-def test_an_index_is_read_once_until_its_files_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix, tokenizer, read = write(tmp_path / "a", [3, 4]), ByteTokenizer(), list[Path]()
-    original: Callable[..., object] = indexed._read_index
-    monkeypatch.setattr(indexed, "_read_index", lambda path: read.append(path) or original(path))
-    assert open_indexed(prefix, tokenizer, "a").tokens is open_indexed(prefix, tokenizer).tokens
-    assert len(read) == 1
-    for path in (tmp_path / "a.bin", tmp_path / "a.idx"):
-        path.unlink()
-    write(tmp_path / "a", [5, 6])
-    assert open_indexed(prefix, tokenizer).offsets[:].tolist() == [0, 5, 11]
-    (tmp_path / "a.bin").unlink()
-    with pytest.raises(ValueError, match=r"a\.bin: no such file"):
-        open_indexed(prefix, tokenizer)
 
 
 @pytest.mark.parametrize("at", [42, 50])
