@@ -55,13 +55,20 @@ def read_documents(inputs: list[Input], key: str, counts: Counts, advance: Advan
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
         if item.kind == "text":
-            empty = not item.bytes
-            if empty or (item.folder is not None and text_problem(item.path)):
-                counts.leave_out("empty_files" if empty else "not_text", item)
+            # Of a file that was given itself the reader finds what is no text.
+            if (item.folder is not None or not item.bytes) and why_left_out(item, counts):
                 advance(item.bytes)
                 continue
             counts["beside_records"] += records
         yield from item.pieces(key)
+
+
+def why_left_out(item: Input, counts: Counts, decompressed: bool = True) -> str:
+    """Return why a file is no text, and count it; "" if it is."""
+    problem = text_problem(item.path, decompressed) if item.bytes else "is empty"
+    if problem:
+        counts.leave_out("not_text" if item.bytes else "empty_files", item)
+    return problem
 
 
 def encode(

@@ -39,13 +39,6 @@ class Row(NamedTuple):
     read_bytes: int  # of the input on disk since the row before
 
 
-def begins_as_text(path: Path) -> bool:
-    """Return whether a file begins with UTF-8 text."""
-    with path.open("rb") as file:
-        content = without_mark(file.read(PIECE_BYTES) + file.readline())
-    return content != b"" and not utf_8_problem([content])
-
-
 def text_problem(path: Path, decompressed: bool = True) -> str:
     """Return why a file is not UTF-8 text from beginning to end; "" if it is."""
     with _opened(path, decompressed) as (_, file):

@@ -13,7 +13,6 @@ from megatron_noloco.data.formats import (
     COMPRESSIONS,
     Piece,
     Row,
-    begins_as_text,
     read_lines,
     read_parquet,
     read_text,
@@ -114,7 +113,7 @@ def find_standard_library() -> Inputs:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = files_below(folder, _SKIPPED_FOLDERS)
-    return Inputs([Input(path, folder) for path in paths if path.suffix == ".py" and begins_as_text(path)])
+    return Inputs([Input(path, folder) for path in paths if path.suffix == ".py" and path.stat().st_size])
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:

@@ -118,10 +118,6 @@ class Kind(ABC):
         """Return the error for files that hold nothing."""
         return UserError(f"{self.source.option}: no {type(self).__name__.lower()} in {self.source.path}")
 
-    def remedy(self, units: int) -> str:
-        """Return what helps if a split of so many units is empty."""
-        return f" ({units} {self.unit}); raise its weight or add {self.unit.replace('files', 'text')}"
-
     def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
         """Write the dataset under a prefix; return facts about it, with the first sequence of each part."""
         counts, splits = Counts(), [0]
@@ -160,16 +156,6 @@ class Documents(Kind):
             f"{name}: {_in_words(blend)}" for name, blend in zip(SPLITS, (training, validation), strict=True)
         )
         return "; ".join(words) + self.facts.get("notes", "")
-
-    def remedy(self, units: int) -> str:
-        if units == 1:
-            return (
-                ": one sequence cannot be divided; preprocess several documents, such as JSON lines, "
-                "or give the text itself as data.text"
-            )
-        return (
-            f" ({units} {self.unit}); raise its weight, or give data.train_data_path and data.valid_data_path"
-        )
 
 
 class Preprocessed(Documents):

@@ -10,12 +10,21 @@ import numpy as np
 
 from megatron_noloco.data.blend import Blend, excerpt
 from megatron_noloco.data.indexed import Dataset, open_indexed
+from megatron_noloco.data.inputs import find_inputs, find_standard_library
 from megatron_noloco.data.kinds import SPLITS, TRAINING, VALIDATION, Documents, Kind, Preprocessed, Records
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import find_records
 from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
-from megatron_noloco.data.sources import WHOLE, IndexedSource, Needs, RecordSource, Source, TextSource
-from megatron_noloco.data.text import Text, find_text
+from megatron_noloco.data.sources import (
+    STANDARD_LIBRARY,
+    WHOLE,
+    IndexedSource,
+    Needs,
+    RecordSource,
+    Source,
+    TextSource,
+)
+from megatron_noloco.data.text import Text
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
@@ -70,7 +79,8 @@ def kind_of(source: Source, tokenizer: Tokenizer) -> Kind:
         return Preprocessed(source, tokenizer)
     if isinstance(source, RecordSource):
         return Records(source, tokenizer, find_records(source.path))
-    inputs = find_text(source)
+    is_library = source.path == STANDARD_LIBRARY
+    inputs = find_standard_library() if is_library else find_inputs([source.path], source.option)
     kind = Text if any(item.is_plain_text for item in inputs.files) else Documents
     return kind(source, tokenizer, inputs)
 
@@ -169,7 +179,10 @@ def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
             dataset = dataset.part(bounds[split], bounds[split + 1], name)
             if not len(dataset.tokens):
                 share = f"{astuple(kind.source.split)[split]:.4g}"
-                raise UserError(f"data.split: a share of {share} leaves {name} empty{kind.remedy(units)}")
+                raise UserError(
+                    f"data.split: a share of {share} leaves {name} empty ({units} {kind.unit}); raise its weight, "
+                    f"add {kind.unit}, or give data.train_data_path and data.valid_data_path"
+                )
         parts.append(kind.samples(dataset, needs, split))
         _check_tokens(parts[-1], needs.vocab_size)
     return Blend(parts, [weight for _, weight in members])

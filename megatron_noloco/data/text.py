@@ -2,25 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.encode import Advance, Counts, encode
+from megatron_noloco.data.encode import Advance, Counts, encode, why_left_out
 from megatron_noloco.data.encode import Sequence as Encoded
-from megatron_noloco.data.formats import begins_as_text, read_text, text_problem
+from megatron_noloco.data.formats import read_text
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.inputs import JSON_LINES, Input, Inputs, find_inputs, find_standard_library
+from megatron_noloco.data.inputs import JSON_LINES, Input
 from megatron_noloco.data.kinds import SPLITS, Kind
 from megatron_noloco.data.samples import Samples
-from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Split, TextSource
+from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import without_mark
 
-_ADVICE = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _GOLDEN = 2654435769  # 2^32 over the golden ratio: multiples of it, modulo 2^32, lie evenly
 
@@ -42,11 +40,6 @@ class Text(Kind):
     @property
     def by_file(self) -> bool:
         return is_by_file(self.facts["files"])
-
-    def check(self, output_dir: Path) -> None:
-        if not any(begins_as_text(item.path) for item in self.inputs.files):
-            raise self.empty()
-        super().check(output_dir)
 
     def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Encoded]]:
         for texts in divide(find_texts(self.inputs.files, counts), self.source.split):
@@ -70,46 +63,22 @@ class Text(Kind):
         size = f"{facts['files']} file{'s' * (facts['files'] > 1)}, {facts['bytes'] / 1e6:.1f} MB"
         return f"{dataset.name}, {size}, {split} tokens{facts['notes']}"
 
-    def empty(self) -> UserError:
-        text, first = self.source.path, self.inputs.files[0]
-        if first.folder is None:
-            problem = text_problem(first.path, decompressed=False) or "is empty"
-            return UserError(f"data.text: {text}: {problem}; {_ADVICE}")
-        return _no_text_in(text)
-
-
-def find_text(source: TextSource) -> Inputs:
-    """Return the files of a text; raises UserError when there are none."""
-    if source.path == STANDARD_LIBRARY:
-        return find_standard_library()
-    try:
-        inputs = find_inputs([source.path], source.option)
-    except UserError as error:
-        raise UserError(f"{error}; {_ADVICE}") from None
-    if not inputs.files:
-        raise _no_text_in(source.path)
-    return inputs
-
-
-def _no_text_in(path: str) -> UserError:
-    return UserError(f"data.text: no UTF-8 text in {path}; {_ADVICE}")
-
 
 def find_texts(inputs: Sequence[Input], counts: Counts) -> list[TextRange]:
-    """Return the whole content of each file that is text; count the others."""
+    """Return the whole content of each file that is text; count the others. Raises UserError for a given file."""
     texts = []
     for item in inputs:
+        if problem := why_left_out(item, counts, decompressed=False):
+            if item.folder is None:
+                advice = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
+                raise UserError(f"data.text: {item.path}: {problem}; {advice}")
+            continue
         with item.path.open("rb") as file:
             head = file.read(3)
-        mark, stop = len(head) - len(without_mark(head)), item.bytes
-        size = stop - mark
-        if size and not text_problem(item.path, decompressed=False):
-            texts.append(TextRange(item, mark, stop))
-            counts["bytes"] += size
-            counts["files"] += 1
-            counts["json_as_text"] += item.path.suffix.lower() in JSON_LINES
-        else:
-            counts.leave_out("not_text" if size else "empty_files", item)
+        texts.append(TextRange(item, len(head) - len(without_mark(head)), item.bytes))
+        counts["bytes"] += item.bytes
+        counts["files"] += 1
+        counts["json_as_text"] += item.path.suffix.lower() in JSON_LINES
     return texts
 
 

@@ -298,7 +298,7 @@ class TestCorpus:
 
     def test_folder_without_text(self, tmp_path: Path) -> None:
         (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
-        with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
+        with pytest.raises(ValueError, match=r"^data.text: no text in"):
             load(str(tmp_path), SPLIT)
 
     @given(

@@ -154,7 +154,7 @@ class TestIndexed:
             ({"data_path": "a"}, {"global_batch": 48}, "one global batch needs 48 samples of 8 tokens, the"),
             ({"data_path": "a"}, {"global_batch": 48}, "more text, or lower train_micro_batch_size_per_gpu"),
             ({"data_path": "a", "split": "999,1,0"}, {}, "a share of 0.001 leaves the validation split"),
-            ({"data_path": "one", "split": "9,1,0"}, {}, "empty: one sequence cannot be divided; prepro"),
+            ({"data_path": "one", "split": "9,1,0"}, {}, "empty .1 sequences.; raise its weight, add"),
             ({"data_path": "a"}, {"vocab": 70}, "training split of a holds token 74, the vocabulary has 70"),
             ({"data_path": ["1", "a", "1", "b"]}, {"seq_length": 25}, "corpus too small: the validation"),
         ],
@@ -308,7 +308,7 @@ class TestText:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None
         line = (
-            r"a share of 0 leaves the validation split of .* empty \(1 files\); raise its weight or add text"
+            r"a share of 0 leaves the validation split of .* empty \(1 files\); raise its weight, add files"
         )
         with pytest.raises(ValueError, match=line):
             build(text=str(tmp_path / "a.txt"), split="1,0,0")
