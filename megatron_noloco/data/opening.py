@@ -132,10 +132,7 @@ def open_validation(
             "the data have other contents than those that the run was trained on, or its files were divided "
             "otherwise, so its validation split is not known (evaluate: give --data)"
         )
-    if needs.seq_length != seq_length:
-        return _blend(kind, needs, VALIDATION)
-    assert data.validation is not None
-    return data.validation
+    return _blend(kind, needs, VALIDATION)
 
 
 def open_whole(

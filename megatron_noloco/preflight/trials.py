@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.errors import UserError
+from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
-from megatron_noloco.monitor.writers import parsed
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
 from megatron_noloco.preflight.short_run import PEAKS, shortened, train_in
 
@@ -23,12 +23,12 @@ _FEW_STEPS = 100  # of a short run; fewer say little
 
 @dataclass(frozen=True)
 class Trials:
-    """Makes runs, each once: their losses are in a file, and a run that was stopped continues.
+    """Makes runs, each once: their logs stay, and a run that was stopped continues.
 
     Attributes:
         config: of the long run.
         command: starts the trainer; the path of a config is appended.
-        folder: of that file, and of the run under way.
+        folder: of the runs.
         show: is given a line before a run and after it.
 
     Raises UserError for a run that cannot be shortened, or that the command would not start.
@@ -106,31 +106,23 @@ class Trials:
         config = shortened(self.config, steps, factor)
         name = hashlib.sha256(json.dumps(config.given(), sort_keys=True).encode()).hexdigest()[:16]
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in config.optimizer.rates.items())
-        known, folder = self._known(), self.folder / name
-        if name not in known:
+        folder = self.folder / name
+        if not (row := _last_evaluation(folder, steps)):
             self.show(f"{steps:,} local steps, {rates}: under way, its log is {folder / 'log.txt'}")
             train_in(folder, config, self.command)
-            known[name] = _last_loss(folder, steps)
-            row = {"run": name, "steps": steps, "rates": rates, "loss": known[name]}
-            with (self.folder / "losses.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            shutil.rmtree(folder)
-        loss = known[name]
+            if not (row := _last_evaluation(folder, steps)):
+                raise RuntimeError(
+                    f"a short run has ended before its last local step; see {folder / 'log.txt'}"
+                )
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        loss = row["validation/mean_model_loss"]  # None where it is not finite
         self.show(f"{steps:,} local steps, {rates}: " + ("diverged" if loss is None else f"loss {loss:.4f}"))
         return math.inf if loss is None else loss
 
-    def _known(self) -> dict[str, float | None]:
-        """Return the losses of finished runs by name, without a line that a crash has cut short."""
-        path = self.folder / "losses.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        return {row["run"]: row["loss"] for row in map(parsed, lines) if row is not None}
 
-
-def _last_loss(folder: Path, steps: int) -> float | None:
-    """Return the mean model's loss after the last step, None where it is not finite; raises RuntimeError."""
-    log = ReplicaLog(folder / "replica_00")
+def _last_evaluation(folder: Path, steps: int) -> Row:
+    """Return the row of the evaluation after the last step; an empty one for a run that has not ended."""
+    log = ReplicaLog(folder / "replica_00", keeps_rows=False)
     log.update()
-    for row in log.rows_of("evaluation"):
-        if row["step"] == steps:
-            return row["validation/mean_model_loss"]
-    raise RuntimeError(f"a short run has ended before its last local step; see {folder / 'log.txt'}")
+    row = log.newest("evaluation")
+    return row if row.get("step") == steps else {}
