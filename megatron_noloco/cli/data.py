@@ -90,11 +90,8 @@ def _preprocess(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
-    text = counts["beside_records"]
-    beside = f", {text} of them from files of text beside records" * (text > 0)
-    say(
-        f"{counts['documents']} documents{beside}, {counts['tokens']} tokens{notes_of(counts, job.inputs.notes)}"
-    )
+    notes = notes_of(counts, job.inputs.notes)
+    say(f"{counts['documents']} documents, {counts['tokens']} tokens{notes}")
     say(*(str(job.output(key)) for key in args.json_keys))
     return 0
 

@@ -17,6 +17,8 @@ Item = TypeVar("Item")
 _LEFT_OUT = {"not_text": "file{} not in UTF-8", "empty_files": "empty file{}"}
 # Counts of what is read otherwise than it looks, in a summary.
 _NOTES = {
+    "beside_records": "documents that are files of text beside records: {}",
+    "json_as_text": "files of JSON that are read as text: {}",
     "spelled_as_text": "special tokens spelled out: {}, read as text",
     "spelled_as_tokens": "special tokens spelled out: {}, read as these tokens, not as text",
     "empty_answers": "empty answers: {}, of which only the end is learnt",
@@ -111,13 +113,9 @@ def notes_of(counts: Counts, of_files: str) -> str:
     found = [left_out(counts.left_out[name], words) for name, words in _LEFT_OUT.items() if counts[name]]
     if empty := counts["empty"]:
         found.append(f"{empty} empty document{'s' * (empty > 1)}")
-    json = f"; files of JSON that are read as text: {counts['json_as_text']}" * (counts["json_as_text"] > 0)
-    return (
-        f"; left out: {', '.join(found)}" * bool(found)
-        + json
-        + of_files
-        + "".join(f"; {text.format(counts[name])}" for name, text in _NOTES.items() if counts[name])
-    )
+    notes = [f"left out: {', '.join(found)}"] * bool(found)
+    notes += [text.format(counts[name]) for name, text in _NOTES.items() if counts[name]]
+    return "".join(f"; {note}" for note in notes) + of_files
 
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

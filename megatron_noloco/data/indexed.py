@@ -10,7 +10,7 @@ import fcntl
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from megatron_noloco.data.encode import Sequence
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, put_in_place, write_text, write_whole
@@ -89,8 +88,12 @@ def read_indexed(prefix: str) -> Dataset:
         )
     if not tokens:
         raise UserError(f"{bin_path}: holds no tokens ({sequences} sequences)")
-    offsets = Offsets(begins, size, dtype.itemsize)
-    if not _lie_one_after_the_other(offsets, lengths, dtype.itemsize):
+    bytes_between = ((np.diff(begins[piece]), lengths[piece][:-1]) for piece in _pieces(sequences))
+    if (
+        begins[0] != 0
+        or lengths.min() < 0
+        or not all(np.array_equal(found, own * np.int64(dtype.itemsize)) for found, own in bytes_between)
+    ):
         raise UserError(f"{idx_path}: its sequences do not lie one after the other")
     if (
         bounds[:1] != 0
@@ -107,6 +110,7 @@ def read_indexed(prefix: str) -> Dataset:
             raise UserError(
                 f"{mask_path}: {len(mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
             )
+    offsets = Offsets(begins, size, dtype.itemsize)
     return Dataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
 
 
@@ -125,14 +129,11 @@ class Offsets:
 
     def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
         """Return these offsets, in tokens, int64."""
-        return self.bytes(places) // self._itemsize
-
-    def bytes(self, places: slice | np.ndarray) -> np.ndarray:
         if isinstance(places, slice):
             places = np.arange(*places.indices(len(self)))
         last = len(self._begins) - 1
-        begins = self._begins[np.minimum(places, last)] if last >= 0 else self._end
-        return np.where(places > last, self._end, begins)
+        begins = self._begins[np.minimum(places, last)]
+        return np.where(places > last, self._end, begins) // self._itemsize
 
     def part(self, first: int, stop: int) -> "Offsets":
         """Return the offsets of sequences `first` to `stop`, still in the index."""
@@ -143,14 +144,6 @@ class Offsets:
 def _pieces(number: int) -> Iterator[slice]:
     """Yield slices of so many numbers; neighbours have one in common."""
     return (slice(start, start + _PIECE + 1) for start in range(0, number, _PIECE))
-
-
-def _lie_one_after_the_other(offsets: Offsets, lengths: np.ndarray, itemsize: int) -> bool:
-    """Return whether sequences have these lengths, none of which is negative."""
-    if offsets.bytes(slice(1)).any() or int(lengths.min()) < 0:
-        return False
-    found = ((np.diff(offsets.bytes(piece)), lengths[piece][:_PIECE]) for piece in _pieces(len(lengths)))
-    return all(np.array_equal(between, own * np.int64(itemsize)) for between, own in found)
 
 
 def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> Dataset:
@@ -241,11 +234,6 @@ class IndexedWriter:
         self._lengths.append(len(tokens))
         if ends_document:
             self._bounds.append(len(self._lengths))
-
-    def write(self, sequences: Iterable[Sequence]) -> None:
-        """Write all of these sequences."""
-        for tokens, ends, mask in sequences:
-            self.add(tokens, ends, mask)
 
     def __enter__(self) -> "IndexedWriter":
         return self

@@ -123,7 +123,8 @@ class Kind(ABC):
         counts, splits = Counts(), [0]
         with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self.has_answers) as writer:
             for sequences in self.parts(counts, advance):
-                writer.write(sequences)
+                for sequence in sequences:
+                    writer.add(*sequence)
                 splits.append(len(writer))
             if not len(writer):
                 raise self.empty()

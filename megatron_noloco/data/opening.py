@@ -155,11 +155,6 @@ def open_whole(
     return samples, notes.removeprefix("; ")
 
 
-def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
-    """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
-    kind_of(source, tokenizer).check(output_dir)
-
-
 def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
     """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
     whole = kind.source.split is None

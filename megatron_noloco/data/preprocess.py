@@ -75,7 +75,8 @@ def preprocess(job: Job, advance: Advance) -> Counts:
             }
         for key, writer in writers.items():
             pieces = read_documents(job.inputs.files, key, counts, advance)
-            writer.write(encode(pieces, tokenizer, job.append_eod, counts, advance))
+            for sequence in encode(pieces, tokenizer, job.append_eod, counts, advance):
+                writer.add(*sequence)
         if not counts["documents"]:
             raise UserError(f"nothing was written{notes_of(counts, '')}")
         for writer in writers.values():

@@ -20,7 +20,7 @@ from megatron_noloco.checkpoint.run_settings import tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
 from megatron_noloco.data.microbatches import ValidationSource
-from megatron_noloco.data.opening import Data, check_source, open_data
+from megatron_noloco.data.opening import Data, kind_of, open_data
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
@@ -221,7 +221,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    check_source(config.data.source, tokenizer, Path(config.training.output_dir))
+    kind_of(config.data.source, tokenizer).check(Path(config.training.output_dir))
     _check_load(config.checkpoint.load, Path(config.training.output_dir))
     return tokenizer, architecture
 

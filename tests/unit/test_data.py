@@ -143,13 +143,6 @@ class TestCorpus:
         places = divided(1000)[1]
         assert max(np.diff([0, *places, 1000])) < 2 / 0.05
 
-    def test_a_copy_elsewhere_is_split_alike(self, tmp_path: Path) -> None:
-        for folder in (tmp_path / "here", tmp_path / "there"):
-            folder.mkdir()
-            write_files(folder, 25)
-        here, there = (load(str(tmp_path / name), "1,1") for name in ("here", "there"))
-        assert np.array_equal(here.train, there.train)
-
     def test_few_files_are_split_by_position(self, tmp_path: Path) -> None:
         (tmp_path / "b.txt").write_text("0123456789")
         (tmp_path / "a.md").write_text("abcdefghij")

@@ -17,11 +17,11 @@ from megatron_noloco.data import cache
 from megatron_noloco.data import text as text_files
 from megatron_noloco.data.cache import cache_folder, entries
 from megatron_noloco.data.indexed import read_indexed
-from megatron_noloco.data.opening import check_source, kind_of
+from megatron_noloco.data.opening import kind_of
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from tests.harness import full_disk, run_ranks
+from tests.harness import full_disk
 
 BYTES = ByteTokenizer()
 HALVES = Split.parse("1,1")
@@ -145,18 +145,6 @@ def test_two_that_make_it_at_once_both_have_it(
     assert not list((text.parent / "cache").glob("*.partial-*"))
 
 
-def make_and_count(rank: int, world_size: int, text: Path) -> tuple[str, int]:
-    with pytest.MonkeyPatch.context() as patch:
-        makings = count_makings(patch)
-        return kind_of(source_of(text), BYTES).make().prefix, len(makings)
-
-
-def test_one_process_of_a_host_makes_it(text: Path) -> None:
-    prefixes, makings = zip(*run_ranks(4, make_and_count, text), strict=True)
-    assert len(set(prefixes)) == 1
-    assert sum(makings) == 1
-
-
 def test_what_a_killed_process_leaves_is_removed(text: Path) -> None:
     digest = kind_of(source_of(text), BYTES).recipe.digest
     left = text.parent / "cache" / f"{digest}.partial-1"
@@ -183,7 +171,7 @@ def test_a_folder_that_cannot_be_written_says_what_to_set(text: Path, tmp_path: 
     (tmp_path / "file").touch()
     source = TextSource(str(text), HALVES, str(tmp_path / "file" / "cache"))
     for door in (
-        lambda: check_source(source, BYTES, tmp_path / "run"),
+        lambda: kind_of(source, BYTES).check(tmp_path / "run"),
         lambda: kind_of(source, BYTES).make(),
     ):
         with pytest.raises(UserError, match=r"file/cache: cannot be written: .*; give another data.cache$"):
@@ -212,7 +200,7 @@ def test_an_entry_in_a_folder_that_may_only_be_read_is_used(
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
     assert kind_of(source_of(text), BYTES).make() == entry
-    check_source(source_of(text), BYTES, tmp_path / "run")
+    kind_of(source_of(text), BYTES).check(tmp_path / "run")
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:

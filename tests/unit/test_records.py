@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer as Tokenizers
-from tokenizers import processors
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
@@ -87,32 +86,6 @@ class TestRecords:
         assert record.tokens.tolist() == theirs["input_ids"]
         assert answers(record, tokenizer) == "three four\nsix\n"
         assert (record.tokens[record.answer] == tokenizer.end_of_document).sum() == 2
-
-    @pytest.mark.parametrize("bytes_", [True, False], ids=["bytes", "Hugging Face"])
-    def test_a_completion_ends_and_its_prompt_has_no_loss(
-        self, bytes_: bool, model: Path, tmp_path: Path
-    ) -> None:
-        tokenizer: Tokenizer = BYTES if bytes_ else FastTokenizer(model)
-        path = write(tmp_path / "a.jsonl", {"prompt": "Größe: ", "completion": "zwölf"})
-        (record,) = load_records(path, tokenizer)
-        assert tokenizer.decode(record.tokens) == "Größe: zwölf"
-        assert answers(record, tokenizer) == "zwölf"
-        assert record.tokens[-1] == tokenizer.end_of_document
-        assert record.answer[-1]
-
-    def test_spaces_outside_offsets_count(self, model: Path, tmp_path: Path) -> None:
-        trimming = chat_tokenizer(tmp_path / "trimming", TEMPLATE)
-        whole = Tokenizers.from_file(str(trimming / "tokenizer.json"))
-        special = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
-        whole.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), special])
-        whole.save(str(trimming / "tokenizer.json"))
-        records = [{"prompt": "two   ", "completion": "   three   "}, {"messages": CHAT}]
-        path = write(tmp_path / "a.jsonl", *records)
-        found, expected = (load_records(path, FastTokenizer(folder)) for folder in (trimming, model))
-        assert answers(found[0], FastTokenizer(model)) == "   three   "
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.tokens.tolist() == theirs.tokens.tolist()
-            assert ours.answer.tolist() == theirs.answer.tolist()
 
     def test_the_files_of_a_folder_in_order(self, tmp_path: Path) -> None:
         for name in "ba":
