@@ -64,8 +64,8 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.data.auto_tokenizer import check_folder
-        from megatron_noloco.preflight.dry_run import dry_run
         from megatron_noloco.preflight.fit import shortage_of_all
+        from megatron_noloco.preflight.short_run import dry_run
         from megatron_noloco.training.prepare import check_sizes, check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None

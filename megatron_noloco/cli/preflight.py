@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
     from megatron_noloco.model.architecture import Architecture
     from megatron_noloco.preflight.accelerators import Accelerator
-    from megatron_noloco.preflight.departures import PreemptionCost
-    from megatron_noloco.preflight.plan import Plan
+    from megatron_noloco.preflight.plan import Plan, PreemptionCost
     from megatron_noloco.preflight.schemes import Network
 
 _JSON = "one JSON object for scripts"
@@ -164,7 +163,7 @@ def _departures(
     step: float | None,
 ) -> "list[PreemptionCost]":
     """Return the costs of `--preemptions` without and with notice; raises UserError where they are not known."""
-    from megatron_noloco.preflight.departures import departures_of
+    from megatron_noloco.preflight.plan import departures_of
 
     if args.preemptions is None:
         if args.notice:

@@ -1,10 +1,11 @@
-"""Costs of a run: memory of a rank, seconds of a local step, and exchanges in one scheme and others."""
+"""Costs of a run: memory of a rank, seconds of a local step, exchanges in one scheme and others, departures."""
 
 from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.round_memory import bytes_of_state
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of, training_flops
@@ -83,6 +84,21 @@ class Plan:
         routed = 0.0 if scheme.name == "synchronous" else self.routed_seconds or 0.0
         waits = scheme.share_lost(step_seconds + routed)
         return waits + (1 - waits) * routed / (step_seconds + routed)
+
+
+@dataclass(frozen=True)
+class PreemptionCost:
+    """What departures cost, all replicas together.
+
+    Attributes:
+        lost_steps: local steps of one departure that no other replica has, on average over the moments of a round.
+        share_lost: of all local steps.
+        state_bytes: that a replica takes over which comes back without its disk.
+    """
+
+    lost_steps: float
+    share_lost: float
+    state_bytes: int
 
 
 def architecture_of_run(config: RunConfig) -> Architecture:
@@ -187,3 +203,30 @@ def routed_bytes(config: RunConfig, topology: Topology) -> float:
     hops = 2 * (topology.pp * topology.vpp - 1)
     message = tokens * config.model.hidden_size * WORKING[config.precision]
     return (1 - 1 / topology.replicas) * hops * copies * message
+
+
+def departures_of(
+    config: RunConfig,
+    architecture: Architecture,
+    step_seconds: float,
+    per_second: float,
+    notice_seconds: float,
+) -> PreemptionCost:
+    """Return the costs of so many departures per second, of all replicas together."""
+    noloco, replicas = config.noloco, max(2, config.federation.start_with)
+    seconds = min(notice_seconds, config.federation.leave_seconds)
+    lost = lost_steps(noloco.local_steps, step_seconds, seconds)
+    kept = _FP32 * (1 + config.optimizer.moments) + sum(bytes_of_state(noloco, replicas).values())
+    return PreemptionCost(
+        lost, lost * per_second * step_seconds / replicas, round(table_of(architecture).exported_count * kept)
+    )
+
+
+def lost_steps(local_steps: int, step_seconds: float, notice_seconds: float) -> float:
+    """Return the local steps since the last round that a replica takes with it, on average over its moments.
+
+    A replica that leaves after j of k steps exchanges once more where its partner comes to the round in time,
+    k - j local steps later.
+    """
+    late = (j for j in range(local_steps) if (local_steps - j) * step_seconds > notice_seconds)
+    return sum(late) / local_steps

@@ -11,10 +11,9 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.monitor.figures import megabytes, percent
 from megatron_noloco.preflight.accelerators import Accelerator
-from megatron_noloco.preflight.departures import PreemptionCost
 from megatron_noloco.preflight.fit import changes_that_save
 from megatron_noloco.preflight.memory import USABLE
-from megatron_noloco.preflight.plan import Plan
+from megatron_noloco.preflight.plan import Plan, PreemptionCost
 from megatron_noloco.preflight.schemes import NEGLIGIBLE
 from megatron_noloco.settings import TCP
 

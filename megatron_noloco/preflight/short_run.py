@@ -1,16 +1,28 @@
-"""Short runs of the trainer itself: the user's file made short, and the process that trains with it."""
+"""Short runs of the trainer itself: the user's file made short, and the process that trains with it.
+
+`config --check --dry-run` sees in a short run the memory that a rank really needs.
+"""
 
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import schedule_as_deepspeed, warm_up_of
 from megatron_noloco.errors import UserError
+from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.monitor.run_log import ReplicaLog
+from megatron_noloco.preflight.fit import LIBRARIES_BYTES
+from megatron_noloco.preflight.memory import fullest_stage
+from megatron_noloco.settings import FederationSettings
 
 _PHASES = ("decay_num_steps", "total_num_steps")  # of schedules, beside the warm-up
+_DRY_STEPS = 2  # the first makes the optimizer's state
 PEAKS = ("warmup_min_lr", "warmup_max_lr")  # of schedules: learning rates in place of the optimizer's
 
 
@@ -69,3 +81,39 @@ def train_in(folder: Path, config: RunConfig, command: Sequence[str]) -> int:
         except KeyboardInterrupt:
             process.wait()  # it was interrupted as well, and saves
             raise
+
+
+def dry_run(config: RunConfig, architecture: Architecture) -> str:
+    """Train one replica for two local steps, in a folder that is removed; return a line about its memory.
+
+    It compares the rank that has needed most with what `plan` says: torch's memory on a GPU, resident memory on a
+    CPU. Raises RuntimeError where the training fails.
+    """
+    config = config.replace(
+        noloco=config.noloco.replace(local_steps=_DRY_STEPS, sites=None, routing="off"),
+        parallel=config.parallel.replace(replicas=1),
+        federation=FederationSettings(),
+    )
+    short = shortened(config, _DRY_STEPS)
+    short = short.replace(
+        training=short.training.replace(log_interval=1),
+        checkpoint=short.checkpoint.replace(load="none"),
+        evaluation=short.evaluation.replace(iters=0, full=False),
+    )
+    ranks = config.parallel.replica_size
+    with tempfile.TemporaryDirectory() as folder:
+        if code := train_in(Path(folder), short, trainer(ranks)):
+            log = (Path(folder) / "log.txt").read_text(errors="replace")
+            lines = log.strip().splitlines() or ["it has written nothing"]
+            raise RuntimeError(f"the dry run has ended with exit code {code}: {lines[-1]}")
+        run = ReplicaLog(Path(folder) / "replica_00")
+        run.update()
+        measured = max(int(row.get("memory/peak_bytes", 0)) for row in run.rows)
+    memory = fullest_stage(short, architecture, config.topology(ranks))
+    on_gpu = torch.cuda.is_available()
+    planned = memory.device_bytes + (0 if on_gpu else memory.host_bytes + LIBRARIES_BYTES)
+    return (
+        f"dry run: {_DRY_STEPS} local steps of one replica ({ranks} rank{'s' * (ranks > 1)}): peak of "
+        f"{'GPU' if on_gpu else 'resident'} memory {measured / 1e9:.2f} GB, plan says {planned / 1e9:.2f} GB; "
+        "exchanges need more"
+    )

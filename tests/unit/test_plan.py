@@ -15,9 +15,8 @@ from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight import fit
-from megatron_noloco.preflight.departures import lost_steps
 from megatron_noloco.preflight.memory import RankParameters, fullest_stage, parameters_of_stages
-from megatron_noloco.preflight.plan import plan_of
+from megatron_noloco.preflight.plan import lost_steps, plan_of
 from megatron_noloco.preflight.schemes import Network, Scheme, exchange_bytes, scheme_of
 from megatron_noloco.settings import grouping_of
 from tests.unit.configs import config

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_noloco.config import RunConfig
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
-from megatron_noloco.preflight.dry_run import dry_run
+from megatron_noloco.preflight.short_run import dry_run
 from tools.models import SIZES, config_of
 from tools.options import command_line
 from tools.runner import REPOSITORY, launched
