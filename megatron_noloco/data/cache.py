@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_noloco.data.chat import sha256_of
-from megatron_noloco.data.encode import Advance
+from megatron_noloco.data.formats import Advance
 from megatron_noloco.data.inputs import Input
 from megatron_noloco.data.progress import Progress
 from megatron_noloco.errors import UserError

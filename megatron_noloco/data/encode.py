@@ -1,17 +1,16 @@
 """Encode documents: text becomes sequences of tokens, with the tokens of begin and end."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import Piece, text_problem
+from megatron_noloco.data.formats import Advance, Piece, text_problem
 from megatron_noloco.data.inputs import Input, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 
-Advance = Callable[[int], object]  # called with the bytes of the inputs whose sequences have been taken
 Item = TypeVar("Item")
 
 _LEFT_OUT = {"not_text": "file{} not in UTF-8", "empty_files": "empty file{}"}
@@ -42,8 +41,9 @@ class Sequence(NamedTuple):
 class Counts(Counter[str]):
     """Counts of what is read, and the files that are left out, in their order, by the name of their count."""
 
-    def __init__(self) -> None:
+    def __init__(self, advance: Advance) -> None:
         super().__init__()
+        self.advance = advance  # is told how many bytes are read
         self.left_out: dict[str, dict[Input, None]] = {}
 
     def leave_out(self, name: str, item: Input) -> None:
@@ -52,17 +52,17 @@ class Counts(Counter[str]):
         self[name] = len(files)  # a file is read once for each key
 
 
-def read_documents(inputs: list[Input], key: str, counts: Counts, advance: Advance) -> Iterator[Piece]:
+def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Piece]:
     """Read inputs in order; leave out, and count, empty files, and files in folders that are not text."""
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
         if item.kind == "text":
             # Of a file that was given itself the reader finds what is no text.
             if (item.folder is not None or not item.bytes) and why_left_out(item, counts):
-                advance(item.bytes)
+                counts.advance(item.bytes)
                 continue
             counts["beside_records"] += records
-        yield from item.pieces(key)
+        yield from item.pieces(key, counts.advance)
 
 
 def why_left_out(item: Input, counts: Counts, decompressed: bool = True) -> str:
@@ -74,7 +74,7 @@ def why_left_out(item: Input, counts: Counts, decompressed: bool = True) -> str:
 
 
 def encode(
-    pieces: Iterable[Piece], tokenizer: Tokenizer, append_eod: bool, counts: Counter[str], advance: Advance
+    pieces: Iterable[Piece], tokenizer: Tokenizer, append_eod: bool, counts: Counts
 ) -> Iterator[Sequence]:
     """Yield the sequence of each piece; leave out, and count, documents without tokens.
 
@@ -96,7 +96,6 @@ def encode(
             counts["tokens"] += len(sequence)
             counts["documents"] += piece.ends
             yield Sequence(sequence, piece.ends)
-        advance(sum(piece.read_bytes for piece in group))
 
 
 def spelled_as(tokenizer: Tokenizer, from_template: bool = False) -> str:

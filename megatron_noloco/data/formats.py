@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,21 +22,16 @@ PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this siz
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 
 
+Advance = Callable[[int], object]  # called with the bytes on disk that were read since the call before
+Row = tuple[str, Any]  # a line of JSON or a row of Parquet: its place for the user, its content
+
+
 class Piece(NamedTuple):
     """A document, or a piece of a long text."""
 
     text: str
-    read_bytes: int  # of the input on disk since the piece before
     begins: bool = True  # whether it is the first of its document
     ends: bool = True  # whether it is the last
-
-
-class Row(NamedTuple):
-    """A line of JSON or a row of Parquet."""
-
-    place: str  # for the user
-    content: Any
-    read_bytes: int  # of the input on disk since the row before
 
 
 def text_problem(path: Path, decompressed: bool = True) -> str:
@@ -45,7 +40,7 @@ def text_problem(path: Path, decompressed: bool = True) -> str:
         return utf_8_problem(iter(partial(file.read, PIECE_BYTES), b""))
 
 
-def read_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+def read_text(path: Path, advance: Advance, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
     """Read a text as one document, a long one in pieces of whole lines; raises UserError that names the file.
 
     Args:
@@ -68,7 +63,8 @@ def read_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[P
                 following, place, text = rest(), raw.tell(), piece.decode()
                 if "\0" in text:
                     raise UserError(text_problem(path))
-                yield Piece(text, place - before, begins, not following)
+                advance(place - before)
+                yield Piece(text, begins, not following)
                 begins, before, piece = False, place, following
         except UnicodeDecodeError:
             raise UserError(f"{path}: {text_problem(path)}") from None
@@ -78,7 +74,7 @@ def read_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[P
 
 def read_texts(rows: Iterable[Row], key: str) -> Iterator[Piece]:
     """Yield the text under a key of each row; raises UserError that names the place."""
-    for place, fields, read_bytes in rows:
+    for place, fields in rows:
         other = "`data preprocess --json-keys` takes another"
         if not isinstance(fields, dict):
             raise UserError(f"{place}: not a JSON object; each line must hold one")
@@ -91,20 +87,20 @@ def read_texts(rows: Iterable[Row], key: str) -> Iterator[Piece]:
             check_whole_characters(text or "")
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        yield Piece(text or "", read_bytes)
+        yield Piece(text or "")
 
 
-def read_lines(path: Path) -> Iterator[Row]:
+def read_lines(path: Path, advance: Advance) -> Iterator[Row]:
     """Yield each line of JSON that is not blank; raises UserError that names the line.
 
     pyarrow's reader parses faster, but its errors name no line, and it requires the same type under a key in every
     line.
     """
-    number = before = 0
+    number = at = 0
     with _opened(path) as (raw, file):
         while lines := file.readlines(PIECE_BYTES):
-            read = raw.tell() - before
-            before += read
+            advance(raw.tell() - at)
+            at = raw.tell()
             for number, line in enumerate(lines, number + 1):  # noqa: B020, evaluated once
                 if not line.isspace():
                     place = f"{path}, line {number}"
@@ -112,8 +108,7 @@ def read_lines(path: Path) -> Iterator[Row]:
                         content = _parse(line)
                     except UserError as error:
                         raise UserError(f"{place}: {error}") from None
-                    yield Row(place, content, read)
-                    read = 0
+                    yield place, content
 
 
 def _parse(line: bytes) -> Any:
@@ -135,7 +130,7 @@ def _parse(line: bytes) -> Any:
     raise UserError(problem)
 
 
-def read_parquet(path: Path, columns: Iterable[str] | None = None) -> Iterator[Row]:
+def read_parquet(path: Path, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a Parquet file, with values as JSON has them; raises UserError that names the file.
 
     Args:
@@ -160,9 +155,9 @@ def read_parquet(path: Path, columns: Iterable[str] | None = None) -> Iterator[R
             for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
                 for row in batch.to_pylist():
                     number += 1
-                    read = size * number // rows - size * (number - 1) // rows
                     row |= {name: _as_json(row[name], kind) for name, kind in nested.items()}
-                    yield Row(f"{path}, row {number}", row, read)
+                    yield f"{path}, row {number}", row
+                advance(size * number // rows - size * (number - batch.num_rows) // rows)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after row {number}: not UTF-8 text ({error.reason})") from None
     except (pyarrow.ArrowException, OSError) as error:

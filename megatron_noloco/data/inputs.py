@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 from megatron_noloco.data.formats import (
     COMPRESSIONS,
+    Advance,
     Piece,
     Row,
     read_lines,
@@ -56,17 +57,21 @@ class Input:
         """Size on disk."""
         return self.path.stat().st_size
 
-    def rows(self, columns: Iterable[str] | None = None) -> Iterator[Row]:
+    def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
         """Return the lines of JSON or the rows of Parquet; `columns`: of Parquet, None: all."""
-        return read_parquet(self.path, columns) if self.kind == "parquet" else read_lines(self.path)
+        if self.kind == "parquet":
+            return read_parquet(self.path, advance, columns)
+        return read_lines(self.path, advance)
 
-    def pieces(self, key: str) -> Iterator[Piece]:
+    def pieces(self, key: str, advance: Advance) -> Iterator[Piece]:
         """Return the documents in order, without blank lines; raises UserError that names the file, and the place.
 
         Args:
             key: of JSON, or the column of a Parquet file.
         """
-        return read_text(self.path) if self.kind == "text" else read_texts(self.rows([key]), key)
+        if self.kind == "text":
+            return read_text(self.path, advance)
+        return read_texts(self.rows(advance, [key]), key)
 
 
 class Inputs(NamedTuple):

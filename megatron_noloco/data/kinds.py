@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
-from megatron_noloco.data.encode import Advance, Counts, Sequence, encode, notes_of, read_documents
+from megatron_noloco.data.encode import Counts, Sequence, encode, notes_of, read_documents
+from megatron_noloco.data.formats import Advance
 from megatron_noloco.data.indexed import Dataset, IndexedWriter, open_indexed
 from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.record_samples import RecordSamples
@@ -99,7 +100,7 @@ class Kind(ABC):
             check_writable(folder, "data.cache")
 
     @abstractmethod
-    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Sequence]]:
+    def parts(self, counts: Counts) -> Iterator[Iterator[Sequence]]:
         """Yield the sequences of the dataset: all, or those of each split; counts what they hold."""
 
     @abstractmethod
@@ -120,9 +121,9 @@ class Kind(ABC):
 
     def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
         """Write the dataset under a prefix; return facts about it, with the first sequence of each part."""
-        counts, splits = Counts(), [0]
+        counts, splits = Counts(advance), [0]
         with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self.has_answers) as writer:
-            for sequences in self.parts(counts, advance):
+            for sequences in self.parts(counts):
                 for sequence in sequences:
                     writer.add(*sequence)
                 splits.append(len(writer))
@@ -141,9 +142,9 @@ class Documents(Kind):
 
     unit = "sequences"
 
-    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Sequence]]:
-        pieces = read_documents(self.inputs.files, _KEY, counts, advance)
-        yield encode(pieces, self.tokenizer, True, counts, advance)
+    def parts(self, counts: Counts) -> Iterator[Iterator[Sequence]]:
+        pieces = read_documents(self.inputs.files, _KEY, counts)
+        yield encode(pieces, self.tokenizer, True, counts)
 
     def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         assert self.source.split is not None
@@ -201,8 +202,8 @@ class Records(Kind):
     unit = "records"
     has_answers = True
 
-    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Sequence]]:
-        yield encode_records(self.inputs.files, self.tokenizer, counts, advance)
+    def parts(self, counts: Counts) -> Iterator[Iterator[Sequence]]:
+        yield encode_records(self.inputs.files, self.tokenizer, counts)
 
     def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         assert dataset.document_bounds is not None

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_noloco.data.auto_tokenizer import check_folder
-from megatron_noloco.data.encode import Advance, Counts, encode, notes_of, read_documents
+from megatron_noloco.data.encode import Counts, encode, notes_of, read_documents
+from megatron_noloco.data.formats import Advance
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ def preprocess(job: Job, advance: Advance) -> Counts:
     Raises UserError for an input that cannot be read, and for a dataset that exists or is being written. The
     inputs are read once for each key.
     """
-    counts, tokenizer = Counts(), job.tokenizer
+    counts, tokenizer = Counts(advance), job.tokenizer
     with ExitStack() as stack:
         with writing(job.prefix, "--output-prefix"):
             job.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +75,8 @@ def preprocess(job: Job, advance: Advance) -> Counts:
                 for key in job.json_keys
             }
         for key, writer in writers.items():
-            pieces = read_documents(job.inputs.files, key, counts, advance)
-            for sequence in encode(pieces, tokenizer, job.append_eod, counts, advance):
+            pieces = read_documents(job.inputs.files, key, counts)
+            for sequence in encode(pieces, tokenizer, job.append_eod, counts):
                 writer.add(*sequence)
         if not counts["documents"]:
             raise UserError(f"nothing was written{notes_of(counts, '')}")

@@ -1,7 +1,6 @@
 """Records for fine-tuning: prompts and answers; only the tokens of answers have a loss."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
-from megatron_noloco.data.encode import Advance, Sequence, read_ahead, spelled_as
+from megatron_noloco.data.encode import Counts, Sequence, read_ahead, spelled_as
 from megatron_noloco.data.inputs import JSON_LINES, PARQUET, Input, Inputs, find_inputs, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -29,8 +28,6 @@ class _Text(NamedTuple):
     answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
-    special_tokens_in_text: int = 0  # special tokens in the texts that were given
-    read_bytes: int = 0  # of the input on disk since the line before
 
 
 def find_records(path: str) -> Inputs:
@@ -49,16 +46,14 @@ def find_records(path: str) -> Inputs:
     return Inputs(records, notes)
 
 
-def encode_records(
-    inputs: list[Input], tokenizer: Tokenizer, counts: Counter[str], advance: Advance
-) -> Iterator[Sequence]:
+def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
     """Yield what is learnt of each record, in the order of the lines; a record is a document.
 
     A record is a JSON object with `messages` or with `prompt` and `completion`. The tokenizer's chat template
     renders messages, whose answers are those of the role "assistant"; otherwise the completion is the answer.
     Raises UserError that names file and line of the first line that is not a record.
     """
-    texts = (text for item in inputs for text in _read(item, tokenizer))
+    texts = (text for item in inputs for text in _read(item, tokenizer, counts))
     for batch in read_ahead(iter(lambda: list(islice(texts, _BATCH_RECORDS)), [])):
         for from_template, group in groupby(batch, key=lambda text: text.from_template):
             alike = list(group)
@@ -74,11 +69,10 @@ def encode_records(
                 counts["learnt_apart"] += len(learnt) - 1
                 for place, (tokens, answer) in enumerate(learnt, 1):
                     yield Sequence(tokens, place == len(learnt), answer)
-        advance(sum(text.read_bytes for text in batch))
 
 
 def _encode(
-    text: _Text, encoded: list[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer, counts: Counter[str]
+    text: _Text, encoded: list[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer, counts: Counts
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return what is learnt of a line: tokens, and whether each belongs to an answer.
 
@@ -100,7 +94,6 @@ def _encode(
             _, learnt = found.pop()
             answer[: len(learnt)] = learnt
         found.append((np.append(before, tokens).astype(prompt.dtype), answer))
-    counts[spelled_as(tokenizer, text.from_template)] += text.special_tokens_in_text
     counts["empty_answers"] += text.empty
     return [_with_beginning(tokens, answer, tokenizer) for tokens, answer in found]
 
@@ -149,15 +142,16 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
     return np.array_equal(tokens[: len(first)], first)
 
 
-def _read(item: Input, tokenizer: Tokenizer) -> Iterator[_Text]:
-    for place, record, read_bytes in item.rows():
+def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Text]:
+    for place, record in item.rows(counts.advance):
         try:
             check_whole_characters(json.dumps(record, ensure_ascii=False, default=str))
             text = _text_of(record, tokenizer)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        special_tokens_in_text = sum(map(tokenizer.count_special, _strings(record)))
-        yield text._replace(special_tokens_in_text=special_tokens_in_text, read_bytes=read_bytes)
+        spelled_out = sum(map(tokenizer.count_special, _strings(record)))
+        counts[spelled_as(tokenizer, text.from_template)] += spelled_out
+        yield text
 
 
 def _strings(value: Any) -> Iterator[str]:

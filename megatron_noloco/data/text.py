@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.encode import Advance, Counts, encode, why_left_out
+from megatron_noloco.data.encode import Counts, encode, why_left_out
 from megatron_noloco.data.encode import Sequence as Encoded
 from megatron_noloco.data.formats import read_text
 from megatron_noloco.data.indexed import Dataset
@@ -41,10 +41,10 @@ class Text(Kind):
     def by_file(self) -> bool:
         return is_by_file(self.facts["files"])
 
-    def parts(self, counts: Counts, advance: Advance) -> Iterator[Iterator[Encoded]]:
+    def parts(self, counts: Counts) -> Iterator[Iterator[Encoded]]:
         for texts in divide(find_texts(self.inputs.files, counts), self.source.split):
-            pieces = chain.from_iterable(read_text(text.item.path, text.start, text.stop) for text in texts)
-            yield encode(pieces, self.tokenizer, True, counts, advance)
+            read = (read_text(text.item.path, counts.advance, text.start, text.stop) for text in texts)
+            yield encode(chain.from_iterable(read), self.tokenizer, True, counts)
 
     def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         return self.facts["splits"], self.facts["files"]

@@ -1,6 +1,5 @@
 """Datasets of a test: indexed ones, and what text and records become."""
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_noloco.data.encode import Counts
 from megatron_noloco.data.indexed import IndexedWriter, read_indexed
 from megatron_noloco.data.opening import kind_of
 from megatron_noloco.data.records import encode_records, find_records
@@ -46,8 +46,8 @@ class Learnt(NamedTuple):
 
 
 def load_records(path: str, tokenizer: Tokenizer) -> list[Learnt]:
-    counts, found, begins = Counter[str](), list[Learnt](), True
-    for tokens, ends, mask in encode_records(find_records(path).files, tokenizer, counts, lambda _: None):
+    counts, found, begins = Counts(lambda _: None), list[Learnt](), True
+    for tokens, ends, mask in encode_records(find_records(path).files, tokenizer, counts):
         assert mask is not None
         found.append(Learnt(tokens, mask, begins, counts["joined"]))
         begins = ends

@@ -131,7 +131,8 @@ def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
         path.write_bytes(lines)
     assert documents(run(tmp_path, [path])) == expected(TEXTS)
     (item,) = find_inputs([str(path)], "--input").files
-    assert sum(piece.read_bytes for piece in item.pieces("text")) == item.bytes
+    assert list(item.pieces("text", (read := list[int]()).append))
+    assert sum(read) == item.bytes
 
 
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one"}\n\nx\n')
     with pytest.raises(ValueError, match="line 3: not JSON"):
-        list(find_inputs([str(path)], "--input").files[0].pieces("text"))
+        list(find_inputs([str(path)], "--input").files[0].pieces("text", lambda _: None))
 
 
 def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +168,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two", "of": {"id": 1, "id": 2}}\n')
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: the key "id" is there twice; leave one out$'):
-        list(find_inputs([str(path)], "--input").files[0].pieces("text"))
+        list(find_inputs([str(path)], "--input").files[0].pieces("text", lambda _: None))
 
 
 def test_a_folder_of_text(tmp_path: Path) -> None:
