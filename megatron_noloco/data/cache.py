@@ -16,7 +16,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,13 +176,11 @@ def clear(folder: Path, digests: Sequence[str] = ()) -> int:
 
 
 def _is_being_made(folder: Path, digest: str) -> bool:
-    path = folder / f"{digest}.lock"
-    with path.open("a") if path.exists() else nullcontext() as lock, suppress(OSError):
-        if lock is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+    try:
+        with (folder / f"{digest}.lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # other errors: there is no such file, or the file system has no locks
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -199,8 +199,7 @@ class FastTokenizer:
     def copy_to(self, folder: Path) -> None:
         """Copy the files from which the tokenizer can be built again, unless they are there."""
         try:
-            kept = FastTokenizer(folder)
-            if (kept.digest, kept.chat_template.digest) == (self.digest, self.chat_template.digest):
+            if FastTokenizer(folder).files_digest == self.files_digest:
                 return
         except UserError:  # none, or a broken one
             pass

@@ -15,14 +15,7 @@ from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import encode_records
 from megatron_noloco.data.samples import Samples, ShuffledSamples
-from megatron_noloco.data.sources import (
-    STANDARD_LIBRARY,
-    IndexedSource,
-    Needs,
-    Prefixes,
-    RecordSource,
-    TextSource,
-)
+from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Prefixes
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_writable
@@ -56,7 +49,7 @@ class Kind(ABC):
     validation: Weighted | None = None
     facts: Mapping[str, Any] = {}
 
-    def __init__(self, source: TextSource | RecordSource, tokenizer: Tokenizer, inputs: Inputs) -> None:
+    def __init__(self, source: Any, tokenizer: Tokenizer, inputs: Inputs) -> None:
         self.source, self.tokenizer, self.inputs = source, tokenizer, inputs
 
     @property
@@ -147,7 +140,6 @@ class Documents(Kind):
         yield encode(pieces, self.tokenizer, True, counts)
 
     def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
-        assert self.source.split is not None
         return self.source.split.bounds(dataset.sequences), dataset.sequences
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
@@ -162,10 +154,6 @@ class Documents(Kind):
 
 class Preprocessed(Documents):
     """Indexed datasets that are there: of `data preprocess`, or of Megatron."""
-
-    def __init__(self, source: IndexedSource, tokenizer: Tokenizer) -> None:
-        self.source: Any = source
-        self.tokenizer = tokenizer
 
     def open(self) -> None:
         source = self.source
@@ -211,7 +199,6 @@ class Records(Kind):
         return dataset.document_bounds[self.source.split.bounds(records)].tolist(), records
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> RecordSamples:
-        assert isinstance(self.source, RecordSource)
         return RecordSamples(dataset, needs.seq_length, self.source.packed, self.tokenizer.end_of_document)
 
     def summary(self, training: Blend, validation: Blend | None) -> str:

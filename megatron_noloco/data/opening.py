@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_noloco.data.blend import Blend, excerpt
 from megatron_noloco.data.indexed import Dataset, open_indexed
-from megatron_noloco.data.inputs import find_inputs, find_standard_library
+from megatron_noloco.data.inputs import Inputs, find_inputs, find_standard_library
 from megatron_noloco.data.kinds import SPLITS, TRAINING, VALIDATION, Documents, Kind, Preprocessed, Records
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import find_records
@@ -76,7 +76,7 @@ def kind_of(source: Source, tokenizer: Tokenizer) -> Kind:
     A text whose files are all JSON lines, Parquet or compressed has documents; beside plain text, JSON is text.
     """
     if isinstance(source, IndexedSource):
-        return Preprocessed(source, tokenizer)
+        return Preprocessed(source, tokenizer, Inputs([]))
     if isinstance(source, RecordSource):
         return Records(source, tokenizer, find_records(source.path))
     is_library = source.path == STANDARD_LIBRARY

@@ -12,21 +12,18 @@ from hypothesis import strategies as st
 
 from megatron_noloco.data import indexed
 from megatron_noloco.data.blend import Blend, excerpt
-from megatron_noloco.data.indexed import IndexedWriter, Offsets, read_indexed
+from megatron_noloco.data.indexed import Offsets, read_indexed
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import ShuffledSamples
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.unit.datasets import write_dataset
 
 SEQUENCES = 1 << 20
 
 
 def write(prefix: Path, lengths: list[int]) -> str:
-    writer = IndexedWriter(prefix, vocab_size=257)
-    for length in lengths:
-        writer.add(np.arange(length) % 256, ends_document=True)
-    writer.finish()
-    return str(prefix)
+    return write_dataset(prefix, (np.arange(length) % 256 for length in lengths))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.data())
