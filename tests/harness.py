@@ -157,11 +157,34 @@ def call(
 
     def command(rank: int, world_size: int) -> tuple[int, str, str]:
         meanwhile()
-        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-            code = main(list(arguments))
-        return code, out.getvalue(), err.getvalue()
+        return call_here(*arguments)
 
     return run_ranks(1, command, timeout=timeout)[0]
+
+
+def call_here(*arguments: object) -> tuple[int, str, str]:
+    """Call the command line in this process; returns exit code, stdout and stderr."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(list(map(str, arguments)))
+        except SystemExit as exit:  # argparse's, whose code is 0 or 2
+            code = int(exit.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def output_of(*arguments: object) -> str:
+    """Return the stdout of a command that succeeds in this process."""
+    code, out, err = call_here(*arguments)
+    assert code == 0, err
+    return out
+
+
+def refusal_of(*arguments: object) -> str:
+    """Return the line on stderr of a command that is refused in this process."""
+    code, _, err = call_here(*arguments)
+    assert code == 2, err
+    (line,) = err.splitlines()
+    return line
 
 
 def run_command(*arguments: str) -> list[str]:

@@ -21,7 +21,6 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import FileRecord, Manifest
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.resume import describe_replicas, source_replica
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.layout import FlatPart
@@ -30,7 +29,7 @@ from megatron_noloco.huggingface.evaluate import open_weights
 from megatron_noloco.model.families import FAMILIES, table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
-from tests.harness import full_disk
+from tests.harness import call_here, full_disk
 from tests.unit.configs import SMALLEST
 
 CONFIG: dict[str, Any] = SMALLEST | {
@@ -73,17 +72,10 @@ def write_rank(step_folder: Path, rank: int, topology: Topology = TOPOLOGY) -> N
     ).write(folder)
 
 
-Inspect = Callable[..., tuple[int, list[str], list[str]]]  # paths -> exit code, lines of stdout and of stderr
-
-
-@pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
-    def inspect(*paths: Path) -> tuple[int, list[str], list[str]]:
-        code = main(["inspect", *map(str, paths)])
-        out, err = capsys.readouterr()
-        return code, out.splitlines(), err.splitlines()
-
-    return inspect
+def inspect(*paths: Path) -> tuple[int, list[str], list[str]]:
+    """Return the exit code of `inspect`, and its lines on stdout and stderr."""
+    code, out, err = call_here("inspect", *paths)
+    return code, out.splitlines(), err.splitlines()
 
 
 def facts(lines: list[str]) -> dict[str, str]:
@@ -91,7 +83,7 @@ def facts(lines: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("rank", [2, 5])
-def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path, inspect: Inspect) -> None:
+def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path) -> None:
     folder, text = write_checkpoint(tmp_path / "checkpoints", 4), tmp_path / "text.txt"
     text.write_text("a text of more than a sample " * 9)
     for path in folder.glob("replica_0[12]/*"):
@@ -188,7 +180,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_one_line_that_names_the_file(name: str, tmp_path: Path, inspect: Inspect) -> None:
+def test_damage_is_one_line_that_names_the_file(name: str, tmp_path: Path) -> None:
     damage, place, reason = DAMAGES[name]
     folder = write_checkpoint(tmp_path, 10)
     damage(folder)
@@ -201,7 +193,7 @@ def test_damage_is_one_line_that_names_the_file(name: str, tmp_path: Path, inspe
 # Inspecting
 
 
-def test_a_whole_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
+def test_a_whole_checkpoint(tmp_path: Path) -> None:
     """A run's folder means its latest checkpoint."""
     write_checkpoint(tmp_path / "checkpoints", 5)
     folder = write_checkpoint(tmp_path / "checkpoints", 10)
@@ -234,7 +226,7 @@ def test_a_whole_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
     ],
 )
 def test_the_newest_complete_step_is_found_without_latest(
-    content: str | None, says: str, tmp_path: Path, inspect: Inspect
+    content: str | None, says: str, tmp_path: Path
 ) -> None:
     """Also after a crash between the last manifest and the file `latest`; a save under way is passed over."""
     checkpoints = tmp_path / "checkpoints"
@@ -249,7 +241,7 @@ def test_the_newest_complete_step_is_found_without_latest(
     assert catalog.latest(checkpoints) == ("step_00000010", note)
 
 
-def test_a_named_step_that_no_other_can_replace_is_named(tmp_path: Path, inspect: Inspect) -> None:
+def test_a_named_step_that_no_other_can_replace_is_named(tmp_path: Path) -> None:
     """Its manifests may be missing, or its whole folder; or it is damaged, which is no reason to take another."""
     checkpoints = tmp_path / "checkpoints"
     write_checkpoint(checkpoints, 5)
@@ -266,7 +258,7 @@ def test_a_named_step_that_no_other_can_replace_is_named(tmp_path: Path, inspect
     assert line.startswith(f'{tmp_path}: checkpoints/latest: names "step_00000010", which is not there; give')
 
 
-def test_each_replica_of_a_federation_is_found_without_latest(tmp_path: Path, inspect: Inspect) -> None:
+def test_each_replica_of_a_federation_is_found_without_latest(tmp_path: Path) -> None:
     folders = write_federation(tmp_path, {0: (5, 10), 1: (5, 10)})
     (folders[0] / "latest").unlink()
     assert inspect(tmp_path)[0] == 0
@@ -274,7 +266,7 @@ def test_each_replica_of_a_federation_is_found_without_latest(tmp_path: Path, in
 
 
 @pytest.mark.parametrize("name", [".tmpAb12Cd", ".resume_stage_00_dp_00_tp_00.safetensors.0f.partial"])
-def test_leftovers_of_killed_save_go_with_its_step(name: str, tmp_path: Path, inspect: Inspect) -> None:
+def test_leftovers_of_killed_save_go_with_its_step(name: str, tmp_path: Path) -> None:
     """safetensors writes to a file of its own, such as .tmpAb12Cd, before it puts it in place."""
     folder = write_checkpoint(tmp_path, 5)
     expected = inspect(folder)
@@ -286,7 +278,7 @@ def test_leftovers_of_killed_save_go_with_its_step(name: str, tmp_path: Path, in
     assert not folder.exists()
 
 
-def test_a_run_without_rounds_has_no_method(tmp_path: Path, inspect: Inspect) -> None:
+def test_a_run_without_rounds_has_no_method(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", 10)
     for path in folder.rglob("*.json"):
         raw = json.loads(path.read_text())
@@ -295,7 +287,7 @@ def test_a_run_without_rounds_has_no_method(tmp_path: Path, inspect: Inspect) ->
     assert "method: none" in inspect(folder)[1]
 
 
-def test_a_place_without_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
+def test_a_place_without_checkpoint(tmp_path: Path) -> None:
     for name, file in (("a", ""), ("b", "config.json"), ("c", "run.json")):
         (tmp_path / name / file).mkdir(parents=True)
     remedy = "; give a step folder or a run's output_dir"
@@ -324,9 +316,7 @@ def write_federation(output_dir: Path, steps: dict[int, tuple[int, ...]], pp: in
 
 
 class TestInspectFederation:
-    def test_its_folder_means_the_newest_step_that_all_replicas_have(
-        self, tmp_path: Path, inspect: Inspect
-    ) -> None:
+    def test_its_folder_means_the_newest_step_that_all_replicas_have(self, tmp_path: Path) -> None:
         replicas = write_federation(tmp_path, {0: (10, 12, 14), 2: (10, 12), 5: (8, 12)})
         code, out, err = inspect(tmp_path)
         assert (code, err) == (0, [])
@@ -336,7 +326,7 @@ class TestInspectFederation:
         assert found["parallel"] == "3 replicas x pipeline 2 x data 1 x tensor 1 = 6 ranks"
         assert found["integrity"] == "12 files, all checksums match"
 
-    def test_some_of_its_replicas(self, tmp_path: Path, inspect: Inspect) -> None:
+    def test_some_of_its_replicas(self, tmp_path: Path) -> None:
         first, _, third = write_federation(tmp_path, {0: (10, 12), 2: (4,), 5: (10, 12)})
         assert inspect(first.parent, third)[1][:3] == [
             f"checkpoint: {first / 'step_00000012'}",
@@ -346,14 +336,12 @@ class TestInspectFederation:
         assert inspect(first, third / "step_00000010")[1][2] == "step: 10 of 20"
         assert inspect(third)[1][1] == "step: 12 of 20"
 
-    def test_a_step_that_is_not_complete_everywhere_is_not_meant(
-        self, tmp_path: Path, inspect: Inspect
-    ) -> None:
+    def test_a_step_that_is_not_complete_everywhere_is_not_meant(self, tmp_path: Path) -> None:
         _, second = write_federation(tmp_path, {0: (10, 12), 1: (10, 12)})
         (second / "step_00000012" / "replica_01" / "stage_01_dp_00_tp_00.json").unlink()
         assert inspect(tmp_path)[1][2] == "step: 10 of 20"
 
-    def test_without_a_common_step_they_must_be_chosen(self, tmp_path: Path, inspect: Inspect) -> None:
+    def test_without_a_common_step_they_must_be_chosen(self, tmp_path: Path) -> None:
         first, second = write_federation(tmp_path, {0: (10, 12), 1: (4,)})
         line = (
             f"no step that all have: {first} has 10, 12; {second} has 4; "
@@ -363,7 +351,7 @@ class TestInspectFederation:
         code, out, _ = inspect(first / "step_00000012", second / "step_00000004")
         assert (code, out[2]) == (0, "step: 12 (replica 0), 4 (replica 1) of 20")
 
-    def test_what_does_not_belong_together_is_refused(self, tmp_path: Path, inspect: Inspect) -> None:
+    def test_what_does_not_belong_together_is_refused(self, tmp_path: Path) -> None:
         one, two, three = (
             write_federation(tmp_path / name, {slot: (10,)}, 2)[0] / "step_00000010"
             for name, slot in (("one", 0), ("two", 0), ("three", 1))
@@ -376,7 +364,7 @@ class TestInspectFederation:
         ):
             assert inspect(one, other)[::2] == (2, [line])
 
-    def test_jobs_of_different_layouts_are_read_together(self, tmp_path: Path, inspect: Inspect) -> None:
+    def test_jobs_of_different_layouts_are_read_together(self, tmp_path: Path) -> None:
         for slot, stages in enumerate((2, 1)):
             write_federation(tmp_path, {slot: (10,)}, stages)
         code, out, _ = inspect(tmp_path)

@@ -4,31 +4,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from megatron_noloco.cli import config, main, options
+from megatron_noloco.cli import config, options
 from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.errors import UserError
-from tests.harness import REPOSITORY
+from tests.harness import REPOSITORY, call_here, output_of, refusal_of
 
 
-def command_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    def raise_it(_: object) -> int:
-        raise error
-
-    monkeypatch.setattr(config, "_config", raise_it)
-    return main.main(["config", "--explain"])
+def command_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    monkeypatch.setattr(config, "_config", Mock(side_effect=error))
+    return call_here("config", "--explain")
 
 
-def test_a_ctrl_c_leaves_without_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command_that_raises(KeyboardInterrupt(), monkeypatch) == 130
-    assert capsys.readouterr().err == ""
+def test_a_ctrl_c_leaves_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command_that_raises(KeyboardInterrupt(), monkeypatch) == (130, "", "")
 
 
 def test_a_ctrl_c_during_the_imports_leaves_without_a_message(tmp_path: Path) -> None:
@@ -85,45 +79,23 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_message(command: str) -
     ],
 )
 def test_a_known_error_is_one_line_with_its_exit_code(
-    error: Exception,
-    exit_code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, exit_code: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command_that_raises(error, monkeypatch) == exit_code
-    assert capsys.readouterr() == ("", f"{line}\n")
+    assert command_that_raises(error, monkeypatch) == (exit_code, "", f"{line}\n")
 
 
 @pytest.mark.parametrize(
-    "make",
+    "error",
     [
-        lambda: KeyError("x"),
-        lambda: ModuleNotFoundError("no", name="mine"),
-        lambda: ValueError("operands of shapes (2,) and (3,)"),
-        lambda: FileNotFoundError(2, "No such file", "a file that this program did not write"),
+        KeyError("x"),
+        ModuleNotFoundError("no", name="mine"),
+        ValueError("operands of shapes (2,) and (3,)"),
+        FileNotFoundError(2, "No such file", "a file that this program did not write"),
     ],
 )
-def test_an_unknown_error_is_a_traceback(
-    make: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command_that_raises(make(), monkeypatch) == 1
-    assert capsys.readouterr().err.startswith("Traceback")
-
-
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        ("plan a.json --mfu 0.5", "--mfu: estimates the time of a step on the GPU of --gpu"),
-        ("plan a.json --mfu 0.5 --gpu A100 --step 1s", "--mfu: estimates the time of a step on the GPU of"),
-        (f"doctor --hostfile {__file__} --seconds 0", "--hostfile: names hosts to measure exchanges between"),
-    ],
-)
-def test_an_option_without_effect_is_refused(
-    command: str, problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(command.split()) == 2
-    assert capsys.readouterr().err.startswith(problem)
+def test_an_unknown_error_is_a_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = command_that_raises(error, monkeypatch)
+    assert (code, err.split()[0]) == (1, "Traceback")
 
 
 @pytest.mark.parametrize(
@@ -145,15 +117,9 @@ def test_an_option_without_effect_is_refused(
         ("generate a --prompt b --seed", ("-1", "9" * 20, "x"), "is not a whole number from 0 to 2^63 - 1"),
     ],
 )
-def test_a_number_out_of_bounds(
-    option: str, texts: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_out_of_bounds(option: str, texts: tuple[str, ...], problem: str) -> None:
     for text in texts:
-        with pytest.raises(SystemExit) as ended:
-            main.main([*option.split(), text])
-        assert ended.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith(f': "{text}" {problem}')
+        assert refusal_of(*option.split(), text).endswith(f': "{text}" {problem}')
 
 
 @pytest.mark.parametrize(
@@ -165,23 +131,15 @@ def test_a_number_out_of_bounds(
         (["generate", "a", "--prompt", "\udcff"], "error: argument --prompt: '\\udcff' is not UTF-8 text"),
     ],
 )
-def test_a_command_line_that_cannot_be_read_is_one_line(
-    arguments: list[str], end: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main.main(arguments)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(end)
+def test_a_command_line_that_cannot_be_read_is_one_line(arguments: list[str], end: str) -> None:
+    assert refusal_of(*arguments).endswith(end)
 
 
 @pytest.mark.parametrize(
     "command", ["train", "plan", "data preprocess", "keys", "inspect", "generate", "stop"]
 )
-def test_help_has_a_sentence_and_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main([*command.split(), "--help"])
-    out = capsys.readouterr().out
+def test_help_has_a_sentence_and_an_example(command: str) -> None:
+    out = output_of(*command.split(), "--help")
     assert f"\nexample:\n  megatron-noloco {command} " in out
     assert out.split("\n\n")[1][0].isupper()
 
@@ -192,6 +150,9 @@ def test_quantities_with_units() -> None:
     assert options.bandwidth("8Mbit") == 1e6
     assert options.dtype("bf16") == options.dtype("bfloat16") == "bfloat16"
     assert (options.duration("25ms"), options.latency("0ms")) == (0.025, 0)
+
+
+MFU = "--mfu: estimates the time of a step on the GPU of --gpu; give it without --step"
 
 
 @pytest.mark.parametrize(
@@ -211,16 +172,19 @@ def test_quantities_with_units() -> None:
             "--output-prefix .: names no file; give one such as data/corpus",
         ),
         ("import x --config {file} --output {file}", "{file}: exists; give another --output, or remove it"),
+        # Options without effect
+        *((f"plan {{file}} --mfu 0.5 {more}", MFU) for more in ("", "--gpu A100 --step 1s")),
+        (
+            "doctor --hostfile {file} --seconds 0",
+            "--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out",
+        ),
     ],
 )
-def test_an_option_that_is_refused_is_named(
-    arguments: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_is_refused_is_named(arguments: str, line: str, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("text")
     places = {"folder": tmp_path, "file": file}
-    assert main.main(arguments.format(**places).split()) == 2
-    assert capsys.readouterr().err == line.format(**places) + "\n"
+    assert refusal_of(*arguments.format(**places).split()) == line.format(**places)
     assert file.read_text() == "text"
 
 

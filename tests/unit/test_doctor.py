@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.preflight import machine, mpi_check
 from megatron_noloco.preflight.machine import Finding
+from tests.harness import call_here, output_of, refusal_of
 
 
 def lines(findings: Iterable[Finding], state: str = "problem") -> list[str]:
@@ -92,25 +92,22 @@ def test_exchange_that_compute_cannot_hide_is_noted(differs: dict[str, Any], not
     assert [line[: len(note)] for line, note in zip(found, notes, strict=True)] == notes
 
 
-def test_a_machine_with_a_problem_is_not_ready(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_with_a_problem_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two real ranks exchange for a moment."""
-    assert main(["doctor", "--json", "--seconds", "0.1"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(output_of("doctor", "--json", "--seconds", "0.1"))
     assert found["ready"]
     assert {"packages", "MPI", "exchange"} <= {finding["area"] for finding in found["findings"]}
     (measured,) = (finding["figures"] for finding in found["findings"] if finding["figures"])
     assert 0 <= measured["hidden"] <= 1
     monkeypatch.setenv("MPIRUN", "/nowhere")
-    assert main(["doctor"]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Fix first: MPI: MPIRUN=/nowhere: there is no such program")
+    code, out, _ = call_here("doctor")
+    assert code == 1
+    assert out.splitlines()[-1].startswith("Fix first: MPI: MPIRUN=/nowhere: there is no such program")
 
 
-def test_a_hostfile_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--hostfile", "/nowhere/hosts"]) == 2
-    assert capsys.readouterr().err == "--hostfile /nowhere/hosts: there is no such file\n"
+def test_a_hostfile_that_is_not_there() -> None:
+    line = "--hostfile /nowhere/hosts: there is no such file"
+    assert refusal_of("doctor", "--hostfile", "/nowhere/hosts") == line
 
 
 def interfaces(monkeypatch: pytest.MonkeyPatch, resolved: str, **addresses: list[str]) -> list[Finding]:
@@ -149,12 +146,14 @@ def test_a_single_rank_needs_no_shared_memory(monkeypatch: pytest.MonkeyPatch, g
     assert found.state == state
 
 
-def test_a_shared_folder_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shared_folder_is_tried(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    doctor = ["doctor", "--seconds", "0", "--rendezvous"]
     for made in (True, False):
-        main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/run"])
+        _, out, _ = call_here(*doctor, f"file://{tmp_path}/run")
         line = f"{tmp_path}/run{', made now' * made}, a file of 1 MiB: write "
-        assert line in " ".join(capsys.readouterr().out.split())
-    assert main(["doctor", "--seconds", "0", "--rendezvous", f"file://{tmp_path}/file"]) == 1
-    assert f"cannot write in {tmp_path}/file: File exists" in capsys.readouterr().out
-    assert main(["doctor", "--seconds", "0", "--rendezvous", "tcp://a:1"]) == 2
+        assert line in " ".join(out.split())
+    code, out, _ = call_here(*doctor, f"file://{tmp_path}/file")
+    assert code == 1
+    assert f"cannot write in {tmp_path}/file: File exists" in out
+    assert call_here(*doctor, "tcp://a:1")[0] == 2

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.huggingface import _say_losses
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data.auto_tokenizer import folder_problem
@@ -40,7 +39,7 @@ from megatron_noloco.huggingface.pretrained import (
 from megatron_noloco.huggingface.whole_model import check_room
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
-from tests.harness import REPOSITORY, full_disk
+from tests.harness import REPOSITORY, full_disk, output_of, refusal_of
 from tests.unit.configs import SMALLEST
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
@@ -137,7 +136,7 @@ def test_there_and_back_is_the_identity(groups: int, multiple: int, tied: bool) 
 
 # The configuration
 
-Spoil = Callable[[Path], None]
+Spoil = Callable[[Path], object]
 MISSING = object()
 
 
@@ -153,7 +152,6 @@ def change_config(**changes: Any) -> Spoil:
 @pytest.mark.parametrize("family", MODELS)
 def test_config_of_transformers_describes_same_model(tmp_path: Path, family: str) -> None:
     """It reads ours, and writes its own: transformers 5 without the keys that only 4 reads, for one."""
-    transformers = pytest.importorskip("transformers")
     model = make_model(multiple=1, model=family)
     config = transformers.AutoConfig.for_model(**hf_config(model))
     assert (config.model_type, config.dtype) == (model.family, torch.bfloat16)
@@ -168,32 +166,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-@pytest.mark.parametrize(
-    ("keys", "base", "factor"),
-    [
-        ({"rope_scaling": {"rope_type": "default"}}, 10000.0, None),
-        ({"rope_scaling": None, "rope_parameters": None, "rope_theta": 5e5}, 5e5, None),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}, 5e5, None),
-        ({"rope_scaling": LLAMA3, "rope_parameters": None, "rope_theta": 5e5}, 5e5, 8.0),
-        ({"rope_scaling": {**LLAMA3, "type": "llama3", "rope_type": None}}, 10000.0, 8.0),
-        ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "factor": 32}, "rope_theta": None}, 5e5, 32.0),
-        (
-            {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 5e5},
-            5e5,
-            8.0,
-        ),
-    ],
-    ids=range(7),
-)
-def test_rotary_embeddings_of_transformers_4_and_5(
-    tmp_path: Path, keys: dict[str, Any], base: float, factor: float | None
-) -> None:
-    folder = write_folder(tmp_path, make_model())
-    change_config(**keys)(folder)
-    found = read_architecture(folder)
-    assert (found.rotary_base, found.rope_scaling_factor) == (base, factor)
 
 
 # What decides the model in published config.json files; then the number of weights in the tensors beside them
@@ -259,22 +231,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [
-        ("qwen2", {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}),  # as in Qwen2.5
-        ("qwen3", {"rope_type": "yarn", "factor": 4.0}),  # transformers takes max_position_embeddings
-        ("llama", {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": None}),
-    ],
-)
-def test_yarn_as_it_is_written(family: str, rope: dict[str, Any]) -> None:
-    keys = hf_config(make_model(model=family)) | {"rope_scaling": rope, "max_position_embeddings": 32768}
-    found = architecture_of(keys)
-    assert found.yarn_rotary_scaling_factor == 4.0
-    assert found.yarn_original_max_position_embeddings == 32768
-    assert found.rope_scaling_factor is None
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_read_with_all_their_weights(name: str) -> None:
     keys, parameters = PUBLISHED[name]
@@ -290,14 +246,25 @@ def test_published_models_are_read_with_all_their_weights(name: str) -> None:
 def test_the_configs_that_continue_published_models(config: str, name: str, tmp_path: Path) -> None:
     """Their `model` is what `import` writes for the model, whose config.json transformers writes here."""
     keys, _ = PUBLISHED[name]
-    pytest.importorskip("transformers").AutoConfig.for_model(**keys).save_pretrained(tmp_path)
+    transformers.AutoConfig.for_model(**keys).save_pretrained(tmp_path)
     raw = json.loads((REPOSITORY / "configs" / f"{config}.json").read_text())
     settings = {"seq_length": raw["model"]["seq_length"], "make_vocab_size_divisible_by": 1}
     assert raw["model"] == model_fields(read_architecture(tmp_path)) | settings
     assert raw["training"]["pretrained"] == raw["data"]["tokenizer_model"] == f"models/{name}"
 
 
-# What transformers takes for keys that a config.json lacks, and what makes no difference there
+def bases(base: float, factor: float | None) -> dict[str, Any]:
+    return {"rotary_base": base, "rope_scaling_factor": factor}
+
+
+def yarn(**rope: Any) -> dict[str, Any]:
+    return {"rope_scaling": rope, "max_position_embeddings": 32768}
+
+
+DEFAULT, BASE = {"rope_type": "default"}, {"rope_theta": 5e5}
+YARN_FIELDS = YARN | {"yarn_original_max_position_embeddings": 32768, "rope_scaling_factor": None}
+# What transformers takes for keys that a config.json lacks, what makes no difference there, and rotary embeddings
+# as its versions 4 and 5 write them
 READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mistral", {"sliding_window": MISSING}, {"sliding_window": 4096}),
     ("mistral", {"num_key_value_heads": MISSING, "num_attention_heads": 16}, {"num_query_groups": 8}),
@@ -321,6 +288,24 @@ READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("starcoder2", {"num_key_value_heads": MISSING, "sliding_window": MISSING}, {"num_query_groups": 2}),
     ("starcoder2", {"use_bias": MISSING, "hidden_act": MISSING}, {}),
     ("starcoder2", {"max_position_embeddings": MISSING}, {"seq_length": 4096}),
+    ("llama", {"rope_scaling": DEFAULT}, bases(10000.0, None)),
+    ("llama", {"rope_scaling": None, "rope_parameters": None, "rope_theta": 5e5}, bases(5e5, None)),
+    (
+        "llama",
+        {"rope_parameters": DEFAULT | BASE, "rope_theta": None},
+        bases(5e5, None),
+    ),
+    ("llama", {"rope_scaling": LLAMA3, "rope_parameters": None, "rope_theta": 5e5}, bases(5e5, 8.0)),
+    ("llama", {"rope_scaling": {**LLAMA3, "type": "llama3", "rope_type": None}}, bases(10000.0, 8.0)),
+    (
+        "llama",
+        {"rope_parameters": LLAMA3 | BASE | {"factor": 32}, "rope_theta": None},
+        bases(5e5, 32.0),
+    ),
+    ("llama", {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | BASE} | BASE, bases(5e5, 8.0)),
+    ("qwen2", yarn(type="yarn", factor=4, original_max_position_embeddings=32768), YARN_FIELDS),  # Qwen2.5
+    ("qwen3", yarn(rope_type="yarn", factor=4.0), YARN_FIELDS),  # transformers takes max_position_embeddings
+    ("llama", yarn(rope_type="yarn", factor=4.0, beta_fast=32, beta_slow=1, mscale=None), YARN_FIELDS),
 ]
 
 
@@ -332,7 +317,7 @@ def test_keys_that_are_missing_or_make_no_difference(
     change_config(**keys)(tmp_path)
     found = read_architecture(tmp_path)
     assert {name: getattr(found, name) for name in expected} == expected
-    theirs = pytest.importorskip("transformers").AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     epsilon = getattr(theirs, FAMILIES[family].hf_norm_epsilon)
     assert (theirs.num_key_value_heads, epsilon) == (found.num_query_groups, found.norm_epsilon)
     assert theirs.max_position_embeddings == found.seq_length
@@ -353,7 +338,6 @@ def test_keys_that_are_missing_or_make_no_difference(
 @pytest.mark.parametrize("model", MODELS)
 def test_generate_equals_any_transformers_version(model: str, tmp_path: Path) -> None:
     """Version 4 reads another key for the base, so a folder that 5 wrote would be computed with the default."""
-    transformers = pytest.importorskip("transformers")
     architecture = replace(make_model(multiple=1, model=model), rotary_base=1234.0)
     transformers.AutoConfig.for_model(**hf_config(architecture)).save_pretrained(tmp_path)
     found, expected = config_for_any_version(tmp_path), hf_config(architecture)
@@ -370,10 +354,7 @@ def cut_short(folder: Path) -> None:
 
 
 def write(name: str, content: str) -> Spoil:
-    def spoil(folder: Path) -> None:
-        (folder / name).write_text(content)
-
-    return spoil
+    return lambda folder: (folder / name).write_text(content)
 
 
 def add_a_tokenizer_of_words(folder: Path, **others: int) -> None:
@@ -474,15 +455,8 @@ NOT_CARRIED = {"max_position_embeddings", "bos_token_id", "eos_token_id", "pad_t
 NOT_CARRIED |= {"architectures", "transformers_version", "use_cache", "pretraining_tp", "max_window_layers"}
 NOT_CARRIED |= {"output_router_logits", "router_aux_loss_coef"}  # docs/families.md says so
 NOT_CARRIED |= {"use_sliding_window"}  # beside it `layer_types` says that no layer has a window
-NOT_CARRIED |= {
-    "embedding_dropout",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "return_dict",
-    "chunk_size_feed_forward",
-}
-NOT_CARRIED |= {"output_attentions", "output_hidden_states", "is_encoder_decoder", "_name_or_path"}
+NOT_CARRIED |= {"embedding_dropout", "id2label", "label2id", "problem_type", "return_dict", "_name_or_path"}
+NOT_CARRIED |= {"output_attentions", "output_hidden_states", "is_encoder_decoder", "chunk_size_feed_forward"}
 
 
 def another(value: Any) -> Any:
@@ -499,7 +473,7 @@ def another(value: Any) -> Any:
 @pytest.mark.parametrize("model", MODELS)
 def test_each_key_that_import_reads_is_exported(model: str, tmp_path: Path) -> None:
     """Each key that transformers writes, with another value, is refused, or comes back from an export."""
-    theirs = pytest.importorskip("transformers").AutoConfig.for_model(**hf_config(make_model(model=model)))
+    theirs = transformers.AutoConfig.for_model(**hf_config(make_model(model=model)))
     (path := tmp_path / "config.json").write_text(theirs.to_json_string(use_diff=False))
     keys = json.loads(path.read_text())
     carried = []
@@ -551,70 +525,70 @@ REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
 ]
 
 
-def import_folder(folder: Path, changes: dict[str, Any] | None = None) -> tuple[int, Path]:
+def import_of(folder: Path, changes: dict[str, Any] | None = None) -> tuple[list[Any], Path]:
+    """Return a command that imports the folder into the smallest config with changes, and what it writes."""
     config, output = folder.parent / "config.json", folder.parent / "imported.json"
     output.unlink(missing_ok=True)  # it is not overwritten
     config.write_text(json.dumps(SMALLEST | (changes or {})))
-    return main(["import", str(folder), "--config", str(config), "--output", str(output)]), output
+    return ["import", folder, "--config", config, "--output", output], output
+
+
+def imported(folder: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    command, output = import_of(folder, changes)
+    output_of(*command)
+    return json.loads(output.read_text())
+
+
+def refused_import(folder: Path, changes: dict[str, Any] | None = None) -> str:
+    command, output = import_of(folder, changes)
+    line = refusal_of(*command)
+    assert not output.exists()
+    return line
 
 
 @pytest.mark.parametrize(("spoil", "fragments"), REFUSED, ids=[row[1][-1] for row in REFUSED])
 def test_a_folder_that_cannot_be_imported_is_one_line(
-    spoil: Spoil, fragments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spoil: Spoil, fragments: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "theirs", make_model())
     spoil(folder)
-    code, output = import_folder(folder)
-    assert_one_line(code, capsys, (str(folder), *fragments))
-    assert not output.exists()
+    line = refused_import(folder)
+    assert [fragment for fragment in (str(folder), *fragments) if fragment not in line] == [], line
 
 
-@pytest.mark.parametrize("command", ["import", "generate", "evaluate", "pretrained"])
-def test_an_export_that_is_not_finished_is_refused(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_that_is_not_finished_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "theirs", make_model())
-    _, imported = import_folder(folder)
+    command, config = import_of(folder)
+    output_of(*command)
     (folder / export.UNFINISHED).touch()
-    options = {
-        "generate": ["--prompt", "a"],
-        "evaluate": ["--data", "text"],
-        "import": ["--config", str(imported), "--output", str(tmp_path / "again.json")],
-    }
-    capsys.readouterr()
-    if command == "pretrained":
-        code = main(["config", "--check", str(imported)])
-    else:
-        code = main([command, str(folder), *options[command]])
-    assert_one_line(code, capsys, (f"{folder}/UNFINISHED: this export ended before its check, or failed it",))
+    for command in (
+        ["generate", folder, "--prompt", "a"],
+        ["evaluate", folder, "--data", "text"],
+        ["import", folder, "--config", config, "--output", tmp_path / "again.json"],
+        ["config", "--check", config],
+    ):
+        line = f"{folder}/UNFINISHED: this export ended before its check, or failed it"
+        assert line in refusal_of(*command)
 
 
-@pytest.mark.parametrize(("length", "told"), [(None, False), (32, False), (33, True)])
-def test_samples_longer_than_the_context_are_reported(
-    length: int | None, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, text = write_folder(tmp_path / "theirs", make_model()), tmp_path / "text"
-    ByteTokenizer().save(folder, 32)
-    text.write_text("a text of more than 33 tokens " * 9)
-    evaluate.open_weights([folder], str(text), length)
-    line = "--seq-length 33: the model's context is 32 tokens; it was not trained to read longer samples\n"
-    assert capsys.readouterr().err == (line if told else "")
-
-
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_generation_obeys_the_command_not_the_folder(
-    temperature: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """But for the tokens that end a text. transformers reads settings in config.json, too."""
+@pytest.fixture
+def model_of_bytes(tmp_path: Path) -> Path:
+    """Return a folder with random weights and the tokenizer of bytes."""
     model = make_model()
     folder = write_folder(tmp_path / "theirs", model, exported(random_weights(model), model))
     ByteTokenizer().save(folder, 32)
+    return folder
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_generation_obeys_the_command_not_the_folder(temperature: str, model_of_bytes: Path) -> None:
+    """But for the tokens that end a text. transformers reads settings in config.json, too."""
+    folder = model_of_bytes
 
     def generated(**settings: Any) -> str:
         (folder / "generation_config.json").write_text(json.dumps(settings))
         arguments = ["--prompt", "the", "--tokens", "20", "--temperature", temperature]
-        assert main(["generate", str(folder), *arguments]) == 0
-        return capsys.readouterr().out
+        return output_of("generate", folder, *arguments)
 
     expected = generated(eos_token_id=256)
     for settings in (
@@ -648,19 +622,15 @@ def test_generation_obeys_the_command_not_the_folder(
     ],
 )
 def test_a_generation_config_that_cannot_be_read_is_named(
-    content: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, reason: str, model_of_bytes: Path
 ) -> None:
-    model = make_model()
-    folder = write_folder(tmp_path / "theirs", model, exported(random_weights(model), model))
-    ByteTokenizer().save(folder, 32)
-    file = folder / "generation_config.json"
+    file = model_of_bytes / "generation_config.json"
     file.mkdir() if content is None else file.write_text(content)
-    code = main(["generate", str(folder), "--prompt", "the", "--tokens", "2"])
-    assert_one_line(code, capsys, (f"{file}: {reason}",))
+    assert f"{file}: {reason}" in refusal_of("generate", model_of_bytes, "--prompt", "the", "--tokens", "2")
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
-def test_what_import_accepts_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_import_accepts_can_be_used(tmp_path: Path) -> None:
     """A Qwen2 whose files name the class that takes them as they are, which AutoTokenizer does not obey.
 
     Without the class AutoTokenizer's is that of the family: import refuses, and what it advises helps.
@@ -674,13 +644,12 @@ def test_what_import_accepts_can_be_used(tmp_path: Path, capsys: pytest.CaptureF
     tokenizer.add_special_tokens(["<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     spread.write_text(json.dumps({key: value for key, value in config.items() if key != "tokenizer_class"}))
-    code, output = import_folder(folder)
-    assert_one_line(code, capsys, (f"tokenizer_model {folder}: its tokenizer.json reads", "AutoTokenizer as"))
-    assert not output.exists()
+    line = refused_import(folder)
+    assert f"tokenizer_model {folder}: its tokenizer.json reads" in line
+    assert "AutoTokenizer as" in line
     spread.write_text(json.dumps(config))
-    code, output = import_folder(folder)
-    assert code == 0
-    assert "load the tokenizer with PreTrainedTokenizerFast" in capsys.readouterr().out
+    command, output = import_of(folder)
+    assert "load the tokenizer with PreTrainedTokenizerFast" in output_of(*command)
     evaluate.open_weights([folder], str(text), None)
     assert folder_problem(build_tokenizer(load_config(str(output)).data.tokenizer)) == "", (
         "train looks at this"
@@ -688,16 +657,20 @@ def test_what_import_accepts_can_be_used(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_what_of_a_folder_is_not_evaluated_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model_of_bytes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, data = write_folder(tmp_path / "theirs", make_model()), tmp_path / "data"
-    ByteTokenizer().save(folder, 32)
-    data.mkdir()
+    """And samples longer than the context are reported."""
+    (data := tmp_path / "data").mkdir()
     (data / "a.txt").write_text("a text of more than 33 tokens " * 9)
+
+    def said(length: int | None) -> str:
+        evaluate.open_weights([model_of_bytes], str(data), length)
+        return capsys.readouterr().err
+
+    line = "--seq-length 33: the model's context is 32 tokens; it was not trained to read longer samples\n"
+    assert [said(length) for length in (None, 32, 33)] == ["", "", line]
     (data / "b.png").write_bytes(b"\xff\xff")
-    evaluate.open_weights([folder], str(data), None)
-    line = f"--data {data}: left out: 1 file not in UTF-8 (b.png; 2 bytes)\n"
-    assert capsys.readouterr().err == line
+    assert said(None) == f"--data {data}: left out: 1 file not in UTF-8 (b.png; 2 bytes)\n"
 
 
 @pytest.mark.parametrize("end", ["</s>", "<|endoftext|>"])
@@ -709,14 +682,6 @@ def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Pa
             path = tmp_path / name
             path.write_text(path.read_text().replace('"<|endoftext|>"', '"</s>"').replace(": 256", ": 257"))
     assert isinstance(tokenizer_of(tmp_path), ByteTokenizer if end == "<|endoftext|>" else FastTokenizer)
-
-
-def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tuple[str, ...]) -> None:
-    lines = capsys.readouterr().err.splitlines()
-    assert code == 2
-    assert len(lines) == 1, lines
-    for fragment in fragments:
-        assert fragment in lines[0]
 
 
 MIXTURE = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
@@ -745,20 +710,15 @@ def test_import_keeps_what_the_folder_does_not_decide(
 ) -> None:
     folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model=family))
     change_config(**change)(folder)
-    code, output = import_folder(folder, {"model": SMALLEST["model"] | given | {"num_layers": 99}})
-    found = json.loads(output.read_text())["model"]
-    assert (code, {name: found[name] for name in expected}) == (0, expected)
+    found = imported(folder, {"model": SMALLEST["model"] | given | {"num_layers": 99}})["model"]
+    assert {name: found[name] for name in expected} == expected
 
 
-def test_dropouts_that_are_one_field_of_a_run_must_be_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropouts_that_are_one_field_of_a_run_must_be_the_same(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model="starcoder2"))
     change_config(residual_dropout=0.2, embedding_dropout=MISSING)(folder)
-    code, output = import_folder(folder)
     line = "embedding_dropout is 0.0 and residual_dropout is 0.2; model.hidden_dropout is one value for both"
-    assert_one_line(code, capsys, (f"{folder / 'config.json'}: {line}",))
-    assert not output.exists()
+    assert f"{folder / 'config.json'}: {line}" in refused_import(folder)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -767,9 +727,8 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
     model = make_model(groups=1, tied=True, multiple=1, model=family)
     folder = write_folder(tmp_path / "theirs", model)
     for before in ({"family": "mistral", "sliding_window": 7}, {"rope_scaling_factor": 8.0}):
-        code, output = import_folder(folder, {"model": SMALLEST["model"] | before})
-        found = RunConfig(**json.loads(output.read_text()))
-        assert (code, found.architecture(257)) == (0, replace(model, seq_length=16))
+        found = RunConfig(**imported(folder, {"model": SMALLEST["model"] | before}))
+        assert found.architecture(257) == replace(model, seq_length=16)
 
 
 @pytest.mark.parametrize("given", [{}, {"prepend_bos": False}])
@@ -781,40 +740,30 @@ def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, give
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    code, output = import_folder(folder, {"data": SMALLEST["data"] | given})
     of_model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     expected = SMALLEST["data"] | of_model | {"prepend_bos": not given}
-    assert (code, json.loads(output.read_text())["data"]) == (0, expected)
+    assert imported(folder, {"data": SMALLEST["data"] | given})["data"] == expected
     line = f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true"
     said = pretrained.missing_bos(folder, DataConfig(text="a", tokenizer_model=str(folder), **given))
     assert said.startswith(line) != bool(given)
 
 
-def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_has_its_own_tokenizer(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
-    for command in (["generate", "--prompt", "a"], ["evaluate", "--data", "text"]):
-        code = main([command[0], str(folder), *command[1:], "--tokenizer", str(folder)])
-        assert_one_line(
-            code, capsys, ("--tokenizer: ", "is a Hugging Face folder, which has its own; leave it out")
-        )
+    for command, *options in (["generate", "--prompt", "a"], ["evaluate", "--data", "text"]):
+        line = refusal_of(command, folder, *options, "--tokenizer", folder)
+        assert re.search("--tokenizer: .*is a Hugging Face folder, which has its own; leave it out", line)
 
 
-def test_import_refuses_another_tokenizer_that_the_config_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_import_refuses_another_tokenizer_that_the_config_names(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2})
-    code, output = import_folder(folder, {"data": {**SMALLEST["data"], "tokenizer_type": "byte"}})
-    problem = (
-        f"{folder}: the model's tokenizer reads",
-        "than the run's of bytes",
-        f"tokenizer_model {folder}",
+    problem = f"{folder}: the model's tokenizer reads .*than the run's of bytes.*tokenizer_model {folder}"
+    assert re.search(problem, refused_import(folder, {"data": SMALLEST["data"] | {"tokenizer_type": "byte"}}))
+    (config := tmp_path / "changed.json").write_text(
+        json.dumps(imported(folder) | {"data": SMALLEST["data"]})
     )
-    assert_one_line(code, capsys, problem)
-    assert not output.exists()
-    _, output = import_folder(folder)
-    output.write_text(json.dumps(json.loads(output.read_text()) | {"data": SMALLEST["data"]}))
-    assert_one_line(main(["config", "--check", str(output)]), capsys, problem)
+    assert re.search(problem, refusal_of("config", "--check", config))
 
 
 def test_an_evaluation_whose_loss_is_not_finite_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -840,9 +789,7 @@ def test_tokenizers_are_told_apart_by_any_token(tmp_path: Path) -> None:
 def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     ByteTokenizer().save(folder, 32)
-    code, output = import_folder(folder, {"parallel": {"tensor_model_parallel_size": tp_size}})
-    assert code == 0
-    raw = json.loads(output.read_text())
+    raw = imported(folder, {"parallel": {"tensor_model_parallel_size": tp_size}})
     assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
     assert raw["model"]["seq_length"] == 16
     assert RunConfig(**raw).architecture(257).padded_vocab_size == {1: 259, 2: 260}[tp_size]
@@ -944,7 +891,6 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("tokenizer")
     ByteTokenizer().save(folder, 32)
     return transformers.AutoTokenizer.from_pretrained(folder)

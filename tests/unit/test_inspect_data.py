@@ -10,20 +10,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from tests.harness import run_command
+from tests.harness import call_here, output_of, refusal_of, run_command
 from tests.unit.datasets import write_dataset
 from tests.unit.test_preprocess import make_tokenizer
 
 
-def test_inspect_prints_sizes_and_the_first_documents(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_prints_sizes_and_the_first_documents(tmp_path: Path) -> None:
     texts = ("one", "two\n", "x" * 99)
     write_dataset(tmp_path / "p", ([*ByteTokenizer().encode(text), 256] for text in texts))
-    assert main(["data", "inspect", str(tmp_path / "p"), "--samples", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert output_of("data", "inspect", tmp_path / "p", "--samples", "2").splitlines() == [
         f"dataset: {tmp_path / 'p'} (0.0 MB, uint16 tokens)",
         "documents: 3, in 3 sequences",
         "tokens: 109",
@@ -32,15 +28,14 @@ def test_inspect_prints_sizes_and_the_first_documents(
         "document 1: 'two\\n'",
     ]
     make_tokenizer(tmp_path)
-    fast = ["--tokenizer-model", str(tmp_path)]
-    assert main(["data", "inspect", str(tmp_path / "p"), *fast]) == 0
-    assert capsys.readouterr().out.count("document") > 3
+    shown = output_of("data", "inspect", tmp_path / "p", "--tokenizer-model", tmp_path)
+    assert shown.count("document") > 3
 
 
-def test_inspect_ids_of_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_dataset(tmp_path / "p", [[5, 999]], vocab_size=1000)
-    assert main(["data", "inspect", str(tmp_path / "p")]) == 0
-    assert "document 0: tokens 5 999 ... (not of this tokenizer" in capsys.readouterr().out
+def test_inspect_ids_of_another_tokenizer(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path / "p", [[5, 999]], vocab_size=1000)
+    line = "document 0: tokens 5 999 ... (not of this tokenizer"
+    assert line in output_of("data", "inspect", prefix)
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +94,9 @@ class TestEvaluate:
             ("{model} --data {here}/text.txt --seq-length 100000", "corpus too small"),
         ],
     )
-    def test_what_cannot_be_is_one_line(
-        self, model: Path, arguments: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_what_cannot_be_is_one_line(self, model: Path, arguments: str, line: str, tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_text("text")
-        filled = arguments.format(model=model, here=tmp_path).split()
-        assert main(["evaluate", *filled]) == 2
-        error = capsys.readouterr().err
-        assert line in error
-        assert error.count("\n") == 1
+        assert line in refusal_of("evaluate", *arguments.format(model=model, here=tmp_path).split())
 
 
 OWN_CODE = {
@@ -130,32 +119,23 @@ OWN_CODE = {
     ],
 )
 def test_a_folder_that_cannot_generate_is_one_line(
-    model: Path,
-    name: str,
-    change: dict[str, Any],
-    line: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, name: str, change: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(model, tmp_path / "theirs")
     (folder / "own.py").write_text("raise SystemExit")
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
-    assert main(["generate", str(folder), "--prompt", "two"]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(str(folder))
-    assert line in said.err
-    assert (said.err.count("\n"), said.out) == (1, "")
+    code, out, err = call_here("generate", folder, "--prompt", "two")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(str(folder))
+    assert line in err
 
 
-def test_a_prompt_of_tokens_that_the_model_lacks_is_one_line(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_of_tokens_that_the_model_lacks_is_one_line(model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "theirs")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([f"<{number}>" for number in range(99)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    assert main(["generate", str(folder), "--prompt", "two <98>"]) == 2
     last = tokenizer.get_vocab_size() - 1
-    assert capsys.readouterr().err == (
-        f"--prompt: the tokenizer of {folder} reads token {last}, the model's vocabulary has 310 (from 0 on)\n"
+    assert refusal_of("generate", folder, "--prompt", "two <98>") == (
+        f"--prompt: the tokenizer of {folder} reads token {last}, the model's vocabulary has 310 (from 0 on)"
     )

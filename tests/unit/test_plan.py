@@ -3,13 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
 from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.outer.payload import BLOCK
@@ -19,6 +19,7 @@ from megatron_noloco.preflight.memory import RankParameters, fullest_stage, para
 from megatron_noloco.preflight.plan import lost_steps, plan_of
 from megatron_noloco.preflight.schemes import Network, Scheme, exchange_bytes, scheme_of
 from megatron_noloco.settings import grouping_of
+from tests.harness import call_here, output_of, refusal_of
 from tests.unit.configs import config
 from tests.unit.fleet import average, noise
 from tests.unit.golden import check
@@ -36,15 +37,21 @@ COMMANDS = (
 )
 
 
-def test_what_plan_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    def said(name: str, *options: str) -> str:
-        assert main(["plan", str(CONFIGS / f"{name}.json"), *options]) == 0
-        return capsys.readouterr().out
+def planned(config: str | dict[str, Any], *options: str) -> str:
+    """Return what `plan` shows of a config that the package has, or of another one."""
+    if isinstance(config, str):
+        return output_of("plan", CONFIGS / f"{config}.json", *options)
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(config))
+        file.flush()
+        return output_of("plan", file.name, *options)
 
-    check("plan", ((f"plan {command}", said(*command.split())) for command in COMMANDS))
+
+def test_what_plan_shows() -> None:
+    check("plan", ((f"plan {command}", planned(*command.split())) for command in COMMANDS))
 
 
-def test_experts_are_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_are_divided_over_ranks() -> None:
     """Two ranks have half the experts each, and each the fp32 weights of as many as without."""
     experts = 2 * 8 * 3 * 4096 * 14336  # layers of a stage, experts, matrices
     raw = json.loads((CONFIGS / "llama_6.8b.json").read_text())
@@ -54,24 +61,20 @@ def test_experts_are_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFi
     found = {}
     for ep in (1, 2):
         raw["parallel"] |= {"expert_model_parallel_size": ep}
-        path = tmp_path / f"{ep}.json"
-        path.write_text(json.dumps(raw))
-        assert main(["plan", str(path), "--gpu", "4090", "--json"]) == 0
-        found[ep] = json.loads(capsys.readouterr().out)
+        found[ep] = json.loads(planned(raw, "--gpu", "4090", "--json"))
     whole, half = (found[ep]["weights_of_rank"] for ep in (1, 2))
     assert whole["parameters"] - half["parameters"] == experts / 2
     assert whole["owned"] == half["owned"]
-    assert main(["plan", str(tmp_path / "1.json"), "--gpu", "4090"]) == 0
-    shown = capsys.readouterr().out
+    raw["parallel"] |= {"expert_model_parallel_size": 1}
+    shown = planned(raw, "--gpu", "4090")
     assert "parallel.data_parallel_size 2, parallel.expert_model_parallel_size 2" in shown
     assert found[1]["fits"] is ("fits 4090" in shown) is False
 
 
-def test_the_json_of_plan_has_bytes_and_seconds_of_each_method(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_of_plan_has_bytes_and_seconds_of_each_method() -> None:
     """8 replicas of 2 stages; pairs send each rank's weights once, most the last stage with the norm of 128."""
     options = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", "16"]
-    assert main(["plan", str(CONFIGS / "routing.json"), *options]) == 0
-    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    plan = json.loads(planned("routing", *options))
     assert (plan["ranks"], plan["replicas"], plan["step_seconds"]) == (16, 8, 0.5)
     ways = {way["name"]: way for way in plan["ways"]}
     pairs = ways["NoLoCo in pairs, fp32"]["bytes_per_exchange"]
@@ -91,23 +94,21 @@ def test_the_json_of_plan_has_bytes_and_seconds_of_each_method(capsys: pytest.Ca
     assert own["share_lost"] == pytest.approx(1 - own["local_steps"] * 0.5 / seconds)
 
 
-def test_what_departures_cost_with_and_without_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_departures_cost_with_and_without_a_notice() -> None:
     """k = 5, steps of 1 s: a notice of 3 s is enough from the second step on."""
     assert lost_steps(5, 1.0, 0.0) == (0 + 1 + 2 + 3 + 4) / 5
     assert lost_steps(5, 1.0, 3.0) == (0 + 1) / 5
     assert lost_steps(5, 1.0, 5.0) == 0
-    command = ["plan", str(CONFIGS / "federation.json"), "--step", "1s"]
+    command = ["plan", CONFIGS / "federation.json", "--step", "1s"]
     departures = ["--preemptions", "6/h", "--notice", "3s"]
-    assert main([*command, *departures, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(output_of(*command, *departures, "--json"))
     assert plan["without_notice"]["share_lost"] == pytest.approx(2 * 6 / 3600 / 3)
     assert plan["with_notice"]["lost_steps"] == 0.2
     vectors = 4  # fast and slow weights, two moments of AdamW
     assert plan["with_notice"]["state_bytes"] == vectors * 4 * 139_712
-    assert main([*command, "--notice", "3s"]) == 2
-    assert main([*command[:2], *departures]) == 2
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--preemptions", "often"])
+    for wrong in ([*command, "--notice", "3s"], [*command[:2], *departures]):
+        assert refusal_of(*wrong)
+    assert call_here(*command, "--preemptions", "often")[0] == 2
 
 
 def test_exchanges_are_those_of_the_rank_with_most_weights() -> None:
@@ -160,13 +161,10 @@ def test_int3_where_it_permits_more_rounds(steps: str | int) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "members"), [(8, 0), (16, 8), (32, 16)])
-def test_larger_groups_where_there_are_more_than_8_replicas(
-    replicas: int, members: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_larger_groups_where_there_are_more_than_8_replicas(replicas: int, members: int) -> None:
     """A member sends codes, sums of twice as many bits, and receives as much."""
     options = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", str(2 * replicas)]
-    assert main(["plan", str(CONFIGS / "quickstart.json"), *options]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(planned("quickstart", *options))
     ways = {way["name"]: way for way in plan["ways"]}
     found = [way for name, way in ways.items() if "groups of" in name]
     assert [way["name"] for way in found] == [f"NoLoCo in groups of {members}, int4"] * bool(members)
@@ -176,15 +174,12 @@ def test_larger_groups_where_there_are_more_than_8_replicas(
         assert way["bytes_per_exchange"] < ways["DiLoCo, int4"]["bytes_per_exchange"]
 
 
-def test_the_bytes_between_sites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bytes_between_sites() -> None:
     """8 replicas at each of two sites; without sites 8 of the 15 others of a replica are at the other one."""
     config = json.loads((CONFIGS / "quickstart.json").read_text())
     config["noloco"] |= {"sites": 2, "site_interval": 5}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert (
-        main(["plan", str(tmp_path / "config.json"), "--json", "--bandwidth", "8Mbit", "--gpus", "32"]) == 0
-    )
-    ways = {way["name"]: way for way in json.loads(capsys.readouterr().out)["ways"]}
+    plan = json.loads(planned(config, "--json", "--bandwidth", "8Mbit", "--gpus", "32"))
+    ways = {way["name"]: way for way in plan["ways"]}
     of_site = {name: 16 * way["bytes_per_exchange"] for name, way in ways.items()}  # of 8 x 2 ranks
     shares = {name: way["bytes_across"] / of_site[name] for name, way in ways.items() if way["bytes_across"]}
     assert shares.pop("this config") == pytest.approx(1 / 5)
@@ -231,9 +226,7 @@ def test_the_memory_of_an_optimizer(optimizer: dict[str, Any], vectors: int) -> 
     assert memory.device["inner optimizer"] == vectors * 4 * memory.held.owned
 
 
-def test_memory_that_is_short_on_this_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_is_short_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 ranks, each with what `plan` says and the libraries; beside a GPU, copies for a checkpoint instead."""
     path = CONFIGS / "quickstart.json"
     run = load_config(path)
@@ -248,8 +241,7 @@ def test_memory_that_is_short_on_this_machine(
     line = f"memory for 8 ranks on this host: about {gb} needed, {gb} available; the kernel may kill a rank"
     assert (fit.shortage_of_all(run, architecture, topology) or "").startswith(line)
     assert fit.shortage(run, architecture, topology, 8, started=True) is None, "the libraries are there"
-    assert main(["config", "--check", str(path)]) == 0
-    assert f"\nall on this machine: {line}" in capsys.readouterr().out
+    assert f"\nall on this machine: {line}" in output_of("config", "--check", path)
 
     on_host = planned.host_bytes + planned.saved_bytes + fit.LIBRARIES_BYTES
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -328,56 +320,43 @@ def test_the_exchange_of_each_fragment_is_hidden_by_itself() -> None:
     assert quarters.share_lost(1.0) < whole.share_lost(1.0)
 
 
-def test_plan_shows_the_local_steps_that_auto_would_choose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_shows_the_local_steps_that_auto_would_choose() -> None:
     """The fewest with which an exchange, as it is with a round every step, takes at most a tenth of the time."""
     raw = json.loads((CONFIGS / "quickstart.json").read_text())
 
-    def planned(local_steps: Any, *options: str) -> str:
-        path = tmp_path / "run.json"
-        path.write_text(json.dumps(raw | {"noloco": {"local_steps": local_steps}}))
-        assert main(["plan", str(path), "--bandwidth", "10Mbit", *options]) == 0
-        return capsys.readouterr().out
+    def of(local_steps: Any, *options: str) -> str:
+        return planned(raw | {"noloco": {"local_steps": local_steps}}, "--bandwidth", "10Mbit", *options)
 
-    ways = [json.loads(planned(steps, "--json", "--step", "50ms"))["ways"][0] for steps in (1, "auto")]
+    ways = [json.loads(of(steps, "--json", "--step", "50ms"))["ways"][0] for steps in (1, "auto")]
     assert ways[1]["local_steps"] == -(-ways[0]["seconds_per_exchange"] * 9 // 0.05) > 1
-    longest = json.loads(planned("auto", "--json", "--step", "1us"))["ways"][0]
+    longest = json.loads(of("auto", "--json", "--step", "1us"))["ways"][0]
     assert longest["local_steps"] == raw["training"]["train_iters"]
-    assert "--step or --gpu shows what a run would choose" in planned("auto")
+    assert "--step or --gpu shows what a run would choose" in of("auto")
 
 
 @pytest.mark.parametrize(
-    ("options", "sharing"),
-    [([], "2"), (["--gpus", "16"], "8"), (["--gpus-per-node", "4"], "4")],  # a replica has 2 ranks
+    ("options", "shown"),
+    [
+        (["--gpu", "A100"], "2 ranks share a node's link"),  # a replica has 2 ranks
+        (["--gpu", "A100", "--gpus", "16"], "8 ranks share a node's link"),
+        (["--gpu", "A100", "--gpus-per-node", "4"], "4 ranks share a node's link"),
+        (["--gpus", "2"], "nothing is exchanged: there is one replica"),
+    ],
 )
-def test_how_many_gpus_share_a_link(
-    options: list[str], sharing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_many_gpus_share_a_link(options: list[str], shown: str) -> None:
     """A job of 8 GPUs that exchanges over a link is not on one node."""
-    plan = ["plan", str(CONFIGS / "quickstart.json"), "--gpu", "A100", "--bandwidth", "1Gbit"]
-    assert main([*plan, *options]) == 0
-    assert f"{sharing} ranks share a node's link" in capsys.readouterr().out
-
-
-def test_one_replica_exchanges_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(CONFIGS / "quickstart.json"), "--gpus", "2", "--bandwidth", "1Gbit"]) == 0
-    assert "nothing is exchanged: there is one replica" in capsys.readouterr().out
+    assert shown in planned("quickstart", "--bandwidth", "1Gbit", *options)
 
 
 @pytest.mark.parametrize(
     ("place", "listen", "counts"),
     [("s3://b/run", "off", True), ("s3://b/run", None, False), ("tcp://first:29600", "off", False)],
 )
-def test_requests_of_a_round_without_ports(
-    place: str, listen: str | None, counts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_of_a_round_without_ports(place: str, listen: str | None, counts: bool) -> None:
     raw = json.loads((CONFIGS / "internet.json").read_text())  # a million weights
     raw["federation"] |= {"rendezvous": place, "listen": listen}
-    (tmp_path / "run.json").write_text(json.dumps(raw))
-    assert main(["plan", str(tmp_path / "run.json")]) == 0
     line = "a round through s3://b/run has about 8 writes, 10 reads, and up to 10 lists a second"
-    assert (line in capsys.readouterr().out) == counts
+    assert (line in planned(raw)) == counts
 
 
 @pytest.mark.parametrize(("size", "halved"), [(4, True), (3, False), (1, False)])
@@ -396,13 +375,10 @@ def test_a_change_that_saves_keeps_the_batch(size: int, halved: bool) -> None:
         (["--latency", "25ms"], "--latency: give --bandwidth as well"),
     ],
 )
-def test_a_wrong_option_of_plan_is_one_line(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", str(CONFIGS / "quickstart.json"), *arguments]) == 2
-    out, err = capsys.readouterr()
+def test_a_wrong_option_of_plan_is_one_line(arguments: list[str], problem: str) -> None:
+    code, out, err = call_here("plan", CONFIGS / "quickstart.json", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert problem in err
-    assert (out, err.count("\n")) == ("", 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import stop_request
 from megatron_noloco.monitor.plots import pairings_of, phases_of, places_of, plots_of_one
@@ -20,6 +19,7 @@ from megatron_noloco.monitor.report import write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import run_table
+from tests.harness import output_of, refusal_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,33 +102,24 @@ def test_watch_keeps_the_newest_rows_only(tmp_path: Path) -> None:
     assert short.replicas[0].rows == []
     assert len(whole.replicas[0].rows) == 5
     assert short.replicas[0].counts == whole.replicas[0].counts
-    shown, expected = (io.StringIO() for _ in range(2))
-    for run, text in ((short, shown), (whole, expected)):
-        Console(file=text, width=200).print(run_table(run, time.time()))
-    assert shown.getvalue() == expected.getvalue()
-    assert (
-        "no partner in 2 of 3 rounds in the log (1 missed, the last: late), 2 skipped steps"
-        in shown.getvalue()
-    )
+    lines = shown(short)
+    assert lines == shown(whole)
+    assert "no partner in 2 of 3 rounds in the log (1 missed, the last: late), 2 skipped steps" in lines[-1]
 
 
 def test_watch_shows_the_last_round_in_rows_without_one(tmp_path: Path) -> None:
     write(tmp_path, "00", step(1, **meeting(7, 1)), step(2))
-    text = io.StringIO()
-    Console(file=text, width=200).print(run_table(RunLog(tmp_path), time.time()))
-    heading, row = text.getvalue().splitlines()[1:3]
+    _, heading, row, *_ = shown(RunLog(tmp_path))
     assert "round with pause ms" in heading
-    assert row.split()[1] == "2"
-    assert re.search(r" 7 +1 +100\.0 ", row)
+    assert row.startswith("00 2 ")
+    assert " 7 1 100.0 " in row
 
 
 def test_watch_shows_no_spread_of_a_round_without_partner(tmp_path: Path) -> None:
     write(tmp_path, "00", step(1, **meeting(7, **{"round/spread": None, "train/loss": None})))
-    text = io.StringIO()
-    Console(file=text, width=200).print(run_table(RunLog(tmp_path), time.time()))
-    heading, row = text.getvalue().splitlines()[1:3]
+    _, heading, row, *_ = shown(RunLog(tmp_path))
     assert "spread" not in heading
-    assert row.split()[:3] == ["00", "1", "nan"], "the loss"
+    assert row.startswith("00 1 nan "), "the loss"
 
 
 def test_training_time_counts_computed_steps(tmp_path: Path) -> None:
@@ -155,12 +146,12 @@ def test_replicas_that_a_resume_has_dropped_are_left_out(run: Path) -> None:
     (run / "run.json").write_text(json.dumps({"steps": 10, "replicas": 1}))
     log.update()
     assert [replica.replica for replica in log.replicas] == ["00"]
-    assert shown(run)[0].startswith(f"{run}: step 4 of 10")
+    assert shown(RunLog(run))[0].startswith(f"{run}: step 4 of 10")
 
 
-def shown(run: Path, width: int = 200, seconds: float = 75) -> list[str]:
+def shown(log: RunLog, width: int = 200, seconds: float = 75) -> list[str]:
+    """Return the lines that `watch` shows after these seconds, with single spaces."""
     text = io.StringIO()
-    log = RunLog(run)
     now = (log.replicas[0].written or time.time()) + seconds
     Console(file=text, width=width).print(run_table(log, now))
     return [" ".join(line.split()) for line in text.getvalue().splitlines()]
@@ -171,13 +162,13 @@ def test_the_table_fits_into_80_characters(tmp_path: Path) -> None:
     evaluation = {"kind": "evaluation", "step": 123456, "validation/loss": 2.5}
     write(tmp_path, "00", step(123456, **(meeting(1234, 12) | more)), evaluation)
     row = "00 123456 nan 1000 41.7 % 1234 12 1234.5 2.000E-03 2.5000 75s"
-    assert row in shown(tmp_path, 80), "nan: a loss that was not finite"
+    assert row in shown(RunLog(tmp_path), 80), "nan: a loss that was not finite"
 
 
 def test_the_table_has_a_line_for_each_replica_and_what_is_wrong(run: Path) -> None:
     os.utime(run / "replica_01" / "metrics.jsonl", (1, 1))
     (run / "running").write_text("process 7 on another host\n")
-    first, headings, zero, one, *more = shown(run, seconds=70)
+    first, headings, zero, one, *more = shown(RunLog(run), seconds=70)
     assert first == f"{run}: step 2 of 10, 16s of training left"
     assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
     assert zero == "00 4 2.6000 1000 1 none 100.0 2.5000 70s"
@@ -192,15 +183,15 @@ def test_the_table_has_a_line_for_each_replica_and_what_is_wrong(run: Path) -> N
 @pytest.mark.parametrize(("steps", "state"), [(2, "2; ended"), (10, "10; no job is under way")])
 def test_a_run_that_no_job_writes(run: Path, steps: int, state: str) -> None:
     (run / "run.json").write_text(json.dumps({"steps": steps}))
-    assert shown(run)[0] == f"{run}: step 2 of {state}, last written 75s ago"
+    assert shown(RunLog(run))[0] == f"{run}: step 2 of {state}, last written 75s ago"
 
 
 def test_a_job_of_another_host_that_writes_no_more(run: Path) -> None:
     """Its lock is not seen from here."""
     (run / "running").write_text("process 7 on another host\n")
-    assert shown(run)[0] == f"{run}: step 2 of 10; nothing written for 75s, so it may have ended"
+    assert shown(RunLog(run))[0] == f"{run}: step 2 of 10; nothing written for 75s, so it may have ended"
     (run / "running").write_text("")
-    assert shown(run)[0] == f"{run}: step 2 of 10; no job is under way, last written 75s ago"
+    assert shown(RunLog(run))[0] == f"{run}: step 2 of 10; no job is under way, last written 75s ago"
 
 
 def test_a_federation_has_ended_where_one_replica_has(tmp_path: Path) -> None:
@@ -208,44 +199,44 @@ def test_a_federation_has_ended_where_one_replica_has(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"steps": 8}))
     write(tmp_path, "00", step(8))
     write(tmp_path / "replica_00" / "others", "01", step(6))
-    assert shown(tmp_path)[0] == f"{tmp_path}: step 6 of 8; ended, last written 75s ago"
+    assert shown(RunLog(tmp_path))[0] == f"{tmp_path}: step 6 of 8; ended, last written 75s ago"
 
 
 def test_a_page_is_utf_8_whatever_the_locale(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it says of itself; plotly's own text is not ASCII. So is a small file."""
     monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
-    assert main(["report", str(run)]) == 0
+    output_of("report", run)
     assert (run / "report.html").read_bytes().decode().endswith("</html>\n")
     write_text(run / "small", "\u00e9")
     assert (run / "small").read_bytes() == b"\xc3\xa9"
 
 
-def test_a_page_that_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), "--output", "/proc/x.html"]) == 2
-    line = "/proc/x.html: cannot be written: No such file or directory; give another --output\n"
-    assert capsys.readouterr().err == line
+def test_a_page_that_cannot_be_written(run: Path) -> None:
+    line = "/proc/x.html: cannot be written: No such file or directory; give another --output"
+    assert refusal_of("report", run, "--output", "/proc/x.html") == line
 
 
 def test_a_run_without_rows_is_at_step_0(tmp_path: Path) -> None:
     """There is a file without rows."""
     write(tmp_path, "00")
     (tmp_path / "running").write_text("process 7 on another host\n")
-    assert shown(tmp_path)[0] == f"{tmp_path}: step 0"
+    assert shown(RunLog(tmp_path))[0] == f"{tmp_path}: step 0"
     write_page([RunLog(tmp_path)], tmp_path / "page.html")
 
 
-def read(page: Path) -> tuple[list[str], str]:
-    """Return the titles of the plots, and what is written beside them; the library of the plots is left out."""
-    text = page.read_text()
+def report(run: Path, *more: object, page: Path | None = None) -> tuple[list[str], str]:
+    """Make a page; returns the titles of its plots and what is written beside them, with single spaces."""
+    output_of("report", run, *more, *(["--output", page] if page else []))
+    text = (page or run / "report.html").read_text()
     assert text.count("<script") > 1
     body = text[text.index("<body>") :]
     assert not re.search(r"(src|href)=", body), "the page needs no other file"
-    return re.findall("<h2>(.*?)</h2>", body), re.sub("<script.*?</script>|<.*?>", " ", body, flags=re.DOTALL)
+    beside = re.sub("<script.*?</script>|<.*?>", " ", body, flags=re.DOTALL)
+    return re.findall("<h2>(.*?)</h2>", body), " ".join(beside.split())
 
 
 def test_the_page_has_every_plot_and_what_came_of_the_run(run: Path) -> None:
-    assert main(["report", str(run)]) == 0
-    titles, text = read(run / "report.html")
+    titles, text = report(run)
     assert titles == ["Loss", "Spread", "Where the time goes", "Bytes", "Pairings"]
     assert "local step 2" in text
     assert "2.4000 nats per token" in text
@@ -253,17 +244,10 @@ def test_the_page_has_every_plot_and_what_came_of_the_run(run: Path) -> None:
 
 def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
     """Also in the folder of one job of a federation, which has no other replica's."""
-    evaluation = {
-        "kind": "evaluation",
-        "step": 2,
-        "validation/loss": None,
-        "validation/mean_model_loss": None,
-    }
-    write(tmp_path, "03", step(2, **{"train/loss": None}), evaluation)
-    assert main(["report", str(tmp_path)]) == 0
-    facts = " ".join(read(tmp_path / "report.html")[1].split())
-    assert "validation loss, replica 3 nan nats per token" in facts
-    assert main(["report", str(tmp_path), str(tmp_path), "--output", str(tmp_path / "both.html")]) == 0
+    losses = {"validation/loss": None, "validation/mean_model_loss": None}
+    write(tmp_path, "03", step(2, **{"train/loss": None}), {"kind": "evaluation", "step": 2} | losses)
+    assert "validation loss, replica 3 nan nats per token" in report(tmp_path)[1]
+    report(tmp_path, tmp_path, page=tmp_path / "both.html")
 
 
 def test_page_tolerates_missing_numbers(tmp_path: Path) -> None:
@@ -271,8 +255,8 @@ def test_page_tolerates_missing_numbers(tmp_path: Path) -> None:
     rows = step(2, **meeting(0, 1), unix_seconds=1.0), step(4, unix_seconds=None)
     del rows[0]["round/index"]
     write(tmp_path, "03", *rows, {"kind": "evaluation", "step": 4})
-    for folders in ([str(tmp_path)], [str(tmp_path)] * 2):
-        assert main(["report", *folders]) == 0
+    for folders in ([tmp_path], [tmp_path] * 2):
+        output_of("report", *folders)
 
 
 def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
@@ -283,24 +267,19 @@ def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
     write(tmp_path / "replica_00" / "others", "02", step(2), {"kind": "checkpoint", "step": 2})
     log = tmp_path / "replica_00" / "others" / "replica_02" / "metrics.jsonl"
     os.utime(log, (log.stat().st_mtime - 110,) * 2)
-    terminal = Console(width=80, record=True)
-    terminal.print(run_table(RunLog(tmp_path)))
-    text = " ".join(terminal.export_text().split())
+    text = " ".join(shown(RunLog(tmp_path), 80, seconds=0))
     assert ": step 6 of 10" in text
     assert "last checkpoint: step 6" in text
     assert "waits for a partner at most: replica 00 5 s" in text
-    assert main(["report", str(tmp_path)]) == 0
-    said = " ".join(read(tmp_path / "report.html")[1].split())
-    assert "local steps 2 to 8 of 10" in said
-    assert "last checkpoint local step 2 to 8" in said
+    page = report(tmp_path)[1]
+    assert "local steps 2 to 8 of 10" in page
+    assert "last checkpoint local step 2 to 8" in page
 
 
 def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write(other, "00", step(2), step(3), {"kind": "evaluation", "step": 3, "validation/loss": 2.25})
-    page = tmp_path / "page.html"
-    assert main(["report", str(run), str(other), "--output", str(page)]) == 0
-    titles, text = read(page)
+    titles, text = report(run, other, page=tmp_path / "page.html")
     assert [title.removeprefix("Validation loss over ") for title in titles] == [
         "local step",
         "seconds of training",
@@ -412,50 +391,41 @@ def test_the_time_of_a_step_is_shown_once(tmp_path: Path) -> None:
 
 def test_a_run_without_rounds_has_no_plots_of_them(tmp_path: Path) -> None:
     write(tmp_path, "00", step(1), step(2))
-    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
-    assert read(tmp_path / "page.html")[0] == ["Loss", "Where the time goes"]
+    assert report(tmp_path)[0] == ["Loss", "Where the time goes"]
 
 
-def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(run: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     raw = json.loads((ROOT / "configs/quickstart.json").read_text())
     config.write_text(json.dumps(raw | {"training": raw["training"] | {"output_dir": str(run)}}))
     requests = [stop_request(run)]
-    assert main(["stop", str(run)]) == 0
-    assert capsys.readouterr().out == f"{run}: no run is under way there\n"
+    assert output_of("stop", run) == f"{run}: no run is under way there\n"
     (run / "running").write_text("process 1 on another-host\n")
     for run_or_config in (run, config):
-        assert main(["stop", str(run_or_config)]) == 0
+        output_of("stop", run_or_config)
         requests.append(stop_request(run))
     assert requests[0] == ""
     assert len(set(requests)) == 3, "each is a new one"
     (run / "run.json").unlink()
-    assert main(["stop", str(config)]) == 0, "it is starting"
-    capsys.readouterr()
+    output_of("stop", config)  # it is starting
     (run / "running").unlink()
-    assert main(["stop", str(config)]) == 2
-    assert (
-        capsys.readouterr().err == f"{run}: no run has begun there (run.json); give its training.output_dir\n"
-    )
+    line = f"{run}: no run has begun there (run.json); give its training.output_dir"
+    assert refusal_of("stop", config) == line
 
 
-def test_a_stop_that_cannot_be_written_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_that_cannot_be_written_is_one_line(run: Path) -> None:
     """As on a disk that is mounted read-only; the job is one of another host."""
     (run / "running").write_text("process 1 on elsewhere\n")
     (run / "stop").mkdir()
-    assert main(["stop", str(run)]) == 2
-    assert capsys.readouterr().err == (
+    assert refusal_of("stop", run) == (
         f"{run}: the request cannot be written there (Is a directory); call this where the run's folder can be "
-        "written, or send SIGTERM to the run's launch script\n"
+        "written, or send SIGTERM to the run's launch script"
     )
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     for command in (["watch", "--once"], ["report"]):
-        assert main([*command, str(tmp_path)]) == 2
-        assert capsys.readouterr().err.startswith(f"{tmp_path}: no replica has written metrics there")
+        assert refusal_of(*command, tmp_path).startswith(f"{tmp_path}: no replica has written metrics there")
 
 
 @pytest.mark.parametrize(

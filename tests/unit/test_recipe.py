@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.noloco_block import recommended
 from megatron_noloco.config.saved import config_of_checkpoint
 from megatron_noloco.preflight.short_run import shortened
 from megatron_noloco.settings import NolocoSettings, groups_problem
+from tests.harness import output_of
 from tests.unit.configs import FEDERATION, config, edited
 
 PAIRS, GROUPS, LARGE = (2, "int4"), (8, "int4"), (16, "int4")
@@ -105,14 +105,11 @@ def test_tune_leaves_fields_to_the_recipe() -> None:
     assert resolve(run, 16).by_recipe == recommended(16)
 
 
-def test_config_check_says_what_the_recipe_has_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_check_says_what_the_recipe_has_chosen(tmp_path: Path) -> None:
     def checked(replicas: Any, *options: str, **noloco: Any) -> str:
         raw = edited({"noloco": noloco, "parallel.replicas": replicas, "training.output_dir": str(tmp_path)})
         (tmp_path / "run.json").write_text(json.dumps(raw))
-        assert main(["config", "--check", str(tmp_path / "run.json"), *options]) == 0
-        return capsys.readouterr().out
+        return output_of("config", "--check", tmp_path / "run.json", *options)
 
     line = "by recipe: group_size 8, pairing auto, payload int4 (for 12 replicas, or as"
     assert line in checked(12)

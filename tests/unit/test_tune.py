@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.engine.schedules import rates_in
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
 from megatron_noloco.preflight.short_run import shortened
+from tests.harness import call_here, output_of, refusal_of
 from tests.unit.configs import SMALLEST, edited
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -46,32 +46,21 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def tune(file: Path, *launcher: str) -> int:
-    return main(["tune", str(file), "--", *launcher])
-
-
-def test_the_block_to_paste_has_the_rate_of_the_files_length(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune(file, sys.executable, str(file.parent / "trainer.py")) == 0
-    shown = capsys.readouterr().out
+def test_the_block_to_paste_has_the_rate_of_the_files_length(file: Path) -> None:
+    shown = output_of("tune", file, "--", sys.executable, file.parent / "trainer.py")
     assert "diverged" in shown
     found = json.loads(shown.splitlines()[-1])["optimizer"]
     assert found["type"] == "AdamW"
     assert found["params"]["lr"] == pytest.approx(0.1 / SHORT_RUN_RATE_RATIO, rel=0.02)
     # What was run is not run again.
-    assert tune(file, "false") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == shown.splitlines()[-1]
+    assert output_of("tune", file, "--", "false").splitlines()[-1] == shown.splitlines()[-1]
 
 
-def test_a_short_run_that_fails_ends_the_search_with_its_log(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune(file, "false") == 1
-    line = capsys.readouterr().err
-    assert re.search(
-        r"a short run has ended before its last local step; see \S+run-tune/\w+/log\.txt\n$", line
-    )
+def test_a_short_run_that_fails_ends_the_search_with_its_log(file: Path) -> None:
+    code, _, err = call_here("tune", file, "--", "false")
+    assert code == 1
+    line = r"a short run has ended before its last local step; see \S+run-tune/\w+/log\.txt\n$"
+    assert re.search(line, err)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +75,15 @@ def test_a_short_run_that_fails_ends_the_search_with_its_log(
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_searched_is_refused_in_one_line(
-    file: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], line: str
+    file: Path, changes: dict[str, Any], line: str
 ) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    assert tune(file) == 2
-    error = capsys.readouterr().err
-    assert re.match(rf"{re.escape(str(file))}: .*{line}", error)
-    assert error.count("\n") == 1
+    assert re.match(rf"{re.escape(str(file))}: .*{line}", refusal_of("tune", file, "--"))
 
 
-def test_a_program_that_is_not_there_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune(file, "no-such-launcher") == 2
-    assert capsys.readouterr().err == "no-such-launcher: cannot be started: No such file or directory\n"
+def test_a_program_that_is_not_there_is_named(file: Path) -> None:
+    line = "no-such-launcher: cannot be started: No such file or directory"
+    assert refusal_of("tune", file, "--", "no-such-launcher") == line
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama_125m_recipe"])
