@@ -4,11 +4,11 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
@@ -20,6 +20,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.training import prepare
+from tests.harness import call_here
 from tests.unit.configs import FEDERATION, GOOD, MISSING, config, edited
 
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
@@ -42,21 +43,14 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatc
         "training": ("output_dir", "pretrained"),
         "checkpoint": ("load",),
         "federation": ("key_file",),
-        "data": (
-            "text",
-            "data_path",
-            "train_data_path",
-            "valid_data_path",
-            "sft_data_path",
-            "tokenizer_model",
-        ),
+        "data": ("text", "data_path", "train_data_path", "sft_data_path"),
     }
     for block, names in paths.items():
         for name in names:
             given = {name: "~/a"} | ({"train_iters": 1} if block == "training" else {})
-            given |= {"train_data_path": "b"} if name == "valid_data_path" else {}
-            given |= {"text": "b"} if name == "tokenizer_model" else {}
             assert getattr(BLOCKS[block](**given), name) == "/home/me/a"
+    assert DataConfig(train_data_path="b", valid_data_path="~/a").valid_data_path == "/home/me/a"
+    assert DataConfig(text="b", tokenizer_model="~/a").tokenizer_model == "/home/me/a"
     blend = DataConfig(data_path=["0.3", "~/a", 0.7, "b~"])
     assert blend.data_path == ["0.3", "/home/me/a", 0.7, "b~"]
 
@@ -71,29 +65,25 @@ def test_the_tokenizer_is_bytes_or_that_of_a_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "dp_size", "micro", "steps", "batch"),
+    ("given", "numbers"),
     [
-        ({"micro": 4, "steps": 2}, 3, 4, 2, 24),
-        ({"micro": 4, "batch": 24}, 3, 4, 2, 24),
-        ({"steps": 2, "batch": 24}, 3, 4, 2, 24),
-        ({"micro": 4}, 3, 4, 1, 12),
-        ({"batch": 24}, 3, 8, 1, 24),
-        ({"micro": 4, "steps": "auto", "batch": 24}, 3, 4, 2, 24),
-        ({"micro": 4, "steps": 2, "batch": 24}, 3, 4, 2, 24),
+        ((4, 2, None), (4, 2, 24)),
+        ((4, None, 24), (4, 2, 24)),
+        ((None, 2, 24), (4, 2, 24)),
+        ((4, None, None), (4, 1, 12)),
+        ((None, None, 24), (8, 1, 24)),
+        ((4, "auto", 24), (4, 2, 24)),
+        ((4, 2, 24), (4, 2, 24)),
     ],
 )
-def test_two_numbers_of_a_batch_give_the_third(
-    given: dict[str, Any], dp_size: int, micro: int, steps: int, batch: int
-) -> None:
-    names = {
-        "micro": "train_micro_batch_size_per_gpu",
-        "steps": "gradient_accumulation_steps",
-        "batch": "train_batch_size",
-    }
-    raw = edited({"parallel.data_parallel_size": dp_size, names["micro"]: MISSING, names["steps"]: MISSING})
-    run = RunConfig(**raw | {names[key]: value for key, value in given.items()})
-    assert (run.micro_batch_size, run.microbatches, run.replica_batch) == (micro, steps, batch)
-    assert [run.as_deepspeed()[names[key]] for key in ("micro", "steps", "batch")] == [micro, steps, batch]
+def test_two_numbers_of_a_batch_give_the_third(given: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
+    """With 3 data-parallel ranks."""
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    raw = edited({"parallel.data_parallel_size": 3, names[0]: MISSING, names[1]: MISSING})
+    raw |= {name: number for name, number in zip(names, given, strict=True) if number}
+    run = RunConfig(**raw)
+    assert (run.micro_batch_size, run.microbatches, run.replica_batch) == numbers
+    assert tuple(run.as_deepspeed()[name] for name in names) == numbers
 
 
 def test_every_auto_is_resolved() -> None:
@@ -161,12 +151,9 @@ def test_topology_follows_block_parallel_and_ranks() -> None:
     auto = config(parallel__replicas="auto", parallel__data_parallel_size=3)
     assert auto.topology(12) == Topology(replicas=2, pp=2, dp=3)
     assert auto.topology(6) == Topology(replicas=1, pp=2, dp=3)
-    sizes = {
-        "virtual_pipeline_model_parallel_size": 2,
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-    }
-    whole = config(parallel={"pipeline_model_parallel_size": 2, **sizes})
+    sizes = dict.fromkeys(("pipeline", "virtual_pipeline", "tensor"), 2)
+    parallel = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
+    whole = config(parallel=parallel | {"sequence_parallel": True})
     assert whole.topology(8) == Topology(replicas=2, pp=2, tp=2, vpp=2, sequence_parallel=True)
     assert (whole.parallel.world_size, config().parallel.world_size) == (None, 8)
 
@@ -189,9 +176,8 @@ def test_routing_needs_several_replicas_and_stages() -> None:
 def test_unfit_ranks_are_refused_with_a_fitting_number(
     edits: dict[str, Any], world_size: int, line: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=line):
         RunConfig(**edited(edits)).topology(world_size)
-    assert line in str(caught.value)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple() -> None:
@@ -335,12 +321,8 @@ def test_the_user_s_dict_is_left_alone() -> None:
 def test_family_fields_come_from_file_or_family() -> None:
     found = config(model__family="mixtral", model__moe_router_topk=3, model__sliding_window=16)
     architecture = found.architecture(257)
-    assert (architecture.num_moe_experts, architecture.moe_router_topk, architecture.sliding_window) == (
-        8,
-        3,
-        16,
-    )
-    assert architecture.rope_scaling_factor is None
+    assert (architecture.num_moe_experts, architecture.moe_router_topk) == (8, 3)
+    assert (architecture.sliding_window, architecture.rope_scaling_factor) == (16, None)
     compute = found.compute
     assert (compute.moe_router_load_balancing_type, compute.moe_aux_loss_coeff) == ("aux_loss", 0.01)
     assert RunConfig(**json.loads(json.dumps(found.to_dict()))).to_dict() == found.to_dict()
@@ -360,10 +342,8 @@ def test_muon_is_completed_by_deepspeeds_defaults() -> None:
         ({"lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.01}),
         ({"lr": 0.01, "adam_lr": 0.001}, {"muon_lr": 0.01, "adam_lr": 0.001}),
     ):
-        assert (
-            config(optimizer={"type": "Muon", "params": given}).as_deepspeed()["optimizer"]["params"]
-            == rates | rest
-        )
+        muon = config(optimizer={"type": "Muon", "params": given}).as_deepspeed()["optimizer"]
+        assert muon["params"] == rates | rest
     one_rate = {"type": "Muon", "params": {"lr": 0.01}}
     warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
     assert config(optimizer=one_rate, scheduler=warm_up).as_deepspeed()["zero_allow_untested_optimizer"]
@@ -371,10 +351,8 @@ def test_muon_is_completed_by_deepspeeds_defaults() -> None:
 
 def test_betas_are_given_to_torch_as_floats() -> None:
     """It refuses an integer beside a float."""
-    found = config(optimizer={"type": "AdamW", "params": {"betas": [0, 0.95]}}).as_deepspeed()["optimizer"][
-        "params"
-    ]["betas"]
-    assert list(map(type, found)) == [float, float]
+    adam = config(optimizer={"type": "AdamW", "params": {"betas": [0, 0.95]}}).as_deepspeed()["optimizer"]
+    assert list(map(type, adam["params"]["betas"])) == [float, float]
 
 
 def test_a_job_of_a_federation_is_one_replica() -> None:
@@ -384,37 +362,28 @@ def test_a_job_of_a_federation_is_one_replica() -> None:
     assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
     assert topology.place(1) == Place(replica=3, replicas=None, rank=7, ranks_per_replica=2)
     assert topology.total_replicas is None
-    with pytest.raises(
-        UserError,
-        match=r"4 ranks are not 1 replica x pipeline 2 .*change the sizes in this job's block parallel$",
-    ):
+    line = r"4 ranks are not 1 replica x pipeline 2 .*change the sizes in this job's block parallel$"
+    with pytest.raises(UserError, match=line):
         run.topology(4)
 
 
 def test_config_check_says_what_the_run_is_or_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "run.json"
+    check, path = ["config", "--check", tmp_path / "run.json"], tmp_path / "run.json"
     path.write_text(json.dumps(GOOD))
-
-    def run(*arguments: str, problem: str = "") -> tuple[int, str, str]:
-        def check_start(config: RunConfig) -> tuple[ByteTokenizer, Architecture]:
-            if problem:
-                raise UserError(problem)
-            return ByteTokenizer(), config.architecture(257)
-
-        monkeypatch.setattr(prepare, "check_start", check_start)
-        code = main(["config", *arguments])
-        return code, *capsys.readouterr()
-
-    code, out, _ = run("--check", str(path), "--world-size", "8")
+    monkeypatch.setattr(prepare, "check_start", lambda run: (ByteTokenizer(), run.architecture(257)))
+    code, out, _ = call_here(*check, "--world-size", "8")
     assert code == 0
     assert out.startswith(f"{path}: ok\nparallel: 4 replicas x pipeline 2 x data 1 x tensor 1 = 8 ranks\n")
-    code, out, err = run("--check", str(path), problem="no data\nno folder")
-    assert (code, err) == (2, f"{path}: no data\n{path}: no folder\n")
-    assert out.startswith("parallel: 4 replicas"), "what the file says is still worth knowing"
     path.write_text(json.dumps(edited({"parallel.replicas": "auto"})))
-    code, out, err = run("--check", str(path))
+    code, out, err = call_here(*check)
     assert (code, err) == (0, "")
     assert out.startswith(f"{path}: ok\nrates: lr 0.001 in every local step\nparallel.replicas is")
-    assert run("--world-size", "8") == (2, "", "config: --world-size goes together with --check FILE\n")
+    line = "config: --world-size goes together with --check FILE\n"
+    assert call_here("config", "--world-size", "8") == (2, "", line)
+    path.write_text(json.dumps(GOOD))
+    monkeypatch.setattr(prepare, "check_start", Mock(side_effect=UserError("no data\nno folder")))
+    code, out, err = call_here(*check)
+    assert (code, err) == (2, f"{path}: no data\n{path}: no folder\n")
+    assert out.startswith("parallel: 4 replicas"), "what the file says is still worth knowing"

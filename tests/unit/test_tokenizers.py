@@ -10,7 +10,6 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import check_exported, check_folder, folder_adds_bos, folder_problem
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
@@ -29,6 +28,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
+from tests.harness import output_of
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_records
 from tests.unit.test_records import write
@@ -121,11 +121,13 @@ def datasets_of(source: Source, tokenizer: Path, **choice: bool) -> Data:
     return open_data(source, build_tokenizer(chosen), Needs(vocab_size=300, seq_length=8))
 
 
-def preprocessed(tmp_path: Path, text: Path, *options: str) -> Dataset:
-    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tok")]
-    prefix = ["--output-prefix", str(tmp_path / f"out{len(options)}"), "--append-eod"]
-    assert main(["data", "preprocess", "--input", str(text), *tokenizer, *prefix, *options]) == 0
-    return read_indexed(f"{prefix[1]}_text_document")
+def preprocessed(tmp_path: Path, text: Path, *options: str) -> tuple[Dataset, str]:
+    """Return the dataset of a text, and what `data preprocess` prints."""
+    prefix, tokenizer = tmp_path / f"out{len(options)}", tmp_path / "tok"
+    options = ("--append-eod", "--tokenizer-type", "HuggingFaceTokenizer", *options)
+    files = ["--input", text, "--output-prefix", prefix, "--tokenizer-model", tokenizer]
+    said = output_of("data", "preprocess", *files, *options)
+    return read_indexed(f"{prefix}_text_document"), said
 
 
 class TestSpecialTokens:
@@ -143,17 +145,17 @@ class TestSpecialTokens:
         how = "read as text" if split else "read as these tokens, not as text"
         assert datasets.summary.endswith(f"; special tokens spelled out: 12, {how}")
 
+    @pytest.mark.parametrize(
+        ("options", "ends", "how"), [([], 1, "text"), (["--no-split-special-tokens"], 3, "these tokens")]
+    )
     def test_preprocessing_has_the_same_option_and_count(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, options: list[str], ends: int, how: str, tmp_path: Path
     ) -> None:
         write_tokenizer(tmp_path / "tok")
-        file = tmp_path / "text.jsonl"
-        file.write_text(json.dumps({"text": SPELLED}) + "\n")
-        as_text = preprocessed(tmp_path, file).tokens.tolist()
-        assert "special tokens spelled out: 3, read as text" in capsys.readouterr().out
-        as_tokens = preprocessed(tmp_path, file, "--no-split-special-tokens").tokens.tolist()
-        assert "special tokens spelled out: 3, read as these tokens" in capsys.readouterr().out
-        assert [as_text.count(END), as_tokens.count(END)] == [1, 3]
+        file = Path(write(tmp_path / "text.jsonl", {"text": SPELLED}))
+        dataset, said = preprocessed(tmp_path, file, *options)
+        assert f"special tokens spelled out: 3, read as {how}" in said
+        assert dataset.tokens.tolist().count(END) == ends
 
     def test_template_tokens_in_messages_are_counted(self, tmp_path: Path) -> None:
         template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
@@ -188,7 +190,7 @@ class TestBeginningOfDocument:
         write_tokenizer(tmp_path / "tok")
         file = tmp_path / "long.txt"
         file.write_text("the fox\n" * (1 << 17))
-        indexed = preprocessed(tmp_path, file, "--prepend-bos")
+        indexed, _ = preprocessed(tmp_path, file, "--prepend-bos")
         assert indexed.sequences > 1
         assert (indexed.tokens == BOS).nonzero()[0].tolist() == [0]
 
@@ -210,7 +212,7 @@ class TestBeginningOfDocument:
         write_tokenizer(tmp_path / "tok")
         file = tmp_path / "text.txt"
         file.write_text(TEXT[0])
-        prefixes = [preprocessed(tmp_path, file, *options).name for options in ([], ["--prepend-bos"])]
+        prefixes = [preprocessed(tmp_path, file, *options)[0].name for options in ([], ["--prepend-bos"])]
         without, begun = map(parse_prefixes, prefixes)
         for blends in ((without, begun), (begun, without)):
             with pytest.raises(ValueError, match=f"data.prepend_bos: {prefixes[0]} does not begin with BOS"):
@@ -264,11 +266,9 @@ class TestAutoTokenizer:
     def test_token_of_two_files_counts_as_in_transformers(self, tmp_path: Path, of_today: bool) -> None:
         """In the export, too. Folders of today have `added_tokens_decoder`, and the older file is not read."""
         folder = write_tokenizer(tmp_path / "tok", **({"added_tokens_decoder": {}} if of_today else {}))
-        named = {
-            "eos_token": {"content": "<|im_end|>", "lstrip": False},
-            "additional_special_tokens": ["<s>"],
-        }
-        (folder / "special_tokens_map.json").write_text(json.dumps(named | {"bos_token": "<|im_end|>"}))
+        end = {"content": "<|im_end|>", "lstrip": False}
+        named = {"eos_token": end, "bos_token": "<|im_end|>", "additional_special_tokens": ["<s>"]}
+        (folder / "special_tokens_map.json").write_text(json.dumps(named))
         ours = FastTokenizer(folder)
         ours.save(tmp_path / "export", max_length=64)
         assert ours.end_of_document == (END if of_today else IM_END)
@@ -296,18 +296,11 @@ class TestAutoTokenizer:
 
     @pytest.mark.parametrize("special", [True, False])
     def test_a_token_that_only_the_config_adds_is_another_token(self, special: bool, tmp_path: Path) -> None:
-        token = {
-            "content": "<tool>",
-            "special": special,
-            "normalized": False,
-            "lstrip": False,
-            "rstrip": False,
-        }
+        plain = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
+        token = {"content": "<tool>", "special": special} | plain
         folder = write_tokenizer(tmp_path / "tok")
-        known = FastTokenizer(folder).vocab_size
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        added = {str(known): token | {"single_word": False}}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+        added = {str(FastTokenizer(folder).vocab_size): token}
+        change(folder / "tokenizer_config.json", added_tokens_decoder=added)
         assert "reads '<tool>the' as" in folder_problem(FastTokenizer(folder))
 
     @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
@@ -330,15 +323,9 @@ class TestAutoTokenizer:
 
 
 def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
-    raw = {
-        "text": "text",
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": str(tokenizer),
-        **data,
-    }
-    return RunConfig(
-        **{**SMALLEST, "data": raw, "training": {**SMALLEST["training"], "output_dir": str(output)}}
-    )
+    named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
+    training = SMALLEST["training"] | {"output_dir": str(output)}
+    return RunConfig(**SMALLEST | {"data": {"text": "text"} | named | data, "training": training})
 
 
 def settings_of(run: RunConfig, tokenizer: Path, data: int = 7) -> CheckpointSettings:
