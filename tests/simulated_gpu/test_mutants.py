@@ -17,148 +17,138 @@ class Mutant(NamedTuple):
     """A change of the package, and the tests that are to fail for it (a file of `tests`, and pytest's -k)."""
 
     file: str
-    before: str
-    after: str
     tests: tuple[str, str]
+    before: str
+    after: str = "pass"
 
 
-ROUNDS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu"
-PAIRS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu and pairs"
-GROUPS = "simulated_gpu/test_outer.py", "are_those_of_a_cpu and group and not int4"
-CROSSED = "simulated_gpu/test_outer.py", "cross_the_bus"
-WAITS = "simulated_gpu/test_engine.py", "waits_for_the_norm and fp32"
+OUTER, ENGINE, ATTACH, ORDER = (
+    f"simulated_gpu/test_{name}.py" for name in ("outer", "engine", "attach", "nccl_order")
+)
+ROUNDS = OUTER, "are_those_of_a_cpu"
+PAIRS = OUTER, "are_those_of_a_cpu and pairs"
+GROUPS = OUTER, "are_those_of_a_cpu and group and not int4"
+CROSSED = OUTER, "cross_the_bus"
+WAITS = ENGINE, "waits_for_the_norm and fp32"
 CLOCK = "unit/test_stream_clock.py", "block"
 MUTANTS = {
     "memory is released before the copies from it": Mutant(
-        "outer/vectors.py",
-        "torch.cuda.synchronize()",
-        "pass",
-        ("simulated_gpu/test_outer.py", "memory_is_released"),
+        "outer/vectors.py", (OUTER, "memory_is_released"), "torch.cuda.synchronize()"
     ),
     "an outer step waits for local steps": Mutant(
         "outer/vectors.py",
+        (OUTER, "waits_for_no_local_step"),
         "nullcontext() if self._stream is None else torch.cuda.stream(self._stream)",
         "nullcontext()",
-        ("simulated_gpu/test_outer.py", "waits_for_no_local_step"),
     ),
-    "a mean is overwritten before it is used": Mutant("outer/vectors.py", "self.side.wait()", "pass", GROUPS),
+    "a mean is overwritten before it is used": Mutant("outer/vectors.py", GROUPS, "self.side.wait()"),
     "a correction is overwritten before it is merged": Mutant(
-        "outer/vectors.py", "wait_for(self.weights.device)", "pass", PAIRS
+        "outer/vectors.py", PAIRS, "wait_for(self.weights.device)"
     ),
     "no copy of weights is marked": Mutant(
-        "outer/vectors.py", "torch.cuda.current_stream().record_event() if crosses", "None if crosses", PAIRS
+        "outer/vectors.py", PAIRS, "torch.cuda.current_stream().record_event() if crosses", "None if crosses"
     ),
     "slow weights are overwritten before they are written": Mutant(
-        "outer/weights.py", "wait_for(self.device)", "pass", PAIRS
+        "outer/weights.py", PAIRS, "wait_for(self.device)"
     ),
     "nothing that is queued is waited for": Mutant(
-        "outer/weights.py", "torch.cuda.current_stream(device).synchronize()", "pass", PAIRS
+        "outer/weights.py", PAIRS, "torch.cuda.current_stream(device).synchronize()"
     ),
     "a round ends before its outer step": Mutant(
         "outer/round.py",
+        PAIRS,
         "self._vectors.side.wait()\n        self.complete",
         "pass\n        self.complete",
-        PAIRS,
     ),
     "a delayed round ends before its outer step": Mutant(
         "outer/round.py",
+        ROUNDS,
         "self._vectors.side.wait()\n            self.complete",
         "pass\n            self.complete",
-        ROUNDS,
     ),
     "sketches are sent before they are computed": Mutant(
         "outer/bucket_code.py",
+        (OUTER, "are_those_of_a_cpu and int4"),
         "wait_for(bucket.device)\n\n",
         "pass\n\n",
-        ("simulated_gpu/test_outer.py", "are_those_of_a_cpu and int4"),
     ),
     "FSDP2 gathers weights before they are merged": Mutant(
         "attach/torch_module.py",
+        (ATTACH, "events"),
         "written = torch.cuda.current_stream().record_event()\n"
         "                for part in fully_sharded(module):\n"
         "                    part.set_post_optim_event(written)",
-        "pass",
-        ("simulated_gpu/test_attach.py", "events"),
     ),
     "ZeRO 3 gathers weights before they are written": Mutant(
-        "engine/zero.py",
-        "torch.cuda.current_stream().synchronize()",
-        "pass",
-        ("simulated_gpu/test_attach.py", "stays"),
+        "engine/zero.py", (ATTACH, "stays"), "torch.cuda.current_stream().synchronize()"
     ),
     "a checkpoint is written before it is copied": Mutant(
         "checkpoint/checkpointer.py",
-        "torch.cuda.current_stream().synchronize()",
-        "pass",
         ("simulated_gpu/test_training.py", "routes"),
+        "torch.cuda.current_stream().synchronize()",
     ),
     "rounds wait while the GPU computes": Mutant(
         "engine/replica.py",
+        (ENGINE, "rounds_progress"),
         "queued = torch.cuda.current_stream().record_event()\n"
         "        while self.pipeline.between_microbatches() and not queued.query():",
         "while self.pipeline.between_microbatches() and False:",
-        ("simulated_gpu/test_engine.py", "rounds_progress"),
     ),
     "blocks count before they end": Mutant(
-        "pipeline/stream_clock.py", "self._open and self._open[0][1].query()", "self._open", CLOCK
+        "pipeline/stream_clock.py", CLOCK, "self._open and self._open[0][1].query()", "self._open"
     ),
     "a stream is inside of what it has left": Mutant(
         "pipeline/stream_clock.py",
+        CLOCK,
         "if not end.query():\n                return what if begin.query()",
         "if True:\n                return what if True",
-        CLOCK,
     ),
-    "the side stream is not waited for": Mutant(
-        "outer/vectors.py", "self._stream.synchronize()", "pass", ROUNDS
-    ),
-    "a vector is sent before it is formed": Mutant("outer/vectors.py", "wait_for(self.home)", "pass", ROUNDS),
+    "the side stream is not waited for": Mutant("outer/vectors.py", ROUNDS, "self._stream.synchronize()"),
+    "a vector is sent before it is formed": Mutant("outer/vectors.py", ROUNDS, "wait_for(self.home)"),
     "codes are sent before they are computed": Mutant(
         "outer/bucket_code.py",
+        ROUNDS,
         "wait_for(self.vector.device)\n        return mine",
         "pass\n        return mine",
-        ROUNDS,
     ),
     "verdicts are read before they are there": Mutant(
-        "outer/bucket_code.py", "wait_for(self.vector.device)\n        if", "pass\n        if", ROUNDS
+        "outer/bucket_code.py", ROUNDS, "wait_for(self.vector.device)\n        if", "pass\n        if"
     ),
     "a vector is coded in host memory": Mutant(
-        "outer/optimizer.py", "self._vectors.home if coded else HOST", "HOST", CROSSED
+        "outer/optimizer.py", CROSSED, "self._vectors.home if coded else HOST", "HOST"
     ),
-    "weights are used before they are copied": Mutant(
-        "outer/vectors.py", "copied.synchronize()", "pass", ROUNDS
-    ),
+    "weights are used before they are copied": Mutant("outer/vectors.py", ROUNDS, "copied.synchronize()"),
     "the mean stays on the host": Mutant(
-        "outer/vectors.py", "c = c.to(delta.device, non_blocking=True)", "pass", ROUNDS
+        "outer/vectors.py", ROUNDS, "c = c.to(delta.device, non_blocking=True)"
     ),
     "zeros are made on the host": Mutant(
-        "outer/vectors.py", "torch.zeros_like(phi)", "torch.zeros(len(phi))", ROUNDS
+        "outer/vectors.py", ROUNDS, "torch.zeros_like(phi)", "torch.zeros(len(phi))"
     ),
     "weights are written on a stream of their own": Mutant(
         "outer/round.py",
+        ROUNDS,
         "write(start, phi)",
         "with torch.cuda.stream(torch.cuda.Stream()):\n                            write(start, phi)",
-        ROUNDS,
     ),
     "the host waits for each microbatch": Mutant(
-        "pipeline/pipeline.py", "tensor.to(device, non_blocking=True)", "tensor.to(device)", WAITS
+        "pipeline/pipeline.py", WAITS, "tensor.to(device, non_blocking=True)", "tensor.to(device)"
     ),
     "each loss is read": Mutant(
         "pipeline/pipeline.py",
+        WAITS,
         'self.record("train/loss", loss)',
         'self.record("train/loss", float(loss))',
-        WAITS,
     ),
     "stages send before they receive": Mutant(
         "pipeline/communicator.py",
+        (ORDER, "all_ranks_end and chunks"),
         "return dist.batch_isend_irecv(operations) if operations else []",
         "return [work for one in operations for work in dist.batch_isend_irecv([one])]",
-        ("simulated_gpu/test_nccl_order.py", "all_ranks_end and chunks"),
     ),
     "no group is connected at the start": Mutant(
         "pipeline/groups.py",
+        (ORDER, "connected_at_the_start and parallelism"),
         'connect(groups, torch.device("cuda"))',
-        "pass",
-        ("simulated_gpu/test_nccl_order.py", "connected_at_the_start and parallelism"),
     ),
 }
 
