@@ -142,9 +142,14 @@ def _run_rank(
     os._exit(1 if "error" in outcome else 0)  # no destructors: one that waits for a dead rank would hang
 
 
-def by_hand(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
-    """Return cases for `parametrize`; slow ones, whose parts are in others, run with `pytest -m slow` only."""
-    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+def slow(*values: Any) -> Any:
+    """Return a case for `parametrize` that runs with `pytest -m slow` only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def by_hand(cases: Iterable[Any], left_out: Container[Any]) -> list[Any]:
+    """Return cases for `parametrize`, of which some, whose parts are in others, are slow."""
+    return [slow(case) if case in left_out else case for case in cases]
 
 
 def call(

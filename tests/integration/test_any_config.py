@@ -14,7 +14,7 @@ import pytest
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.architecture import PipelineSplit
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.integration.chaos import Run, assert_same_state
 from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import (
@@ -33,7 +33,7 @@ MOST_RANKS = 8
 # All with rounds. 40 along routes, with virtual stages, bf16 and int4; 47 with tensor parallelism, records packed,
 # overlap and fragments; 36 with experts, documents told apart and int8. Candidates like them have up to 8 ranks.
 QUICK = (36, 40, 47)
-SEEDS = [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
+SEEDS = [seed if seed in QUICK else slow(seed) for seed in range(60)]
 
 YARN = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 64}
 OPTIMIZERS = [
@@ -293,7 +293,7 @@ QUICK_FEDERATED = (11, 12)  # with overlap; of two stages with two chunks and dr
 
 @pytest.mark.parametrize(
     "seed",
-    [seed if seed in QUICK_FEDERATED else pytest.param(seed, marks=pytest.mark.slow) for seed in FEDERATED],
+    [seed if seed in QUICK_FEDERATED else slow(seed) for seed in FEDERATED],
 )
 def test_a_drawn_config_trains_as_separate_jobs(
     seed: int, data: list[dict[str, Any]], tmp_path: Path

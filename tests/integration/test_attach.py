@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
 from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.integration.jobs import (
     by_the_equations,
     by_way_of_a_handover,
@@ -157,20 +157,15 @@ def together(rank: int, world_size: int, stage: int) -> list[Tensor]:
     return found
 
 
-def slow(value: object) -> Any:
-    values = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
         (1, "fp32"),
         (3, "fp32 adapters"),
         (0, "bf16 fused"),
-        *(slow((stage, "bf16 adapters")) for stage in (2, 3)),
-        *(slow((stage, "fp32")) for stage in (0, 2, 3)),
-        *(slow((stage, "bf16")) for stage in range(4)),
+        *(slow(stage, "bf16 adapters") for stage in (2, 3)),
+        *(slow(stage, "fp32") for stage in (0, 2, 3)),
+        *(slow(stage, "bf16") for stage in range(4)),
     ],
 )
 def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
@@ -238,7 +233,7 @@ def continued(rank: int, world_size: int, folder: Path, stage: int, bf16: bool) 
 
 @pytest.mark.parametrize(
     ("stage", "bf16"),
-    [(1, True), *(slow((stage, True)) for stage in (0, 2, 3)), *(slow((stage, False)) for stage in range(4))],
+    [(1, True), *(slow(stage, True) for stage in (0, 2, 3)), *(slow(stage, False) for stage in range(4))],
 )
 def test_an_engine_continues_from_its_checkpoint(tmp_path: Path, stage: int, bf16: bool) -> None:
     """To the last bit; so the weights that a checkpoint brings back are those that the state was saved with."""
@@ -259,7 +254,7 @@ def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "block"), [(0, {"bf16": {"enabled": True}}), (1, {}), slow((2, {})), (3, {})]
+    ("stage", "block"), [(0, {"bf16": {"enabled": True}}), (1, {}), slow(2, {}), (3, {})]
 )
 def test_inner_optimizer_continues_from_taken_state(stage: int, block: dict[str, Any]) -> None:
     """To the last bit, and not without that state."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco.checkpoint import catalog
+from tests.harness import slow
 from tests.integration.chaos import Death, Run, assert_same_state
 from tests.integration.tiny import write_text
 
@@ -34,9 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 120))]
-)
+@pytest.mark.parametrize("seed", [*range(2), *map(slow, range(100, 120))])
 def test_killed_during_a_save(seed: int, undisturbed: Run, tmp_path: Path) -> None:
     draw = random.Random(seed)
     death = Death(

@@ -15,7 +15,7 @@ from megatron_noloco.config.optimizer_block import SCHEDULES
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.routing import Routing
-from tests.harness import by_hand, run_ranks
+from tests.harness import by_hand, run_ranks, slow
 from tests.integration.tiny import (
     MUON,
     VOCABULARY,
@@ -362,9 +362,9 @@ def poisoned_run(
 @pytest.mark.parametrize(
     ("changes", "poison"),
     [
-        pytest.param({}, math.nan, marks=pytest.mark.slow),
+        slow({}, math.nan),
         (BF16, math.inf),
-        pytest.param({**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, math.nan, marks=pytest.mark.slow),
+        slow({**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, math.nan),
         ({**MUON, "gradient_clipping": 0.0}, -math.inf),
     ],
     ids=["fp32", "bf16", "bf16 accumulated in bf16", "Muon"],

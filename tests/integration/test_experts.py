@@ -14,7 +14,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import parameters_of_stages
-from tests.harness import by_hand, run_ranks
+from tests.harness import by_hand, run_ranks, slow
 from tests.integration.chaos import Run
 from tests.integration.test_engine import assert_same_training, initial_weights
 from tests.integration.test_other_layout import SAVED, layout, saved_run
@@ -143,9 +143,7 @@ def weights(run: Run, replica: int, vector: str) -> dict[str, Tensor]:
     return {row.name: reader.read(row.name, [replica], vector).clone() for row in reader.table}
 
 
-@pytest.mark.parametrize(
-    ("pp", "interval"), [(1, "off"), pytest.param(2, "microbatch", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("pp", "interval"), [(1, "off"), slow(2, "microbatch")])
 def test_rounds_are_those_without_it(pp: int, interval: str, tmp_path: Path) -> None:
     """Two replicas, two rounds: both runs end with the same weights, read from checkpoints of both layouts."""
     mixture = [{"noloco": {"local_steps": 2, "routing": interval}}, {"model": {**MODEL, "num_layers": 4}}]

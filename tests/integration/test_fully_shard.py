@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.shards import reshard
 from megatron_noloco.attach.torch_module import torch_engine
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.integration.jobs import (
     by_the_equations,
     by_way_of_a_handover,
@@ -126,8 +126,8 @@ def train(
         ((2, 1), ("copy", "shard"), False),
         ((1, 2), ("shard", "tensor"), False),
         ((2, 2), ("copy", "shard"), True),
-        pytest.param((2,), ("shard",), True, marks=pytest.mark.slow),
-        pytest.param((2, 2), ("shard", "tensor"), False, marks=pytest.mark.slow),
+        slow((2,), ("shard",), True),
+        slow((2, 2), ("shard", "tensor"), False),
     ],
 )
 def test_rounds_are_those_of_the_method(shape: tuple[int, ...], axes: tuple[str, ...], bf16: bool) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
 from megatron_noloco.federation import membership
-from tests.harness import REPOSITORY, run_script, run_torchrun, until
+from tests.harness import REPOSITORY, run_script, run_torchrun, slow, until
 from tests.integration.jobs import federation, node_of, paper, run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
@@ -393,9 +393,9 @@ def test_best_model_and_stateless_checkpoint_are_refused(
     ("ranks", "engine"),
     [
         (1, "torch"),
-        pytest.param(2, "DistributedDataParallel", marks=pytest.mark.slow),
-        pytest.param(2, "FSDP2", marks=pytest.mark.slow),
-        pytest.param(2, "DeepSpeed", marks=pytest.mark.slow),
+        slow(2, "DistributedDataParallel"),
+        slow(2, "FSDP2"),
+        slow(2, "DeepSpeed"),
     ],
 )
 def test_the_example_trains_resumes_and_ends_with_one_model(tmp_path: Path, ranks: int, engine: str) -> None:

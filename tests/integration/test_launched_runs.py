@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import slow
 from tests.integration.chaos import Run, assert_same_state
 from tests.integration.launched import PATIENCE_SECONDS, launched
 from tests.integration.tiny import tiny, write_config, write_text
@@ -16,16 +17,11 @@ RANKS = 2
     ("script", "launcher", "victim"),
     [
         ("mpirun.sh", "", "rank"),
-        *(
-            pytest.param(script, launcher, victim, marks=pytest.mark.slow)
-            for script, launcher, victim in (
-                ("mpirun.sh", "", "launcher"),
-                ("torchrun.sh", "", "rank"),
-                ("torchrun.sh", "", "launcher"),
-                ("deepspeed.sh", "", "rank"),
-                ("deepspeed.sh", "openmpi", "rank"),
-            )
-        ),
+        slow("mpirun.sh", "", "launcher"),
+        slow("torchrun.sh", "", "rank"),
+        slow("torchrun.sh", "", "launcher"),
+        slow("deepspeed.sh", "", "rank"),
+        slow("deepspeed.sh", "openmpi", "rank"),
     ],
 )
 def test_a_kill_costs_steps_and_sigterm_none(script: str, launcher: str, victim: str, tmp_path: Path) -> None:
@@ -67,13 +63,7 @@ def test_a_kill_costs_steps_and_sigterm_none(script: str, launcher: str, victim:
     assert disturbed.exact_metrics() == undisturbed.exact_metrics()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "mpirun.sh",
-        *(pytest.param(f"{name}.sh", marks=pytest.mark.slow) for name in ("torchrun", "deepspeed")),
-    ],
-)
+@pytest.mark.parametrize("script", ["mpirun.sh", slow("torchrun.sh"), slow("deepspeed.sh")])
 def test_ctrl_c_at_the_start_is_one_line(script: str, tmp_path: Path) -> None:
     """While the ranks import torch: nothing of them is there that could save."""
     changes = {

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.megatron_optimizer import MegatronEngine
-from tests.harness import REPOSITORY, run_launcher, run_ranks
+from tests.harness import REPOSITORY, run_launcher, run_ranks, slow
 from tests.integration import megatron_on_cpu
 from tests.integration.jobs import (
     by_the_equations,
@@ -117,9 +117,9 @@ def train(slot: int, rank: int, folder: Path, tensor_parallel: int, optimizer: s
     [
         (1, "distributed, bf16"),
         (1, "layer-wise"),
-        pytest.param(1, "distributed, fp32", marks=pytest.mark.slow),
-        pytest.param(2, "distributed, fp32", marks=pytest.mark.slow),
-        pytest.param(2, "layer-wise", marks=pytest.mark.slow),
+        slow(1, "distributed, fp32"),
+        slow(2, "distributed, fp32"),
+        slow(2, "layer-wise"),
         pytest.param(1, "Muon", marks=needs_muon),
         pytest.param(2, "Muon", marks=needs_muon),
     ],

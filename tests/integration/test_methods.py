@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness import REPOSITORY, run_ranks
+from tests.harness import REPOSITORY, run_ranks, slow
 from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
 MEASURED = ("speed/", "time/", "memory/")
@@ -135,7 +135,7 @@ def test_the_quickstart_trains_with_routing_and_without(
 @pytest.mark.parametrize(
     ("shape", "ranks"),
     [
-        pytest.param({"parallel": {"replicas": 3}, "bf16": {"enabled": True}}, 3, marks=pytest.mark.slow),
+        slow({"parallel": {"replicas": 3}, "bf16": {"enabled": True}}, 3),
         (
             {
                 "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},

@@ -12,7 +12,7 @@ from megatron_noloco.engine.gradients import PartialGradients
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.routing import Routes
 from megatron_noloco.plans.topology import Position
-from tests.harness import by_hand, run_ranks
+from tests.harness import by_hand, run_ranks, slow
 from tests.integration import routing_reference
 from tests.integration.routing_reference import Case, Gradients, build_own_stage, crossing_routes, norm, read
 from tests.integration.test_engine import (
@@ -140,14 +140,8 @@ def engine_with_muon(
         (Case(1, 1, 2, layers_per_chunk=2), "off"),
         (Case(2, 2, 4, vpp=2), "microbatch"),
         (Case(2, 2, 4, tp=2), "microbatch"),
-        *(
-            pytest.param(Case(2, 2, 4), interval, marks=pytest.mark.slow)
-            for interval in ("off", "microbatch")
-        ),
-        *(
-            pytest.param(Case(2, 2, 4, **more), "off", marks=pytest.mark.slow)
-            for more in ({"tp": 2}, {"vpp": 2})
-        ),
+        *(slow(Case(2, 2, 4), interval) for interval in ("off", "microbatch")),
+        *(slow(Case(2, 2, 4, **more), "off") for more in ({"tp": 2}, {"vpp": 2})),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else value,
 )
@@ -203,14 +197,9 @@ def test_tied_embeddings_with_two_stages_stay_one() -> None:
     ("name", "accumulation"),
     [
         ("DP2 with ZeRO 2", "bf16"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("TP2 x PP2 with sequence parallelism", "fp32"),
-                ("DP2 x PP2", "fp32"),
-                ("DP2 x PP2", "bf16"),
-            )
-        ),
+        slow("TP2 x PP2 with sequence parallelism", "fp32"),
+        slow("DP2 x PP2", "fp32"),
+        slow("DP2 x PP2", "bf16"),
     ],
 )
 def test_bf16_stays_close_to_fp32(name: str, accumulation: str) -> None:

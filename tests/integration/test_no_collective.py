@@ -11,7 +11,7 @@ from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Position, Topology
-from tests.harness import run_mpi, run_ranks, said
+from tests.harness import run_mpi, run_ranks, said, slow
 from tests.integration.spied_run import spied_rank
 from tests.integration.tiny import FAMILY_MODELS, metrics, sizes, tiny, write_config, write_text
 
@@ -126,9 +126,7 @@ def assert_hops_follow_the_routes(ranks: Ranks, interval: Any) -> int:
 
 
 # "round" is in test_in_fragments, "off" in those of experts and without a method.
-@pytest.mark.parametrize(
-    "interval", ["microbatch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("off", "round"))]
-)
+@pytest.mark.parametrize("interval", ["microbatch", *(slow(name) for name in ("off", "round"))])
 def test_messages_over_torch_go_to_partners_and_along_routes(tmp_path: Path, interval: str) -> None:
     ranks = over_torch(tmp_path, interval)
     assert_no_collective_spans_replicas(ranks)
@@ -136,9 +134,7 @@ def test_messages_over_torch_go_to_partners_and_along_routes(tmp_path: Path, int
     assert bool(assert_hops_follow_the_routes(ranks, interval)) == (interval != "off")
 
 
-@pytest.mark.parametrize(
-    "topology", [Topology(replicas=4), pytest.param(STAGED, marks=pytest.mark.slow)], ids=["4x1", "4x2"]
-)
+@pytest.mark.parametrize("topology", [Topology(replicas=4), slow(STAGED)], ids=["4x1", "4x2"])
 def test_messages_over_mpi_go_to_partners_and_along_routes(tmp_path: Path, topology: Topology) -> None:
     """Hops are messages of torch whatever the transport; eight processes take most of a minute on two cores."""
     ranks = over_mpi(tmp_path, topology)
@@ -159,9 +155,7 @@ def test_messages_over_mpi_with_overlap_go_to_partners(tmp_path: Path) -> None:
     assert_exchanges_go_to_partners(ranks, topology)
 
 
-@pytest.mark.parametrize(
-    "overlap_steps", [*(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, LOCAL_STEPS)), "auto"]
-)
+@pytest.mark.parametrize("overlap_steps", [*(slow(steps) for steps in (1, LOCAL_STEPS)), "auto"])
 def test_messages_with_overlap_go_to_partners(tmp_path: Path, overlap_steps: int | str) -> None:
     """Partners only, however late the outcome is merged, and however the delay is chosen."""
     ranks = over_torch(tmp_path, "round", overlap_steps=overlap_steps)
@@ -170,9 +164,7 @@ def test_messages_with_overlap_go_to_partners(tmp_path: Path, overlap_steps: int
     assert assert_hops_follow_the_routes(ranks, "round")
 
 
-@pytest.mark.parametrize(
-    "overlap_steps", [pytest.param(0, marks=pytest.mark.slow), LOCAL_STEPS], ids=["waits", "overlap"]
-)
+@pytest.mark.parametrize("overlap_steps", [slow(0), LOCAL_STEPS], ids=["waits", "overlap"])
 def test_messages_in_fragments_go_to_the_partners_of_each(tmp_path: Path, overlap_steps: int) -> None:
     """Partners only, of each fragment its own."""
     ranks = over_torch(tmp_path, "round", fragments=3, overlap_steps=overlap_steps)

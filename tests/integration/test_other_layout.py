@@ -15,7 +15,7 @@ from megatron_noloco.checkpoint.ensemble import Ensemble, inspect
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.plans.topology import Position
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.integration.chaos import Run
 from tests.integration.test_resume import starts
 from tests.integration.tiny import (
@@ -156,7 +156,7 @@ def parameters(run: Run) -> str:
             layout(dp=2, ep=2, sequence_parallel=False),
             layout(tp=2, ep=1, sequence_parallel=True),
         ),
-        pytest.param([MUON, BF16, TIED], layout(dp=2, pp=2), layout(tp=2), marks=pytest.mark.slow),
+        slow([MUON, BF16, TIED], layout(dp=2, pp=2), layout(tp=2)),
     ],
     ids=["AdamW", "more replicas", "expert parallelism", "Muon, bf16, tied"],
 )

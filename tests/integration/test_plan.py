@@ -19,7 +19,7 @@ from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.schemes import exchange_bytes
 from megatron_noloco.training.joined import join_job
 from megatron_noloco.training.prepare import prepare
-from tests.harness import by_hand, run_ranks
+from tests.harness import by_hand, run_ranks, slow
 from tests.integration.tiny import (
     FAMILY_MODELS,
     MUON,
@@ -108,10 +108,10 @@ def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("replicas", "changes"),
     [
-        pytest.param(2, {"bf16": {"enabled": True}}, marks=pytest.mark.slow),
-        pytest.param(1, MUON, marks=pytest.mark.slow),
-        pytest.param(2, {"noloco": {"payload": "int8"}}, marks=pytest.mark.slow),
-        pytest.param(1, {"model": {"family": "starcoder2"}}, marks=pytest.mark.slow),
+        slow(2, {"bf16": {"enabled": True}}),
+        slow(1, MUON),
+        slow(2, {"noloco": {"payload": "int8"}}),
+        slow(1, {"model": {"family": "starcoder2"}}),
     ],
     ids=["bf16", "Muon", "int8", "StarCoder2"],
 )

@@ -19,7 +19,7 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_noloco.checkpoint.resume import describe_replicas
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.integration.chaos import Outcome, Run, assert_same_state, command
 from tests.integration.tiny import MUON, already_joined, at_steps, build_run, metrics, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
@@ -271,7 +271,7 @@ WARMUP_DECAY = {
 @pytest.mark.parametrize(
     "scheduler", [None, "cosine", WARMUP_DECAY, WSD], ids=["none", "cosine", "decay", "WSD"]
 )
-@pytest.mark.parametrize("precision", [{}, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [{}, slow(BF16)], ids=["fp32", "bf16"])
 def test_a_new_learning_rate_is_used(precision: dict[str, Any], scheduler: Any, tmp_path: Path) -> None:
     """After the resume, step by step, the rates of a run that had them from the start."""
     text = write_text(tmp_path, 200_000)
@@ -314,7 +314,7 @@ def flat(run: Run, step: int, replicas: range, name: str) -> torch.Tensor:
     return torch.stack([torch.cat([file[f"{name}.{group}"] for group in range(groups)]) for file in files])
 
 
-@pytest.mark.parametrize("replicas", [6, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [6, slow(2)])
 def test_another_number_of_replicas(replicas: int, four_replicas: Run, tmp_path: Path) -> None:
     run = four_replicas.copy(tmp_path / "run")
     run.change({"parallel": {"replicas": replicas}, **saving(train_iters=16)})

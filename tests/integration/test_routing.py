@@ -19,7 +19,7 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes, Routing
-from tests.harness import by_hand, run_ranks
+from tests.harness import by_hand, run_ranks, slow
 from tests.integration.routing_reference import (
     SEQ_LENGTH,
     VOCABULARY,
@@ -221,7 +221,7 @@ def train_engine_step(rank: int, world_size: int, case: Case, routes: Routes, pr
 @pytest.mark.parametrize(
     ("case", "precision", "tolerance"),
     [
-        pytest.param(Case(2, 2, 4, tp=2), "fp32", TOLERANCE, marks=pytest.mark.slow),
+        slow(Case(2, 2, 4, tp=2), "fp32", TOLERANCE),
         (Case(2, 2, 4), "bf16", 0.02),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
@@ -351,8 +351,8 @@ def hops_to_others(routes: Routes, groups: Groups, microbatch: int) -> int:
 @pytest.mark.parametrize(
     ("case", "steps", "interval"),
     [
-        pytest.param(Case(4, 2, 8), 300, "microbatch", marks=pytest.mark.slow),
-        pytest.param(Case(4, 2, 8), 60, "round", marks=pytest.mark.slow),
+        slow(Case(4, 2, 8), 300, "microbatch"),
+        slow(Case(4, 2, 8), 60, "round"),
         (Case(3, 3, 8), 30, "microbatch"),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),

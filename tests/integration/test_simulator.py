@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco.config import RunConfig
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny, write_config, write_text
 from tools import evidence, study
 from tools.simulator import simulation
@@ -48,10 +48,7 @@ def small(
         ("groups of 3 of 4", {}),
         ("DiLoCo", {}),
         ("fragments", MUON_WSD),
-        *(
-            pytest.param(name, {}, marks=pytest.mark.slow)
-            for name in ("pairs", "final average of a delayed round", "fragments", "no rounds")
-        ),
+        *(slow(name, {}) for name in ("pairs", "final average of a delayed round", "fragments", "no rounds")),
     ],
 )
 def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, Any], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_noloco.federation.messages import Member
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import family_of
 from megatron_noloco.training.prepare import _alike, first_weights
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, begin_alone
 from tests.integration.jobs import SECONDS, member_of_attach
@@ -54,8 +54,8 @@ TP, PP, DP = ({f"{axis}_parallel_size": 2} for axis in ("tensor_model", "pipelin
     "jobs",
     [
         {0: {}},
-        pytest.param({0: TP}, marks=pytest.mark.slow),
-        pytest.param({0: TP | DP, 2: PP}, marks=pytest.mark.slow),
+        slow({0: TP}),
+        slow({0: TP | DP, 2: PP}),
     ],
     ids=["one rank", "tp 2", "tp 2 x dp 2 and pp 2"],
 )

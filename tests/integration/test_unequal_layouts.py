@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.plans.canonical import Holding
 from megatron_noloco.training.run import Run
+from tests.harness import slow
 from tests.integration.federation import Federation
 from tests.integration.tiny import FAMILY_MODELS, sizes, tiny, write_text
 from tests.unit.fleet import noise
@@ -104,14 +105,10 @@ DENSE = [job(), job(tp=2), job(pp=2), job(dp=2, zero=2)]
     [
         (DENSE, {"noloco": {"payload": "fp32"}}),
         (DENSE, {"noloco": {"payload": "int4", "fragments": 1}}),
-        pytest.param(DENSE, {"noloco": {"payload": "int8"}}, marks=pytest.mark.slow),
-        pytest.param([job(), job(pp=2, tp=2)], {"noloco": {"payload": "fp32"}}, marks=pytest.mark.slow),
-        pytest.param([job(dp=2), job(pp=2, dp=2)], {"noloco": {"payload": "int8"}}, marks=pytest.mark.slow),
-        pytest.param(
-            [job(), job(dp=2, ep=2)],
-            {"noloco": {"payload": "int8"}, "model": FAMILY_MODELS["mixtral"]},
-            marks=pytest.mark.slow,
-        ),
+        slow(DENSE, {"noloco": {"payload": "int8"}}),
+        slow([job(), job(pp=2, tp=2)], {"noloco": {"payload": "fp32"}}),
+        slow([job(dp=2), job(pp=2, dp=2)], {"noloco": {"payload": "int8"}}),
+        slow([job(), job(dp=2, ep=2)], {"noloco": {"payload": "int8"}, "model": FAMILY_MODELS["mixtral"]}),
     ],
     ids=["fp32", "int4", "int8", "two stages of two", "data parallel", "experts"],
 )
