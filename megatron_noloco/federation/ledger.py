@@ -5,8 +5,7 @@ stream of the round or over the link. A side that is not prepared may skip the r
 count it. A side that is prepared and has not heard that the other is, too, is in doubt, and asks.
 """
 
-import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _REMEMBERED = 32  # rounds, for which a partner may still ask
 
@@ -15,9 +14,7 @@ _REMEMBERED = 32  # rounds, for which a partner may still ask
 class _Round:
     ours: bool = False  # whether this side is prepared
     theirs: bool = False
-    verdict: "asyncio.Future[bool]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    verdict: bool | None = None
 
 
 class Ledger:
@@ -49,15 +46,14 @@ class Ledger:
 
     def close(self, number: int, counts: bool) -> bool:
         """Note the verdict on a round that was begun, unless there is one; return the verdict that stands."""
-        verdict = self._rounds[number].verdict
-        if not verdict.done():
-            verdict.set_result(counts)
-        return verdict.result()
+        known = self._rounds[number]
+        if known.verdict is None:
+            known.verdict = counts
+        return known.verdict
 
     def verdict(self, number: int) -> bool | None:
         """Return whether a round counts here; None: that is not known."""
-        found = self._rounds.get(number)
-        return found.verdict.result() if found is not None and found.verdict.done() else None
+        return self._rounds[number].verdict if number in self._rounds else None
 
     def _decide(self, number: int) -> None:
         if self._rounds[number].ours and self._rounds[number].theirs:
