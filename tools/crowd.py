@@ -29,7 +29,7 @@ from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Address, Member, Status
-from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.node import Carriers, Node
 from megatron_noloco.federation.streams import Carrier, Serve
 from megatron_noloco.federation.tcp import TcpCarrier
 from tests.unit.memory_streams import MemoryCarrier
@@ -140,7 +140,7 @@ class Crowd:
             endpoint = f"tcp://127.0.0.1:{1024 + slot + 10000 * incarnation}"
             carrier = MemoryCarrier(self._places, endpoint)
         address = Address(endpoint, incarnation)
-        node = _CountedNode(Identity(slot, address, Member(1)), Carriers(carrier))
+        node = _CountedNode(slot, address, Member(1), Carriers(carrier))
         node.directory = _Counted(slot, address)
         node.directory.merge({} if slot == 0 else {0: self.nodes[0].directory.own})
         self.nodes[slot] = node

@@ -67,14 +67,6 @@ async def part_with(takers: list[Taker]) -> list[Taker]:
     return [taker for taker, has in zip(takers, found, strict=True) if has]
 
 
-async def send_vector(stream: Stream, transfer: Leader) -> None:
-    """Gather a vector, and send it. Raises ConnectionError, TimeoutError."""
-    for number in range(len(transfer.buckets)):
-        content = bytes_of(await transfer.content(number))
-        async with within(_TAKE_SECONDS, _NOT_TAKEN):
-            await stream.send(content)
-
-
 async def receive_vector(stream: Stream, transfer: Leader) -> None:
     """Receive a vector, and hand it out. Raises ConnectionError, TimeoutError."""
     for number in range(len(transfer.buckets)):

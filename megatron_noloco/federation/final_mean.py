@@ -34,7 +34,6 @@ from megatron_noloco.federation.delivery import (
     part_with,
     pass_on,
     receive_vector,
-    send_vector,
 )
 from megatron_noloco.federation.gather import Gather, Transfer
 from megatron_noloco.federation.links import Link
@@ -283,10 +282,10 @@ class _Tree:
                     async with asyncio.timeout_at(until):
                         stream = await conversation.enter_async_context(parent.open(MEAN))
                     await send_json(stream, _LISTED, included)
-                    await send_vector(stream, (yield _Step("send")))
-                    self.sent += 1
+                    await pass_on([Taker(stream)], (yield _Step("send")))
                     async with asyncio.timeout_at(until):
                         listed = await receive_json(stream, _LISTED, _LONGEST)
+                    self.sent += 1
                     await receive_vector(stream, (yield _Step("receive")))
                     slots = listed
                     await stream.send(EVERYTHING)

@@ -22,7 +22,7 @@ from megatron_noloco.federation.directory import (
 )
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import Identity, Node
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rendezvous import (
     ADVERTISE,
@@ -108,7 +108,7 @@ def open_node(network: Network, slot: int, stopped: Callable[[], bool] = lambda:
             folder = network.rendezvous.carrier(slot, network.key_file, tell)
             carriers, own = carriers._replace(folder=folder), folder.endpoint
         address = Address(own, time.time_ns(), network.site)
-        node = Node(Identity(slot, address, network.member), carriers, stopped)
+        node = Node(slot, address, network.member, carriers, stopped)
         return node
 
     thread = NodeThread(make, network.rendezvous)

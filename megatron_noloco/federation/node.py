@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, fit
@@ -47,18 +47,11 @@ MOST_STATUSES = 64  # at rest, in one tick; half of them for pulses, half for ch
 _MOST_WARNINGS = 1000  # others may cause them
 
 
-class Identity(NamedTuple):
-    """Who this process is."""
-
-    slot: int
-    address: Address
-    member: Member
-
-
 class Node:
     """This process among the replicas. Used by one event loop, but for what is read of `seen` and `addresses`.
 
     Args:
+        member: what the others must have alike.
         stopped: returns whether this job was asked to stop.
 
     Attributes:
@@ -73,10 +66,15 @@ class Node:
     """
 
     def __init__(
-        self, identity: Identity, carriers: Carriers, stopped: Callable[[], bool] = lambda: False
+        self,
+        slot: int,
+        address: Address,
+        member: Member,
+        carriers: Carriers,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.slot, self.member = identity.slot, identity.member
-        self.directory = Directory(identity.slot, identity.address)
+        self.slot, self.member = slot, member
+        self.directory = Directory(slot, address)
         self.links: dict[int, Link] = {}
         self.serves: dict[str, Serve] = {}
         self.visitors: dict[str, Callable[[Stream], Awaitable[None]]] = {}

@@ -264,9 +264,10 @@ class PairExchange:
 
     async def _exchange(self, leading: Leading, transfer: Leader, number: int, ledger: Ledger) -> None:
         assert self._partner is not None
-        swap = Swap(self._replica.pairing.noloco.payload_bits, number)
+        bits = self._replica.pairing.noloco.payload_bits
         async with leading.thread.node.links[self._partner].meet(number) as stream:
-            squared_norm = await swap.run(stream, transfer, leading.thread.arithmetic, self.report)
+            swap = Swap(stream, transfer, leading.thread.arithmetic, bits, number)
+            squared_norm = await swap.run(self.report)
             try:
                 check_plausible(math.sqrt(squared_norm), self.report)
             except ImplausibleError:

@@ -19,7 +19,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -35,34 +34,6 @@ from megatron_noloco.outer.vectors import Buffers
 AHEAD = 4  # buckets
 _LENGTH_BYTES = 8
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Swap:
-    """Says how vectors are exchanged; the same for both sides.
-
-    Attributes:
-        bits: of a code; None: fp32.
-        number: of the exchange.
-    """
-
-    bits: int | None
-    number: int
-
-    async def run(self, stream: Stream, transfer: Leader, worker: Executor, report: ExchangeReport) -> float:
-        """Hand out the mean of both vectors, and add to the report; return the squared norm of the own vector.
-
-        Args:
-            worker: one thread, for arithmetic. On return nothing of this exchange is left in it.
-
-        Raises UnequalError for vectors that differ in length, StreamEndedError, and what `transfer` raises.
-        """
-        exchange = _Exchange(stream, transfer, worker, self)
-        try:
-            await exchange.run(report)
-        finally:
-            exchange.end()
-        return exchange.squared_norm
 
 
 class _Turns:
@@ -84,24 +55,36 @@ class _Turns:
             following.set_result(None)
 
 
-class _Exchange:
-    """An exchange under way."""
+class Swap:
+    """An exchange of vectors.
 
-    def __init__(self, stream: Stream, transfer: Leader, worker: Executor, how: Swap) -> None:
-        self.squared_norm = 0.0
+    Args:
+        worker: one thread, for arithmetic. At the end nothing of this exchange is left in it.
+        bits: of a code; None: fp32. The same for both sides, as `number`.
+        number: of the exchange.
+    """
+
+    def __init__(
+        self, stream: Stream, transfer: Leader, worker: Executor, bits: int | None, number: int
+    ) -> None:
+        self._squared_norm = 0.0
         self._stream, self._transfer, self._worker = stream, transfer, worker
         self._length = sum(map(len, transfer.buckets)).to_bytes(_LENGTH_BYTES)
         self._jobs = set[Future[Any]]()
-        self._phases = 1 if how.bits is None else 2 + DIGITS
-        self._codec = None if how.bits is None else Codec(how.bits)
-        self._signs = signs_of(how.number)
+        self._phases = 1 if bits is None else 2 + DIGITS
+        self._codec = None if bits is None else Codec(bits)
+        self._signs = signs_of(number)
         buckets = len(transfer.buckets)
         self._sending, self._receiving = (_Turns(_order(buckets, self._phases)) for _ in range(2))
         self._handing_out = _Turns(_order(buckets, 1))
         self._room = asyncio.Semaphore(self._phases * AHEAD)
         self._free = list[Buffers]()  # memory of buckets that are over
 
-    async def run(self, report: ExchangeReport) -> None:
+    async def run(self, report: ExchangeReport) -> float:
+        """Hand out the mean of both vectors, and add to the report; return the squared norm of the own vector.
+
+        Raises UnequalError for vectors that differ in length, StreamEndedError, and what `transfer` raises.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for at in range(len(self._transfer.buckets)):
@@ -109,13 +92,12 @@ class _Exchange:
                     group.create_task(self._bucket(at, report))
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
-
-    def end(self) -> None:
-        """Wait until no job writes any memory."""
-        jobs = list(self._jobs)  # a job leaves the set when it is done
-        for job in jobs:
-            job.cancel()
-        wait(jobs)
+        finally:  # no job writes any memory from now on
+            jobs = list(self._jobs)  # a job leaves the set when it is done
+            for job in jobs:
+                job.cancel()
+            wait(jobs)
+        return self._squared_norm
 
     async def _bucket(self, at: int, report: ExchangeReport) -> None:
         own = ExchangeReport(report.group)
@@ -128,7 +110,7 @@ class _Exchange:
         async with self._handing_out.turn(at):
             await self._transfer.hand_out(at, mean)
             report.add(own)
-            self.squared_norm += squared_norm
+            self._squared_norm += squared_norm
         self._room.release()
 
     async def _in_fp32(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import Identity, Node
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.streams import Serve
 from tests.unit.memory_streams import Faults, MemoryCarrier
 
@@ -148,7 +148,7 @@ class Nodes:
         endpoint = f"tcp://memory:{1 + slot + 1000 * (incarnation - 1)}"
         address = Address("" if hidden else endpoint, incarnation)
         carrier = MemoryCarrier(self.places, endpoint, self._faults)
-        node = Node(Identity(slot, address, member), Carriers(carrier))
+        node = Node(slot, address, member, Carriers(carrier))
         node.directory.merge(known or {})
         self.nodes.append(node)
         await node.start()

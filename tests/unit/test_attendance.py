@@ -14,7 +14,7 @@ from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.folder import FolderCarrier
 from megatron_noloco.federation.links import PeerStatus
 from megatron_noloco.federation.messages import Address, Status
-from megatron_noloco.federation.node import Identity, Node
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.sealing import Checksum
 from megatron_noloco.federation.store import Store
 from tests.unit.memory_streams import MemoryCarrier
@@ -87,7 +87,7 @@ async def test_leaving_is_heard_over_a_folder(leaves: int, tmp_path: Path) -> No
     for slot in range(2):
         carrier = FolderCarrier(Store.of(tmp_path.as_uri()), slot, Checksum(), print)
         carriers = Carriers(MemoryCarrier(places.places, f"tcp://memory:{1 + slot}"), carrier)
-        places.nodes.append(Node(Identity(slot, Address(carrier.endpoint, 1), MEMBER), carriers))
+        places.nodes.append(Node(slot, Address(carrier.endpoint, 1), MEMBER, carriers))
     async with places:
         for node in places.nodes:
             node.directory.merge({other.slot: other.directory.own for other in places.nodes})

@@ -30,7 +30,7 @@ from megatron_noloco.federation.invitation import (
 from megatron_noloco.federation.joining import Admission, join
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import Identity, Node
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.streams import Stream, StreamEndedError
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket
@@ -55,7 +55,7 @@ class Job:
         listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         carrier = TcpCarrier(self.keys, listener)
-        node = Node(Identity(1, Address("" if hidden else self.endpoint, 5), MEMBER), Carriers(carrier))
+        node = Node(1, Address("" if hidden else self.endpoint, 5), MEMBER, Carriers(carrier))
         node.directory.merge({0: Address("tcp://127.0.0.1:1", 5), 3: Address("", 5)})
         node.warn = self.told.append
         invitations = Invitations(lambda: self.offer(), node, self.path)

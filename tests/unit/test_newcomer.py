@@ -31,7 +31,7 @@ from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.invitation import INVITE, Invitations, JoinBundle, JoinRequirements
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address
-from megatron_noloco.federation.node import Identity, Node
+from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.tcp import TcpCarrier
 from megatron_noloco.federation.ticket import Ticket, line_of, ticket_in
 from megatron_noloco.fields import fields_of
@@ -92,8 +92,8 @@ def running(config: RunConfig, told: Callable[[str], object]) -> Iterator[str]:
     endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
     async def run() -> None:
-        identity = Identity(0, Address(endpoint, 1), network.member)
-        node = Node(identity, Carriers(TcpCarrier(network.keys, listener)))
+        carriers = Carriers(TcpCarrier(network.keys, listener))
+        node = Node(0, Address(endpoint, 1), network.member, carriers)
         node.warn = told
         assert network.keys is not None
         offer = partial(offered, config, build_tokenizer(config.data.tokenizer), network.keys.fingerprint)

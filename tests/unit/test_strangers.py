@@ -16,7 +16,7 @@ from megatron_noloco.federation import tcp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.messages import Address
-from megatron_noloco.federation.node import Carriers, Identity, Node
+from megatron_noloco.federation.node import Carriers, Node
 from megatron_noloco.federation.streams import Stream
 from megatron_noloco.federation.tcp import TcpCarrier
 from tests.unit.nodes import MEMBER, until
@@ -142,7 +142,7 @@ CONNECTIONS = 10 * len(KINDS)
 async def start(slot: int, keys: Keys, known: Node | None = None) -> Node:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     address = Address(f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1)
-    node = Node(Identity(slot, address, MEMBER), Carriers(TcpCarrier(keys, listener)))
+    node = Node(slot, address, MEMBER, Carriers(TcpCarrier(keys, listener)))
     if known is not None:
         node.directory.merge({known.slot: known.directory.own})
     await node.start()

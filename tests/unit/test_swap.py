@@ -59,7 +59,7 @@ def swapped(
         leader: Leader = transfers[0]
         try:
             async with stream, asyncio.timeout(SECONDS):
-                squared_norm = await Swap(bits, number).run(stream, leader, worker, report)
+                squared_norm = await Swap(stream, leader, worker, bits, number).run(report)
         except BaseException as failure:
             error = failure
         await asyncio.to_thread(leader.wait)
