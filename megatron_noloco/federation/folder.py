@@ -10,8 +10,12 @@ both directions have this name, see `folder_stream`. So nothing of a stream that
 Where the federation has a key, files are encrypted together with their names (see `sealing`), and a stream begins
 once: who owns the folder can end a stream, by removing a file, and can neither read, forge, repeat nor reorder.
 
-A reader removes a file when it has it in memory. What a process that died has left is removed by the next process
-of its slot. No clock of the folder is read. Whether the other side lives is decided by who uses the stream.
+A reader removes a file when it has it in memory. Files that no stream wants stay until the reader leaves. What a
+process that died has left is removed by the next process of its slot. No clock of the folder is read.
+
+A file that cannot be read is tried again at the next look. A file that cannot be written ends its stream: the
+packages for buckets have tried several times by then. Who uses a stream decides how long it waits for the other
+side, which may be dead, or for a file, which somebody may have removed.
 """
 
 import asyncio
@@ -34,9 +38,6 @@ _FILE = re.compile(rf"({_INBOX})\.(\d{{1,12}})\.([cd])(\d{{1,12}})")
 _OPEN = "open"  # is in an inbox while its process reads it
 _MOST_BYTES = FILE_BYTES + HEAD.size + MOST_ADDED
 _LOCAL_PACE, _BUCKET_PACE = (0.002, 0.25), (0.1, 2.0)  # seconds between two looks, at least and at most
-_RETRY_PAUSES = (0.2, 1.0, 5.0)
-_FAILING_SECONDS = 30.0  # the inbox cannot be read so long: its streams have ended
-_STRAY_SECONDS = 600.0  # a file that no stream wants is removed
 _UNANSWERED_SECONDS = 60.0
 _LEAVE_SECONDS = 5.0
 _REMEMBERED = 1000  # streams of a process
@@ -94,7 +95,6 @@ class FolderCarrier(Carrier):
         self._streams = dict[str, FolderStream]()
         self._begun = defaultdict[str, _Begun](_Begun)
         self._reading, self._done = set[str](), set[str]()  # files of the inbox; done: to be removed
-        self._strays = dict[str, float]()
         self._unanswered = deque[tuple[float, str, list[str]]]()
 
     async def listen(self, serve: Serve) -> None:
@@ -135,7 +135,7 @@ class FolderCarrier(Carrier):
         path = f"{inbox}/{name}"
         sealed = await self._calls.call(lambda: self._sealing.seal(path, b"".join(parts)))
         try:
-            await self._persist(self._folder.put, path, sealed)
+            await self._calls.call(self._folder.put, path, sealed)
         except FileNotFoundError:
             raise FileNotFoundError(f"nobody listens at {_SCHEME}{inbox}") from None
         except OSError as error:  # such as a full disk; the other side may not be told
@@ -203,15 +203,12 @@ class FolderCarrier(Carrier):
         ]
 
     async def _watch(self) -> None:
-        working = self._now()
         while True:
             began = self._now()
             try:
                 await self._look()
-                working = self._now()
             except OSError as error:
-                if self._now() - working > _FAILING_SECONDS:
-                    self._fail(str(error))
+                self._say(str(error))
             while (left := began + self._interval() - self._now()) > 0:
                 self._change.clear()
                 with suppress(TimeoutError):
@@ -232,8 +229,6 @@ class FolderCarrier(Carrier):
             self.is_replaced = bool(await self._calls.call(self._others_of_slot))
             why = "a later process of this slot has begun" if self.is_replaced else "another program did it"
             self._fail(f"{self._inbox.url} was removed: {why}")
-        data = defaultdict[str, set[int]](set)
-        strays = dict[str, float]()
         for name in names - {_OPEN} - self._reading - self._done:
             if not (found := _FILE.fullmatch(name)):
                 if not _FILE.match(name):  # else it is being written
@@ -242,8 +237,6 @@ class FolderCarrier(Carrier):
             dialler, number, kind, place = found[1], int(found[2]), found[3], int(found[4])
             stream = self._streams.get(f"{dialler}.{number}")
             if stream is not None:
-                if kind == "d":
-                    data[stream.name].add(place)
                 if stream.wants(kind, place):
                     self._reading.add(name)
                     self.spawn(self._receive(stream, name, kind, place))
@@ -254,12 +247,6 @@ class FolderCarrier(Carrier):
             elif (kind, place) == ("d", 0) and self._serve is not None:
                 self._reading.add(name)
                 self.spawn(self._begin(dialler, number, name))
-            else:
-                strays[name] = self._strays.get(name, self._now())
-        for stream in list(self._streams.values()):
-            stream.seen(data[stream.name])
-        self._strays = strays
-        self._done |= {name for name, since in strays.items() if self._now() - since > _STRAY_SECONDS}
 
     async def _receive(self, stream: FolderStream, name: str, kind: str, place: int) -> None:
         try:
@@ -267,7 +254,7 @@ class FolderCarrier(Carrier):
         except FileNotFoundError:
             pass
         except OSError as error:
-            stream.abort(str(error))
+            self._say(str(error))
         except ValueError as error:
             stream.is_refused = not stream.heard
             stream.abort(str(error))
@@ -308,7 +295,7 @@ class FolderCarrier(Carrier):
 
     async def _take(self, name: str) -> bytes:
         """Return the content of a file of the inbox, which will be removed. Raises OSError and ValueError."""
-        sealed = await self._persist(self._inbox.get, name, _MOST_BYTES)
+        sealed = await self._calls.call(self._inbox.get, name, _MOST_BYTES)
         self._done.add(name)
         try:
             return await self._calls.call(self._sealing.open, f"{self._name}/{name}", sealed)
@@ -329,14 +316,3 @@ class FolderCarrier(Carrier):
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-    async def _persist(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the store again after an error that may pass; raises OSError."""
-        for pause in _RETRY_PAUSES:
-            try:
-                return await self._calls.call(call, *arguments)
-            except (FileNotFoundError, PermissionError):
-                raise
-            except OSError:
-                await asyncio.sleep(pause)
-        return await self._calls.call(call, *arguments)

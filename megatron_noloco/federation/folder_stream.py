@@ -13,7 +13,7 @@ Small pieces gather while a file is being written, so that a slow store has few 
 
 import asyncio
 import struct
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ FILE_BYTES = 2**24  # of data
 WINDOW = 4  # data files of a direction that are not read
 HEAD = struct.Struct(">Q?")  # data files read; whether this file is the last one
 _REASON_BYTES = 2**10
-_MISSING_SECONDS = 60.0  # a file is missing so long while a later one is there
 _PATIENCE = 4  # a look after a quarter of the time that nothing came
 
 
@@ -75,7 +74,6 @@ class FolderStream(Stream):
         self._read = self._told = self._offset = 0
         self._control = -1
         self._since, self._pause = self._loop.time(), 0.0
-        self._missing_since: float | None = None
         self._flush_soon()
 
     def admit(self) -> None:
@@ -164,16 +162,6 @@ class FolderStream(Stream):
         self._since, self._pause = now, now - self._since
         self._flush()
         self._changes.note()
-
-    def seen(self, numbers: Iterable[int]) -> None:
-        """Note which data files are there. Ends the stream if one is missing for long."""
-        present = self._arrived.keys() | numbers
-        if self._read in present or not any(number > self._read for number in present):
-            self._missing_since = None
-        elif self._missing_since is None:
-            self._missing_since = self._loop.time()
-        elif self._loop.time() - self._missing_since > _MISSING_SECONDS:
-            self.abort(f"file {self.name}.d{self._read} is missing: another program has removed it")
 
     @property
     def patience(self) -> float:

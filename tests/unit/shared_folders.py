@@ -1,4 +1,4 @@
-"""Folders between two carriers: of this machine, or of a store that is slow and fails at times."""
+"""Folders between two carriers: of this machine, or of a store that is slow."""
 
 import random
 import tempfile
@@ -22,13 +22,13 @@ class FakeBucket(MemoryFileSystem):
     """An object store.
 
     Args:
-        failures: share of calls that fail, and would not if they were made again. A write that fails was made.
+        failures: share of calls that fail. A write that fails was made.
         delay: seconds that a call takes at most.
     """
 
     cachable = False
 
-    def __init__(self, seed: int = 0, failures: float = 0.05, delay: float = 0.02) -> None:
+    def __init__(self, seed: int = 0, failures: float = 0.0, delay: float = 0.02) -> None:
         super().__init__()
         self.store, self.pseudo_dirs = {}, [""]  # of this one alone
         self._draws, self._lock = random.Random(seed), threading.RLock()
