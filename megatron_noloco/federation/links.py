@@ -69,7 +69,7 @@ class Told:
     """What this replica has told another over its link; all is told again over the next link.
 
     Attributes:
-        status_is_due: whether something has changed since the last status.
+        status_is_due: whether a change is to be told in the next tick.
         ticks: since that status.
         directory: version of the directory.
         answered: version of the directory when the other replica sent its last status.
@@ -77,7 +77,7 @@ class Told:
         links: versions of `Status.links_of_ended`, by slot.
     """
 
-    status_is_due: bool = True
+    status_is_due: bool = False
     ticks: int = 0
     directory: int = 0
     answered: int = 0
@@ -109,6 +109,9 @@ class Owner(Protocol):
 
     @property
     def is_leaving(self) -> bool: ...
+
+    @property
+    def pulse_seconds(self) -> float: ...
 
     def open_from(self, slot: int) -> int: ...
 
@@ -201,12 +204,6 @@ class Link:
                     self._lose(stream, str(error))
 
     @property
-    def is_busy(self) -> bool:
-        """Whether there is a conversation, or one of the two waits for it."""
-        status = self.seen.status
-        return bool(self._conversations or self._early or self._waiting) or status.open_from <= status.begun
-
-    @property
     def is_silent(self) -> bool:
         """Whether nothing was heard for so long that a link would end."""
         silence = max(_SILENCE_SECONDS, _SILENCE_PULSES * self.seen.status.pulse)
@@ -217,15 +214,18 @@ class Link:
         return not self._streams and self.silent_ticks > _LINKED_AGAIN_TICKS
 
     def tell_status(self) -> None:
-        """Say where this replica is, unless the last message is not sent yet."""
-        if not self._sending.locked():
-            self.told.status_is_due, self.told.ticks = False, 0
+        """Say where this replica is; if the last message is not sent yet, in a later tick."""
+        self.told.status_is_due = self._sending.locked()
+        if self._streams and not self._sending.locked():
+            self.told.ticks = 0
             self.node.spawn(self.say(self.node.status(self)))
 
     def tick(self) -> None:
-        """Count the silence, and end what it makes hopeless."""
+        """Say a status that is due. Count the silence, and end what it makes hopeless."""
         self.silent_ticks += 1
         self.told.ticks += 1
+        if self.told.status_is_due or self.told.ticks * TICK_SECONDS >= self.node.pulse_seconds:
+            self.tell_status()
         if self._is_lost:
             self._fail_waiting("is not there")
         if self.is_silent:

@@ -1,8 +1,6 @@
 """This replica among the others: who is there, and what they are told.
 
-All others are told a status at each change, and every few seconds at rest. At most 64 are told in half a second,
-so this takes as little of a core among thousands as among a hundred: the pauses grow. Replicas in a conversation
-with this one, or waiting for it, are always told at once, and often.
+All others are told a status at each change, and at rest every few seconds, 64 of them in a second at most.
 
 Of two processes of one slot the later one wins, and the earlier one ends. Whoever knows the later one tells the
 earlier one. Where the later one is there no more, the process that was told takes a later number: its clock, from
@@ -43,7 +41,7 @@ from megatron_noloco.files import outside
 _LEAVE_SECONDS, _LOOK_SECONDS = 5.0, 0.02  # for others to hear that this replica has left
 _STOP_TICKS = 2  # a round that is almost over may end before
 MOST_TOLD = 4  # replicas that are told addresses in one tick
-MOST_STATUSES = 64  # at rest, in one tick; half of them for pulses, half for changes
+_MOST_PULSES = 64  # statuses in a second, at rest
 _MOST_WARNINGS = 1000  # others may cause them
 
 
@@ -86,7 +84,7 @@ class Node:
         self.failure: BaseException | None = None
         self.dialling = Dialling(self, carriers)
         self._carriers, self._stopped = carriers, stopped
-        self._stopped_ticks, self._room = 0, MOST_STATUSES
+        self._stopped_ticks = 0
         self._sees = list[int]()  # hidden replicas
         self._links_of_ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.links_of_ended`
         self._has_news = False  # of these
@@ -105,7 +103,7 @@ class Node:
         Waits for others to read the end of conversations that are over here, and some seconds for them to hear
         that it has left, whereupon they end the links: some carriers take back what was not read.
         """
-        self.phase, self._room = "left", len(self.links)
+        self.phase = "left"
         self.tell()
         await asyncio.sleep(0)
         if self._closing:
@@ -204,7 +202,7 @@ class Node:
             sees,
             self._links_unknown_to(link),
             self.directory.checksum,
-            self._pulse(link),
+            self.pulse_seconds,
         )
 
     def links_of_ended(self) -> dict[int, set[int]]:
@@ -243,34 +241,12 @@ class Node:
         """Tell all others where this replica is now."""
         for link in self.links.values():
             link.close_rounds(self.open_from(link.peer))
-            link.told.status_is_due = True
-        self._tell_due()
+            link.tell_status()
 
     @property
     def pulse_seconds(self) -> float:
         """Seconds in which all others are told a status."""
-        return max(self._carriers.pulse_seconds, TICK_SECONDS * len(self.links) / (MOST_STATUSES / 2))
-
-    def _is_busy(self, link: Link) -> bool:
-        return link.is_busy or link.peer in self.under_way.values()
-
-    def _pulse(self, link: Link) -> float:
-        return self._carriers.pulse_seconds if self._is_busy(link) else self.pulse_seconds
-
-    def _tell_due(self) -> None:
-        """Tell whom a status is owed, or was told no status for long; first whoever was told longest ago."""
-        due = list[Link]()
-        for link in self.links.values():
-            is_due = link.told.status_is_due or link.told.ticks * TICK_SECONDS >= self._pulse(link)
-            if link.is_linked and is_due:
-                if self._is_busy(link):
-                    link.tell_status()
-                else:
-                    due.append(link)
-        due.sort(key=lambda link: -link.told.ticks)
-        for link in due[: self._room]:
-            link.tell_status()
-        self._room -= min(self._room, len(due))
+        return max(self._carriers.pulse_seconds, len(self.links) / _MOST_PULSES)
 
     def begin_round(self, number: int, partner: int | None) -> None:
         """Begin a round, and tell all; None: this replica skips it."""
@@ -331,10 +307,8 @@ class Node:
             link.tick()
             if self._stopped_ticks == _STOP_TICKS:
                 link.end_conversations("a job was asked to stop")
-        self._room = MOST_STATUSES
         if self._note_links():
             self.tell()
-        self._tell_due()
         differ = [link for link in self.links.values() if self._knows_less(link)]
         for link in random.sample(differ, min(MOST_TOLD, len(differ))):
             self._tell_addresses(link)
