@@ -1,8 +1,9 @@
-"""The addresses of all replicas that are there or were there, as far as this replica knows them.
+"""The addresses of all replicas that are there or were there, and some of their links, as this replica knows them.
 
 Each replica keeps a directory. A status names a checksum of the sender's directory; where two differ, each side
 tells the other what it has not told it yet (`node`). So a change passes from neighbour to neighbour, in about
-R log R messages for R replicas, and a lost message is made up for.
+R log R messages for R replicas, and a lost message is made up for. An address has links of its replica, too, for
+those that have no link to it: hidden replicas, and the final mean.
 """
 
 import hashlib
@@ -88,7 +89,7 @@ class Directory:
         """Keep the latest address of each other slot; leave out malformed addresses."""
         for slot, address in addresses.items():
             known = self.addresses.get(slot)
-            is_later = known is None or known.incarnation < address.incarnation
+            is_later = known is None or _age(known) < _age(address)
             is_later &= self._refused.get(slot) != address.incarnation
             if is_later and is_sound(slot, address) and slot != self._slot:
                 self._set(slot, address)
@@ -113,6 +114,15 @@ class Directory:
         if self.own.incarnation <= incarnation < LARGEST:
             self._set(self._slot, replace(self.own, incarnation=incarnation + 1))
 
+    def note(self, is_at_end: bool, linked: list[int]) -> bool:
+        """Note where this replica is, and to whom it has links; return whether that is new. See `Address`."""
+        own = self.own
+        is_new = (own.is_at_end, own.linked) != (is_at_end, linked)
+        if is_new:
+            changed = replace(own, changes=own.changes + 1, is_at_end=is_at_end, linked=linked)
+            self._set(self._slot, changed)
+        return is_new
+
     def since(self, version: int) -> dict[int, Address]:
         """Return what has changed after a version."""
         return {slot: self.addresses[slot] for slot, changed in self._changed.items() if changed > version}
@@ -123,6 +133,10 @@ class Directory:
         self.checksum ^= _digest(slot, address) ^ (0 if before is None else _digest(slot, before))
         self.version += 1
         self._changed[slot] = self.version
+
+
+def _age(address: Address) -> tuple[int, int]:
+    return address.incarnation, address.changes
 
 
 def _digest(slot: int, address: Address) -> int:

@@ -14,7 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from megatron_noloco.federation.directory import Directory
@@ -73,16 +73,12 @@ class Told:
         ticks: since that status.
         directory: version of the directory.
         answered: version of the directory when the other replica sent its last status.
-        sees: see `Status.sees`.
-        links: versions of `Status.links_of_ended`, by slot.
     """
 
     status_is_due: bool = False
     ticks: int = 0
     directory: int = 0
     answered: int = 0
-    sees: list[int] | None = None
-    links: dict[int, int] = field(default_factory=dict)
 
 
 class Dials(Protocol):
@@ -263,8 +259,6 @@ class Link:
     async def _take(self, message: Message) -> None:
         match message:
             case Status():
-                if message.sees is None:
-                    message = replace(message, sees=self.seen.status.sees)
                 for (kind, number), waiting in self._waiting.items():
                     if kind == ROUND and number < message.open_from:
                         _fail(waiting, NO_PART)

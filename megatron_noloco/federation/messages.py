@@ -26,7 +26,7 @@ from megatron_noloco.files import outside
 
 LARGEST = 2**63 - 1
 LONGEST_ROW = 2**13  # characters
-_LONGEST_BYTES = 2**21
+_LONGEST_BYTES = 2**23  # the addresses of more than a thousand replicas that are all linked, at their end
 LONGEST_FIRST_BYTES = 2**16  # whoever says it is a stranger until then
 _LENGTH_BYTES = 4
 
@@ -45,11 +45,17 @@ class Address:
         endpoint: which others dial, "tcp://HOST:PORT" or "folder://INBOX"; "" where nobody can.
         incarnation: number of its process; a later process of the replica has a larger number.
         site: the name of where it is, as its job gives it; "" where it gives no name.
+        changes: of what follows, counted.
+        is_at_end: whether it waits for the mean at the end.
+        linked: the replicas to which it has links: at its end all, before only hidden ones.
     """
 
     endpoint: Text
     incarnation: Annotated[int, Field(gt=0, le=LARGEST)]
     site: Text = ""
+    changes: Number = 0
+    is_at_end: bool = False
+    linked: list[Slot] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -131,10 +137,6 @@ class Status:
         begun: the latest round that it has begun.
         open_from: the first round that it may have with the receiver.
         step: local steps of the state that it can give; 0: it has no state to give.
-        sees: hidden replicas to which it has a link; told to hidden replicas only. None: as in its last status.
-        links_of_ended: at its end, what it knows of who has links to whom, and has not told the receiver: for
-            itself, and for each replica at its end to which the receiver has no link, a number that grows with
-            each change, and the slots it has links to.
         directory: checksum of the addresses that it knows.
         pulse: seconds until its next status, at most.
     """
@@ -143,8 +145,6 @@ class Status:
     begun: Latest = -1
     open_from: Number = 0
     step: Number = 0
-    sees: list[Slot] | None = None
-    links_of_ended: dict[int, tuple[Number, list[Slot]]] = Field(default_factory=dict)
     directory: Number = 0
     pulse: Annotated[float, Field(gt=0, le=3600)] = 5.0
     type: Literal["status"] = "status"

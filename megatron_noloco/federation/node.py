@@ -85,9 +85,6 @@ class Node:
         self.dialling = Dialling(self, carriers)
         self._carriers, self._stopped = carriers, stopped
         self._stopped_ticks = 0
-        self._sees = list[int]()  # hidden replicas
-        self._links_of_ended: dict[int, tuple[int, list[int]]] = {}  # see `Status.links_of_ended`
-        self._has_news = False  # of these
         self._warnings = set[str]()
         self._tasks = set[asyncio.Task[Any]]()
         self._closing = set[asyncio.Task[Any]]()  # of these
@@ -103,8 +100,7 @@ class Node:
         Waits for others to read the end of conversations that are over here, and some seconds for them to hear
         that it has left, whereupon they end the links: some carriers take back what was not read.
         """
-        self.phase = "left"
-        self.tell()
+        self.go_on(self.begun, "left")
         await asyncio.sleep(0)
         if self._closing:
             await asyncio.wait(self._closing)
@@ -190,52 +186,26 @@ class Node:
         return min(under_way, default=self.begun + 1)
 
     def status(self, link: Link) -> Status:
-        """Return what another replica is to know of this one, and is told now."""
-        sees = None
-        if not self.directory.addresses[link.peer].endpoint and link.told.sees is not self._sees:
-            sees = link.told.sees = self._sees
-        return Status(
-            self.phase,
-            self.begun,
-            self.open_from(link.peer),
-            self.step,
-            sees,
-            self._links_unknown_to(link),
-            self.directory.checksum,
-            self.pulse_seconds,
-        )
+        """Return what another replica is to know of this one."""
+        open_from, checksum = self.open_from(link.peer), self.directory.checksum
+        return Status(self.phase, self.begun, open_from, self.step, checksum, self.pulse_seconds)
 
     def links_of_ended(self) -> dict[int, set[int]]:
         """Return the slots to which replicas at their end have links, as far as is known, with this replica's own.
 
         Some of the replicas may have no link to this one.
         """
-        return {slot: {*sees} for slot, (_, sees) in self._links_of_ended.items()} | {
+        known = self.directory.addresses.items()
+        return {slot: {*address.linked} for slot, address in known if address.is_at_end} | {
             self.slot: {*self.present()}
         }
 
-    def _links_unknown_to(self, link: Link) -> dict[int, tuple[int, list[int]]]:
-        found = dict[int, tuple[int, list[int]]]()
-        for slot, (version, sees) in self._links_of_ended.items() if self.phase == "ended" else ():
-            if link.told.links.get(slot, 0) < version:
-                link.told.links[slot] = version
-                if slot == self.slot or link.peer not in sees:
-                    found[slot] = version, sees
-        return found
-
-    def _note_links(self) -> bool:
-        """Note to whom this replica has links; return whether all are to be told news of that at its end."""
-        present = self.present()
-        if (sees := sorted(self.hidden() & present.keys())) != self._sees:
-            self._sees = sees
-        if self.phase != "ended":
-            return False
-        version, before = self._links_of_ended.get(self.slot, (self.directory.own.incarnation, []))
-        if before != (now := list(present)):
-            self._links_of_ended[self.slot] = version + 1, now
-            self._has_news = True
-        has_news, self._has_news = self._has_news, False
-        return has_news
+    def _note_links(self) -> None:
+        """Note to whom this replica has links, and tell all at once if that has changed."""
+        present, hidden, is_at_end = self.present(), self.hidden(), self.phase == "ended"
+        linked = [slot for slot in present if is_at_end or slot in hidden]
+        if self.directory.note(is_at_end, linked):
+            self.say_to_all(Known({self.slot: self.directory.own}))
 
     def tell(self) -> None:
         """Tell all others where this replica is now."""
@@ -274,10 +244,6 @@ class Node:
     def heard(self, link: Link, status: Status) -> None:
         """Act on a status of another replica."""
         self.dialling.heard(link.peer)
-        for slot, known in status.links_of_ended.items():
-            if slot != self.slot and known[0] > self._links_of_ended.get(slot, (0, []))[0]:
-                self._links_of_ended[slot] = known
-                self._has_news = True
         link.told.answered = self.directory.version
         if status.directory == self.directory.checksum:
             link.told.directory = self.directory.version
@@ -307,8 +273,7 @@ class Node:
             link.tick()
             if self._stopped_ticks == _STOP_TICKS:
                 link.end_conversations("a job was asked to stop")
-        if self._note_links():
-            self.tell()
+        self._note_links()
         differ = [link for link in self.links.values() if self._knows_less(link)]
         for link in random.sample(differ, min(MOST_TOLD, len(differ))):
             self._tell_addresses(link)

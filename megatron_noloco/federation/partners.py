@@ -77,7 +77,7 @@ class Partners:
             for least in (Availability.BUSY, Availability.FREE, Availability.WAITING)
         )
         hidden = node.hidden()
-        sees = {slot for status in node.present().values() for slot in status.sees or ()}
+        sees = {other for slot, one in seen.items() if one.present for other in addresses[slot].linked}
         sites = {slot: address.site for slot, address in addresses.items()}
         elsewhere = (sees & hidden) - {node.slot}
         known = Candidates({*addresses}, present, free, waiting, hidden, elsewhere, sites)

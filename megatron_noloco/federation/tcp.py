@@ -40,7 +40,7 @@ from megatron_noloco.federation.streams import (
 )
 from megatron_noloco.files import outside
 
-VERSION = 14  # of the protocol
+VERSION = 15  # of the protocol
 _MAGIC = b"nlco"
 _BEGIN, _DATA, _CLOSE, _ABORT = range(4)
 _HEADER_BYTES = 4

@@ -78,7 +78,7 @@ async def test_hidden_replicas_know_each_other_by_way_of_a_third() -> None:
         middle = await nodes.add(0)
         hidden = [await nodes.add(slot, address_of(0), hidden=True) for slot in (1, 2)]
         await until(lambda: all(node.hidden() == {1, 2} for node in (middle, *hidden)))
-        await until(lambda: hidden[0].present()[0].sees == [1, 2])
+        await until(lambda: hidden[0].directory.addresses[0].linked == [1, 2])
         assert set(hidden[0].present()) == {0}
 
 

@@ -21,13 +21,12 @@ def partners(seen: dict[int, PeerStatus] | None = None, hidden: tuple[int, ...] 
     """Return the partners of a replica that sees these others."""
     known = seen or {}
     addresses = {
-        slot: Address("" if slot in hidden else f"tcp://h:{1 + slot}", 1, f"site{slot}")
+        slot: Address("" if slot in hidden else f"tcp://h:{1 + slot}", 1, f"site{slot}", linked=[2, 5, OWN])
         for slot in [*known, OWN]
     }
     node: Any = SimpleNamespace(
         slot=OWN,
         seen=lambda: known,
-        present=lambda: {slot: one.status for slot, one in known.items() if one.present},
         hidden=lambda: {*hidden},
         directory=SimpleNamespace(addresses=addresses),
     )
@@ -124,7 +123,7 @@ def test_replica_is_avoided_for_rounds_or_until_restart(
 
 
 def test_hidden_replicas_that_others_reach_are_elsewhere() -> None:
-    own = partners({1: there(3, sees=[2, 5, OWN]), 2: PeerStatus()}, hidden=(2, OWN))
+    own = partners({1: there(3), 2: PeerStatus()}, hidden=(2, OWN))
     known, _ = own.candidates(4)
     assert known.members == {1, 2, OWN}
     assert known.hidden == {2, OWN}
