@@ -48,5 +48,5 @@ def outer_of(thread: NodeThread, weights: Weights, settings: NolocoSettings) -> 
     behind = FederationSettings().rounds_behind * settings.fragments
     leading = Leading(thread, Partners(thread.node, deadline, deadline, behind))
     movement = Gather(alone(weights.length))
-    replica = Replica(movement, place, Pairing(settings, SEED), leading, lambda find: find())
+    replica = Replica(movement, place, Pairing(settings, SEED), leading)
     return OuterOptimizer(weights, None, place, settings, SEED, replica)

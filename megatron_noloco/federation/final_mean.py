@@ -42,7 +42,7 @@ from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
 from megatron_noloco.federation.streams import Changes, Stream
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import gather_from_all_ranks
+from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges
 from megatron_noloco.plans.grouping import Group
@@ -149,7 +149,7 @@ class FinalMean:
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the mean, in one piece. Where nothing else has come it is the vector itself."""
         own, tree = self._replica.place.replica, self._tree
-        left_out: dict[int, str] = self._replica.tell(lambda: tree and tree.left_out)
+        left_out: dict[int, str] = computed_by_rank_0(lambda: tree.left_out if tree else {})
         included, is_mean = {own} - left_out.keys(), False
         total = self._vector.clone() if included else torch.zeros_like(self._vector)
         memory = torch.zeros_like(total)
@@ -182,8 +182,7 @@ class FinalMean:
     def _next_step(self, answer: Transfer | list[int] | None) -> _Step | None:
         """Go on with the answer to the last step; return the next on all ranks, or None at the end."""
         tree = self._tree
-        step: _Step | None = self._replica.tell(lambda: tree and tree.next_step(answer))
-        return step
+        return computed_by_rank_0(lambda: tree.next_step(answer) if tree else None)
 
     def _complete(self, mean: Tensor, included: Set[int], left_out: Mapping[int, str]) -> None:
         """Complete the report."""

@@ -19,10 +19,10 @@ use the mean, the mean of c over the R replicas is off, once, by the pair's diff
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -100,14 +100,12 @@ class Replica:
         place: of the replica among the others.
         pairing: says who exchanges with whom; used by the leader.
         leading: None on followers.
-        tell: returns on all ranks of the replica what a function returns on the leader; a collective.
     """
 
     gather: Gather
     place: Place
     pairing: Pairing
     leading: Leading | None
-    tell: Callable[[Callable[[], Any]], Any] = computed_by_rank_0
 
     @property
     def movement(self) -> Movement:
@@ -168,7 +166,7 @@ class PairExchange:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         replica, leading = self._replica, self._replica.leading
         self._vector, self._deadline = vector, None
-        self._partner, missed = replica.tell(lambda: self._choice(number))
+        self._partner, missed = computed_by_rank_0(lambda: self._choice(number))
         if self._partner is None:
             self.report = ExchangeReport((replica.place.replica,), missed=missed)
             if leading is not None:
@@ -190,7 +188,7 @@ class PairExchange:
         """Yield the whole mean; the own vector where the round is skipped. A collective of the replica."""
         outcome = _Outcome(counts=False)
         if self._partner is not None:
-            outcome = self._replica.tell(self._wait)
+            outcome = computed_by_rank_0(self._wait)
             self._transfer.wait()
             if not outcome.counts:
                 self.report.skip(self._replica.place.replica, f"replica {self._partner}{outcome.why}")

@@ -98,7 +98,6 @@ def final(thread: Any, vector: Tensor, end: MeanGroup) -> tuple[Tensor, Exchange
         Place(thread.node.slot, 64),
         Pairing(NolocoSettings(), 1),
         Leading(thread, partners),
-        lambda find: find(),
     )
     mean = FinalMean(replica, end, 60.0)
     mean.begin(vector, end.group, FINAL, "a test")

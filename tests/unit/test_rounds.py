@@ -71,7 +71,7 @@ def replica_of(node: Node, length: int = LENGTH) -> Replica:
     thread: Any = InOneLoop(node)
     leading = Leading(thread, Partners(node, DEADLINE, DEADLINE, 1000))
     gather, pairing = Gather(alone(length)), Pairing(NolocoSettings(payload="fp32"), 1)
-    return Replica(gather, Place(node.slot, 2), pairing, leading, lambda find: find())
+    return Replica(gather, Place(node.slot, 2), pairing, leading)
 
 
 class Outcome(NamedTuple):
