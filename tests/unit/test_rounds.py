@@ -225,7 +225,7 @@ class Drawn:
         if not self.is_cut_off:
             return self._anywhere(), self._anywhere()
         if self.streams == 1:
-            return draw(500, 1500), draw(500, 1500)
+            return draw(400, 700), draw(400, 700)
         if self.streams == 2:
             return draw(270, 300), draw(200, 220)  # near the last byte of a round
         return (0, 0) if asyncio.get_running_loop().time() < self.until else (None, None)
