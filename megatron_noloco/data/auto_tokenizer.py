@@ -155,7 +155,7 @@ def _first_difference(ours: Tokenizer, who: str, theirs: Any, with_ends: bool) -
         tokens = ours.encode_batch([text], from_template=True)[0].tolist()
         if with_ends:
             tokens = [*ours.before_document, *tokens]
-        other = list(theirs(text, add_special_tokens=with_ends).input_ids)
+        other = list(theirs(text, add_special_tokens=with_ends, verbose=False).input_ids)
         if tokens != other:
             return f"{text!r} as {tokens}, {who} as {other}"
     return ""

@@ -312,9 +312,13 @@ class TestAutoTokenizer:
         assert "AutoTokenizer as [195, 169" in note, note  # it joins an accent with its letter
         assert "load the tokenizer with PreTrainedTokenizerFast" in note
 
-    def test_bytes_are_exported_without_bos(self, tmp_path: Path) -> None:
-        ByteTokenizer().save(tmp_path, max_length=64)
+    def test_bytes_are_exported_without_bos(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Nor does transformers warn of the texts that are compared, longer than the model's context."""
+        transformers.logging.set_verbosity_warning()
+        transformers.logging.enable_propagation()
+        ByteTokenizer().save(tmp_path, max_length=8)
         assert check_exported(ByteTokenizer(), tmp_path) == ""
+        assert not caplog.records
         assert not folder_adds_bos(tmp_path)
         written = json.loads((tmp_path / "tokenizer_config.json").read_text())
         assert written["tokenizer_class"] == "PreTrainedTokenizerFast", (
