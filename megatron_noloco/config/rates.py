@@ -65,8 +65,8 @@ def _contradictions(
         )
     if total < steps:
         last = evaluated[steps]
-        at_last = takewhile(lambda step: evaluated[step] == last, sorted(evaluated, reverse=True))
-        first = min(at_last)
+        in_run = sorted((step for step in evaluated if step <= steps), reverse=True)
+        first = min(takewhile(lambda step: evaluated[step] == last, in_run))
         without_effect = f"; the last {count(steps - first + 1, 'local step')} would change no weight"
         yield (
             f"{_each(peaks, last)} from local step {first:,} on: scheduler.params.total_num_steps {total:,} is "

@@ -45,6 +45,7 @@ CASES: list[dict[str, Any]] = [
     {"scheduler": {"type": "WarmupLR"}},
     schedule("WarmupCosineLR", total_num_steps=20),
     schedule("WarmupCosineLR", total_num_steps=5, cos_min_ratio=0.1),
+    schedule("WarmupDecayLR", warmup_num_steps=9, total_num_steps=9),
     schedule("WarmupDecayLR", total_num_steps=1_000_000) | {"training.train_iters": 3_000_000},
     {"noloco.fragments": 2},
     {"checkpoint.save_interval": 50},
