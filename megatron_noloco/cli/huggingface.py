@@ -146,7 +146,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.auto_tokenizer import check_exported, load_as_written, load_folder
+    from megatron_noloco.data.auto_tokenizer import check_exported
     from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.weight_files import NotFiniteWeightError
@@ -154,7 +154,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
     if is_hugging_face(args.model, args.tokenizer):
-        generate(args.model[0], load_folder, *options)
+        generate(args.model[0], *options)
         return 0
     source = open_source(args.model, "mean", args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +162,7 @@ def _generate(args: argparse.Namespace) -> int:
         export(source, exported, "float32", _SHARD_BYTES)
         check_exported(source.tokenizer, exported)
         try:
-            generate(exported, load_as_written, *options)
+            generate(exported, *options)
         except NotFiniteWeightError:  # which names the file of this export
             raise StoppedError(
                 f"{source.saved}: holds NaN or infinite weights; training has diverged, take an earlier checkpoint"

@@ -58,7 +58,7 @@ def auto_differs(tokenizer: Tokenizer) -> str:
     "" if it reads the same, or the files name no class. The files hold, here and in `generate`.
     """
     as_written = tokenizer.folder is not None and _is_as_written(tokenizer.folder)
-    found = _difference(tokenizer, load_auto) if as_written else ""
+    found = _difference(tokenizer, _load_auto) if as_written else ""
     return found and _auto_advice(tokenizer.folder, found)
 
 
@@ -93,11 +93,9 @@ def check_exported(tokenizer: Tokenizer, folder: Path) -> str:
     What training puts before each document counts, too. For some families AutoTokenizer takes a class of its own,
     whatever the files say. Raises UserError where the files themselves read a text as other tokens.
     """
-    if found := _first_difference(
-        tokenizer, "the exported tokenizer", load_as_written(folder), with_ends=True
-    ):
+    if found := _first_difference(tokenizer, "the exported tokenizer", load_folder(folder), with_ends=True):
         raise UserError(f"{folder}: training reads {found}")
-    found = _first_difference(tokenizer, "AutoTokenizer", load_auto(folder), with_ends=True)
+    found = _first_difference(tokenizer, "AutoTokenizer", _load_auto(folder), with_ends=True)
     return found and _auto_advice(folder, found)
 
 
@@ -119,7 +117,11 @@ def load_folder(folder: Path) -> Any:
     For some families AutoTokenizer takes a class of its own, whatever the files say. Raises anything where it
     cannot.
     """
-    return load_as_written(folder) if _is_as_written(folder) else load_auto(folder)
+    if not _is_as_written(folder):
+        return _load_auto(folder)
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _is_as_written(folder: Path) -> bool:
@@ -128,20 +130,13 @@ def _is_as_written(folder: Path) -> bool:
     return path.is_file() and read_object(path, "copy it again").get("tokenizer_class") in _AS_WRITTEN
 
 
-def load_auto(folder: Path) -> Any:
+def _load_auto(folder: Path) -> Any:
     """Return what AutoTokenizer loads from a folder; raises anything where it cannot."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it warns of classes that it takes in place of another
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def load_as_written(folder: Path) -> Any:
-    """Return the tokenizer of a folder as its tokenizer.json has it; raises anything where it cannot."""
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _first_difference(ours: Tokenizer, who: str, theirs: Any, with_ends: bool) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import adds_bos
+from megatron_noloco.data.auto_tokenizer import adds_bos, load_folder
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object
 from megatron_noloco.huggingface.pretrained import config_for_any_version, read_architecture
@@ -82,15 +82,10 @@ def check_room(weights_bytes: int) -> None:
         )
 
 
-def generate(
-    folder: Path, load: Callable[[Path], Any], prompt: str, tokens: int, temperature: float, seed: int
-) -> None:
+def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Print `prompt` and up to `tokens` generated tokens; temperature 0 takes the most likely token.
 
     Where the model's context is full before, a line on stderr says so.
-
-    Args:
-        load: returns the tokenizer of the folder, of transformers.
 
     Raises UserError when the folder cannot be loaded, or the model cannot read the prompt.
     """
@@ -100,7 +95,7 @@ def generate(
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # warnings would interrupt the text
     torch.manual_seed(seed)
-    tokenizer, model = _load(folder, load)
+    tokenizer, model = _load(folder)
     ids = prompt_tokens(tokenizer, prompt)
     if not ids and tokenizer.eos_token is None:
         raise UserError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
@@ -183,7 +178,7 @@ def _ends(folder: Path, vocab_size: int) -> list[int] | None:
     return [end for end in ends if 0 <= end < vocab_size] or None
 
 
-def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
+def _load(folder: Path) -> tuple[Any, Any]:
     """Return tokenizer and model, with the weights that `evaluate` reads; raises UserError, in one line."""
     import transformers
 
@@ -192,7 +187,7 @@ def _load(folder: Path, load: Callable[[Path], Any]) -> tuple[Any, Any]:
     with PretrainedWeights(folder, architecture) as weights:
         tensors = weights.hf_tensors()
     try:
-        tokenizer = load(folder)
+        tokenizer = load_folder(folder)
         # Without the last two options wrong shapes are a traceback, and missing tensors are drawn at random.
         loaded: Any = getattr(transformers, family_of(architecture).hf_class).from_pretrained(
             None,

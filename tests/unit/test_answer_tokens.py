@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_noloco.data.auto_tokenizer import load_as_written
+from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs, RecordSource, Split
@@ -136,7 +136,7 @@ def made(kind: str, bos: bool) -> tuple[FastTokenizer, Any]:
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     ours = FastTokenizer(folder, prepend_bos=bos)
     ours.save(folder / "exported", 100)
-    return ours, load_as_written(folder / "exported")
+    return ours, load_folder(folder / "exported")
 
 
 def without_chat_format(tokenizer: FastTokenizer) -> FastTokenizer:

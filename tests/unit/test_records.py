@@ -132,18 +132,6 @@ class TestRecords:
             load_records(str(tmp_path / "a.parquet"), BYTES)
 
     @pytest.mark.parametrize(
-        "line",
-        [
-            '{"prompt": "a", "prompt": "b", "completion": "c"}',
-            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
-        ],
-    )
-    def test_a_key_that_is_there_twice_is_refused(self, line: str, model: Path, tmp_path: Path) -> None:
-        (tmp_path / "a.jsonl").write_text(f"\n{line}\n")
-        with pytest.raises(ValueError, match=r'a.jsonl, line 2: the key "(prompt|content)" is there twice'):
-            load_records(str(tmp_path / "a.jsonl"), FastTokenizer(model))
-
-    @pytest.mark.parametrize(
         ("record", "line"),
         [
             ({"text": "a"}, r'has "text" \(text\); a record is an object with "messages", a list of objects'),
@@ -333,12 +321,6 @@ def test_the_closing_hint_has_a_prompt_that_suits(model: Path) -> None:
     assert example_prompt(chat, FastTokenizer(model)) == r"$'<user>Hello\n<assistant>'"
     assert example_prompt(chat, BYTES) == "'a prompt such as those of the records'"
     assert example_prompt(text, BYTES) == '""'
-
-
-def test_too_few_records_for_a_batch(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})
-    with pytest.raises(ValueError, match=r"one global batch needs 2 samples of 8 tokens, the training .*"):
-        open_data(source(path, "1"), BYTES, Needs(257, 8, global_batch=2, evaluates=False))
 
 
 @pytest.mark.parametrize("changed", ["prompt", "completion"])
