@@ -4,6 +4,7 @@ A file is written under another name, synced, then renamed.
 """
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -96,6 +97,11 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object; {advice}")
     return content
+
+
+def sha256_of(content: Any) -> str:
+    """Return the hex SHA-256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

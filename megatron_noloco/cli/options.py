@@ -113,7 +113,7 @@ def duration(text: str) -> float:
 def rate(text: str) -> float:
     """Return times per second."""
     number, slash, unit = text.partition("/")
-    seconds = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}.get(unit) if slash else None
+    seconds = _UNITS["time"].get(unit) if slash else None
     if seconds is None or not 0 < _number(number) < math.inf:
         raise argparse.ArgumentTypeError(f'"{text}" is not a rate above 0, such as 6/h or 2/d')
     return _number(number) / seconds

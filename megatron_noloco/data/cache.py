@@ -20,12 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_noloco.data.chat import sha256_of
 from megatron_noloco.data.formats import Advance
 from megatron_noloco.data.inputs import Input
 from megatron_noloco.data.progress import Progress
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import put_in_place, write_text, writing
+from megatron_noloco.files import put_in_place, sha256_of, write_text, writing
 from megatron_noloco.job import activity
 
 _FORMAT = 6  # of entries; another one where the same files would become other tokens or facts

@@ -1,6 +1,5 @@
 """Conversations for fine-tuning: what their messages may hold, and what a chat template makes of them."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.errors import UserError
+from megatron_noloco.files import sha256_of
 from megatron_noloco.job.activity import line_of
 
 _KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must change what the template writes
@@ -18,11 +18,6 @@ _NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where 
 _OF_CALLS = ("name", "arguments")
 _CLOCK = "strftime_now"  # the only way to a date that transformers gives to templates
 _CLOCK_THAT_STANDS = '{% macro strftime_now(format) %}{{ format | replace("%", "DAY") }}{% endmacro %}'
-
-
-def sha256_of(content: Any) -> str:
-    """Return the hex SHA-256 of what JSON can hold."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class ChatTemplate:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_noloco.data.chat import ChatTemplate, sha256_of
+from megatron_noloco.data.chat import ChatTemplate
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import read_object
+from megatron_noloco.files import read_object, sha256_of
 
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
 _TOKENIZER, _CONFIG, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

@@ -38,9 +38,9 @@ def shortened(config: RunConfig, steps: int, factor: float = 1.0) -> RunConfig:
         phases = {"warmup_num_steps": warm_up} | {name: params[name] for name in _PHASES if name in params}
         # Rounded down, so that together they are no longer than the run.
         phases = {name: max(min(1, phase), phase * steps // whole) for name, phase in phases.items()}
-        peaks = {name: params[name] * factor for name in PEAKS if params.get(name) is not None}
+        peaks = {name: _times(factor, params[name]) for name in PEAKS if params.get(name) is not None}
         scheduler = scheduler.replace(params=scheduler.params.replace(**phases, **peaks))
-    rates = {name: rate * factor for name, rate in optimizer.rates.items()}
+    rates = {name: _times(factor, rate) for name, rate in optimizer.rates.items()}
     return config.replace(
         **({} if scheduler is None else {"scheduler": scheduler}),
         optimizer=optimizer.replace(params=optimizer.params.replace(**rates)),
@@ -50,6 +50,11 @@ def shortened(config: RunConfig, steps: int, factor: float = 1.0) -> RunConfig:
         tensorboard=config.tensorboard.replace(enabled=False),
         wandb=config.wandb.replace(enabled=False),
     )
+
+
+def _times(factor: float, rate: float) -> float:
+    """Return a learning rate times a factor, in three digits."""
+    return float(f"{factor * rate:.3g}")
 
 
 def trainer(ranks: int = 1) -> list[str]:

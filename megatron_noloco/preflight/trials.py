@@ -1,7 +1,5 @@
 """The search of `tune`: short runs with other learning rates, each made once."""
 
-import hashlib
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +9,7 @@ from typing import Any
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.errors import UserError
+from megatron_noloco.files import sha256_of
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
@@ -83,18 +82,10 @@ class Trials:
         return best_factor(bracket(self.loss, SHORT_RUN_RATE_RATIO)) / SHORT_RUN_RATE_RATIO
 
     def block(self, factor: float) -> dict[str, Any]:
-        """Return the blocks of the file that have learning rates, with these times `factor`, in three digits."""
-        run = shortened(self.config, self.config.training.train_iters, factor)
-        raw, rates = run.given(), {"optimizer": run.optimizer.rates}
-        if run.scheduler is not None:
-            peaks = ((name, getattr(run.scheduler.params, name, None)) for name in PEAKS)
-            rates["scheduler"] = {name: peak for name, peak in peaks if peak is not None}
-        return {
-            name: raw[name]
-            | {"params": raw[name]["params"] | {rate: float(f"{value:.3g}") for rate, value in found.items()}}
-            for name, found in rates.items()
-            if found
-        }
+        """Return the blocks of the file that have learning rates, with these times `factor`."""
+        run = shortened(self.config, self.config.training.train_iters, factor).given()
+        has_rates = run.get("scheduler", {}).get("params", {}).keys() & {*PEAKS}
+        return {name: run[name] for name in ("optimizer", *["scheduler"] * bool(has_rates))}
 
     def loss(self, factor: float) -> float:
         """Return the mean model's loss at the end of a short run with the learning rates times `factor`.
@@ -104,7 +95,7 @@ class Trials:
         """
         steps = self.steps
         config = shortened(self.config, steps, factor)
-        name = hashlib.sha256(json.dumps(config.given(), sort_keys=True).encode()).hexdigest()[:16]
+        name = sha256_of(config.given())[:16]
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in config.optimizer.rates.items())
         folder = self.folder / name
         if not (row := _last_evaluation(folder, steps)):
