@@ -67,9 +67,10 @@ def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Pi
 
 def why_left_out(item: Input, counts: Counts, decompressed: bool = True) -> str:
     """Return why a file is no text, and count it; "" if it is."""
-    problem = text_problem(item.path, decompressed) if item.bytes else "is empty"
+    is_empty = item.bytes == item.mark
+    problem = "is empty" if is_empty else text_problem(item.path, decompressed)
     if problem:
-        counts.leave_out("not_text" if item.bytes else "empty_files", item)
+        counts.leave_out("empty_files" if is_empty else "not_text", item)
     return problem
 
 

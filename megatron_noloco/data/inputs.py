@@ -20,7 +20,7 @@ from megatron_noloco.data.formats import (
     read_texts,
 )
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside
+from megatron_noloco.files import outside, without_mark
 
 JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"
 _NAMED = 3  # files of each kind in a summary
@@ -56,6 +56,12 @@ class Input:
     def bytes(self) -> int:
         """Size on disk."""
         return self.path.stat().st_size
+
+    @property
+    def mark(self) -> int:
+        """Bytes of the byte order mark at the beginning of a text."""
+        with self.path.open("rb") as file:
+            return len(head := file.read(3)) - len(without_mark(head))
 
     def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
         """Return the lines of JSON or the rows of Parquet; `columns`: of Parquet, None: all."""

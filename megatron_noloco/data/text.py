@@ -17,7 +17,6 @@ from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import without_mark
 
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _GOLDEN = 2654435769  # 2^32 over the golden ratio: multiples of it, modulo 2^32, lie evenly
@@ -73,10 +72,8 @@ def find_texts(inputs: Sequence[Input], counts: Counts) -> list[TextRange]:
                 advice = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
                 raise UserError(f"data.text: {item.path}: {problem}; {advice}")
             continue
-        with item.path.open("rb") as file:
-            head = file.read(3)
-        texts.append(TextRange(item, len(head) - len(without_mark(head)), item.bytes))
-        counts["bytes"] += item.bytes
+        texts.append(TextRange(item, item.mark, item.bytes))
+        counts["bytes"] += item.bytes - item.mark
         counts["files"] += 1
         counts["json_as_text"] += item.path.suffix.lower() in JSON_LINES
     return texts
