@@ -17,11 +17,11 @@ from megatron_noloco.data.records import find_records
 from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
 from megatron_noloco.data.sources import (
     STANDARD_LIBRARY,
-    WHOLE,
     IndexedSource,
     Needs,
     RecordSource,
     Source,
+    Split,
     TextSource,
 )
 from megatron_noloco.data.text import Text
@@ -145,7 +145,7 @@ def open_whole(
     prefix, notes = data, ""
     try:
         if not Path(f"{data}.idx").exists():
-            entry = kind_of(TextSource(data, WHOLE, cache), tokenizer).make()
+            entry = kind_of(TextSource(data, Split(1, 0, 0), cache), tokenizer).make()
             prefix, notes = entry.prefix, entry.facts["notes"]
         tokens = open_indexed(prefix, tokenizer).tokens
     except UserError as error:

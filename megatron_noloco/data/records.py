@@ -108,9 +108,7 @@ def _with_beginning(
         lead = (tokenizer.end_of_document,)
     elif tuple(tokens[: len(begin)]) == begin:  # a template may write it itself
         lead = ()
-    return (
-        (np.insert(tokens, 0, lead), np.insert(answer, 0, [False] * len(lead))) if lead else (tokens, answer)
-    )
+    return np.insert(tokens, 0, lead), np.insert(answer, 0, [False] * len(lead))
 
 
 def _apart(

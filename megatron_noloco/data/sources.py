@@ -47,7 +47,6 @@ class Split:
         return [0, *(round(share * number) for share in accumulate((self.train, self.validation))), number]
 
 
-WHOLE = Split(1, 0, 0)
 STANDARD_LIBRARY = "python-stdlib"  # in place of a path: the sources of Python's standard library here
 
 

@@ -207,7 +207,7 @@ def with_first_weights(alike: RunIdentity, digest: str | None) -> RunIdentity:
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     """Return tokenizer and model of a run that this machine could start; `config --check` calls it, too.
 
-    Changes nothing on disk, and reads only the beginning of the data. Raises UserError, one line per problem.
+    Changes nothing on disk, and reads of the data at most an index. Raises UserError, one line per problem.
     """
     _check_machine(config)
     output_dir = Path(config.training.output_dir)
