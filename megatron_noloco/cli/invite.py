@@ -89,7 +89,7 @@ def _invite(args: argparse.Namespace) -> int:
 
     from megatron_noloco.config import load_config
     from megatron_noloco.federation.invitation import Wish
-    from megatron_noloco.federation.ticket import Ticket, line_of
+    from megatron_noloco.federation.joining import Ticket, line_of
     from megatron_noloco.settings import MOST_SLOTS
     from megatron_noloco.training.prepare import network_for
 
@@ -151,8 +151,7 @@ def _join(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # likewise
     if args.line != [_STDIN] and {*args.line} <= {*sys.argv}:
         _hide(args.line)
-    from megatron_noloco.federation.joining import join
-    from megatron_noloco.federation.ticket import ticket_in
+    from megatron_noloco.federation.joining import join, ticket_in
     from megatron_noloco.preflight import newcomer
     from megatron_noloco.preflight.short_run import trainer
 

@@ -7,7 +7,7 @@ request every few seconds, however many streams it has. See `store` for what is 
 A stream has the name of the inbox of the process that dials, and a number which that process counts. Its files in
 both directions have this name, see `folder_stream`. So nothing of a stream that has ended is read by another one.
 
-Where the federation has a key, files are encrypted together with their names (see `sealing`), and a stream begins
+Where the federation has a key, files are encrypted together with their names (see `keys`), and a stream begins
 once: who owns the folder can end a stream, by removing a file, and can neither read, forge, repeat nor reorder.
 
 A reader removes a file when it has it in memory. Files that no stream wants stay until the reader leaves. What a
@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_noloco.federation.folder_stream import FILE_BYTES, HEAD, FolderStream
-from megatron_noloco.federation.sealing import MOST_ADDED, Sealing
+from megatron_noloco.federation.keys import MOST_ADDED, Sealing
 from megatron_noloco.federation.store import Caller, Store
 from megatron_noloco.federation.streams import Buffer, Carrier, Serve, Stream
 

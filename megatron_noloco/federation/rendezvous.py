@@ -10,8 +10,8 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.directory import endpoint_of, host_of, is_endpoint, split
 from megatron_noloco.federation.folder import FolderCarrier
+from megatron_noloco.federation.keys import Checksum, Cipher
 from megatron_noloco.federation.messages import Address
-from megatron_noloco.federation.sealing import Checksum, Cipher
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.tcp import VERSION
 from megatron_noloco.job.join import is_link_local

@@ -11,7 +11,7 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_noloco.federation.folder import FolderCarrier
-from megatron_noloco.federation.sealing import Checksum, Cipher, Sealing
+from megatron_noloco.federation.keys import Checksum, Cipher, Sealing
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.streams import Carrier
 

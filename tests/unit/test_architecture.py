@@ -49,7 +49,7 @@ DOORS = {
         *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what others send
         f"{PACKAGE}/checkpoint/catalog.py",
     ),
-    "cryptography": (f"{PACKAGE}/federation/keys.py", f"{PACKAGE}/federation/sealing.py"),
+    "cryptography": (f"{PACKAGE}/federation/keys.py",),
     "fsspec": (f"{PACKAGE}/federation/store.py",),
     "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),
 }

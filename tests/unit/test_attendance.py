@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_noloco.federation.attendance import Attendance
 from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.folder import FolderCarrier
+from megatron_noloco.federation.keys import Checksum
 from megatron_noloco.federation.links import PeerStatus
 from megatron_noloco.federation.messages import Address, Status
 from megatron_noloco.federation.node import Node
-from megatron_noloco.federation.sealing import Checksum
+from megatron_noloco.federation.node_thread import Attendance
 from megatron_noloco.federation.store import Store
 from tests.unit.memory_streams import MemoryCarrier
 from tests.unit.nodes import MEMBER, Nodes, address_of, until

@@ -18,10 +18,9 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation import folder_stream
 from megatron_noloco.federation.folder import FolderCarrier
 from megatron_noloco.federation.folder_stream import HEAD
-from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.keys import Checksum, Cipher, Keys, Sealing
 from megatron_noloco.federation.messages import Address
 from megatron_noloco.federation.rendezvous import Folder
-from megatron_noloco.federation.sealing import Checksum, Cipher, Sealing
 from megatron_noloco.federation.store import Store, seconds_of_calls
 from megatron_noloco.federation.streams import RefusedError, Serve, Stream, StreamEndedError
 from tests.unit import nodes

@@ -27,13 +27,12 @@ from megatron_noloco.federation.invitation import (
     Wish,
     ask_invitation,
 )
-from megatron_noloco.federation.joining import Admission, join
+from megatron_noloco.federation.joining import Admission, Ticket, join
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address, Member
 from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.streams import Stream, StreamEndedError
 from megatron_noloco.federation.tcp import TcpCarrier
-from megatron_noloco.federation.ticket import Ticket
 
 MEMBER = Member(7)
 OFFER = Offer(JoinRequirements(["text"], False), {"seed": 1}, "the key", {"tokenizer.json": "e30="})

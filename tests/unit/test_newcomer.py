@@ -29,11 +29,11 @@ from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.invitation import INVITE, Invitations, JoinBundle, JoinRequirements
+from megatron_noloco.federation.joining import Ticket, line_of, ticket_in
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address
 from megatron_noloco.federation.node import Node
 from megatron_noloco.federation.tcp import TcpCarrier
-from megatron_noloco.federation.ticket import Ticket, line_of, ticket_in
 from megatron_noloco.fields import fields_of
 from megatron_noloco.preflight import machine
 from megatron_noloco.preflight.machine import Finding

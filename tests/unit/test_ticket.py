@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from megatron_noloco import __version__
-from megatron_noloco.federation.ticket import Ticket, line_of, ticket_in
+from megatron_noloco.federation.joining import Ticket, line_of, ticket_in
 
 TICKET = Ticket(__version__, "tcp://10.0.0.1:29600", "0f" * 32, "a1" * 16)
 
