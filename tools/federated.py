@@ -32,7 +32,7 @@ def open_replica(slot: int, folder: Path, listen: str = _LOOPBACK, keys: Keys | 
 def open_in_store(slot: int, url: str, key: Path) -> tuple[NodeThread, Counter[str]]:
     """Connect a replica without a port to the others, through a folder or a bucket; return also its requests."""
     store = Store.of(url)
-    network = Network(Folder(store, _RUN), Member(_RUN), None, Keys.read(key), key_file=key)
+    network = Network(Folder(store, _RUN), Member(_RUN), None, Keys.read(key))
     return open_node(network, slot), store.calls
 
 

@@ -37,11 +37,13 @@ class Keys:
         dials: for connections that this process opens.
         admits: for connections of members, and of processes that show no certificate.
         fingerprint: of the certificate that the other side must show.
+        path: of the key file; "." of a newcomer, which has none.
     """
 
     dials: ssl.SSLContext
     admits: ssl.SSLContext
     fingerprint: str
+    path: Path = Path()
 
     @classmethod
     def of_newcomer(cls, fingerprint: str) -> "Keys":
@@ -78,7 +80,7 @@ class Keys:
                 _context(role, path) for role in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
             )
             admits.verify_mode = ssl.CERT_OPTIONAL
-            return cls(dials, admits, fingerprint_of(path))
+            return cls(dials, admits, fingerprint_of(path), path)
         except ssl.SSLError:
             pass
         except OSError as error:

@@ -22,7 +22,6 @@ from megatron_noloco.federation.rounds import Leading, Replica
 from megatron_noloco.federation.takeover import TakeOver
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
-from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
@@ -97,17 +96,14 @@ class Membership:
 
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
         """Wait for others at the start; return whether enough came, and why no other can."""
-        thread = self._thread
-        self._wait_for(1, FIRST_SECONDS)
+        thread, others = self._thread, self.federation.start_with - 1
+        self._wait_for(max(1, others), FIRST_SECONDS)
         seconds = self.noloco.deadline_seconds
         is_alone = len(thread.node.directory.addresses) == 1  # who is refused has no address there
         refusal = thread.node.dialling.refusal if is_alone else ""
         if done:
             seconds, refusal = min(seconds, TOGETHER_SECONDS), ""
-        others = self.federation.start_with - 1
         came = not refusal and self._wait_for(others, seconds, trained=True)
-        if came:
-            self._wait_for(others, FIRST_SECONDS)  # they may start with this one, and have no link to it yet
         return came or done > 0, refusal
 
     def _wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
@@ -191,8 +187,6 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ru
         Member(run, digests, alike.kind),
         None if federation.listen == "off" else federation.listen or rendezvous.listen,
         None if key_file is None else Keys.read(key_file),
-        partial(reachable_address, rendezvous.hosts),
         federation.advertise,
-        key_file,
         federation.site or "",
     )

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -34,7 +33,7 @@ from megatron_noloco.federation.rendezvous import (
     reachable,
 )
 from megatron_noloco.federation.tcp import TcpCarrier
-from megatron_noloco.job.join import is_link_local
+from megatron_noloco.job.join import is_link_local, reachable_address
 
 _PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _NO_ADDRESS = "; it must be an address of this host, or * for all"
@@ -51,8 +50,7 @@ class Network:
         member: what the others must have alike.
         site: see `Address`.
         listen: port 0: any. None: no other job can connect to this one.
-        keys, key_file: None: nothing is authenticated or encrypted.
-        host: returns the address of this host; needed where a replica listens on all interfaces.
+        keys: None: nothing is authenticated or encrypted.
         advertise: where the others reach this replica; None: where it listens.
 
     Raises UserError for an address to listen at or to advertise that is not one, or leads to no known port.
@@ -62,9 +60,7 @@ class Network:
     member: Member
     listen: str | None = "tcp://*:0"
     keys: Keys | None = None
-    host: Callable[[], str] = socket.gethostname
     advertise: str | None = None
-    key_file: Path | None = None
     site: str = ""
 
     def __post_init__(self) -> None:
@@ -105,7 +101,7 @@ def open_node(network: Network, slot: int, stopped: Callable[[], bool] = lambda:
         carriers = Carriers(TcpCarrier(network.keys, listener, tell))
         own = endpoint
         if listener is None and isinstance(network.rendezvous, Folder):
-            folder = network.rendezvous.carrier(slot, network.key_file, tell)
+            folder = network.rendezvous.carrier(slot, network.keys, tell)
             carriers, own = carriers._replace(folder=folder), folder.endpoint
         address = Address(own, time.time_ns(), network.site)
         node = Node(slot, address, network.member, carriers, stopped)
@@ -144,7 +140,8 @@ def _announced(network: Network, listener: socket.socket | None) -> str:
     """Return where the others reach this replica; "" where they do not."""
     if listener is None:
         return ""
-    return network.advertise or reachable(endpoint_of(*listener.getsockname()[:2]), network.host)
+    listens = endpoint_of(*listener.getsockname()[:2])
+    return network.advertise or reachable(listens, lambda: reachable_address(network.rendezvous.hosts))
 
 
 def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:

@@ -3,14 +3,13 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.directory import endpoint_of, host_of, is_endpoint, split
 from megatron_noloco.federation.folder import FolderCarrier
-from megatron_noloco.federation.keys import Checksum, Cipher
+from megatron_noloco.federation.keys import Checksum, Cipher, Keys
 from megatron_noloco.federation.messages import Address
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.tcp import VERSION
@@ -99,9 +98,9 @@ class Folder:
                     continue
         return Found(found, (), missing)
 
-    def carrier(self, slot: int, key_file: Path | None, tell: Callable[[str], object]) -> FolderCarrier:
+    def carrier(self, slot: int, keys: Keys | None, tell: Callable[[str], object]) -> FolderCarrier:
         """Return what carries streams through the folder."""
-        sealing = Checksum() if key_file is None else Cipher.read(key_file)
+        sealing = Checksum() if keys is None else Cipher.read(keys.path)
         return FolderCarrier(self.store.below(f"streams_{self.run:016x}"), slot, sealing, tell)
 
     def why_alone(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_noloco.federation import network as network_module
 from megatron_noloco.federation import node_thread, tcp
 from megatron_noloco.federation.directory import split
 from megatron_noloco.federation.keys import Keys
@@ -196,8 +197,9 @@ def test_a_host_without_a_route_is_known_by_its_name(
     monkeypatch.undo()
     name = socket.gethostname()
     seeds = Seeds.of("127.0.0.1:1")
+    monkeypatch.setattr(network_module, "reachable_address", lambda hosts: name)
     for advertise in (None, f"tcp://{name}:{(port := free_port())}"):
-        network = Network(seeds, MEMBER, f"tcp://*:{port}", host=lambda: name, advertise=advertise)
+        network = Network(seeds, MEMBER, f"tcp://*:{port}", advertise=advertise)
         with replicas(network) as (own,):
             assert own.node.directory.own.endpoint == f"tcp://{name}:{port}"
     (line,) = capfd.readouterr().err.splitlines()
@@ -210,9 +212,12 @@ def test_a_name_that_is_too_long_for_python_is_no_fault(monkeypatch: pytest.Monk
     assert reachable_address()
 
 
-def test_link_local_addresses_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_link_local_addresses_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Of a seed and of this host. Two machines with a cable between them may have no others."""
-    network = Network(Seeds.of("169.254.7.7:9"), MEMBER, "tcp://*:0", host=lambda: "169.254.7.8")
+    monkeypatch.setattr(network_module, "reachable_address", lambda hosts: "169.254.7.8")
+    network = Network(Seeds.of("169.254.7.7:9"), MEMBER, "tcp://*:0")
     with replicas(network) as (own,):
         assert split(own.node.directory.own.endpoint)[0] == "169.254.7.8"
     of_seed, of_own = capfd.readouterr().err.splitlines()

@@ -18,9 +18,9 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation import network as module
 from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.federation.directory import Directory, endpoint_of, split
-from megatron_noloco.federation.membership import join_federation, network_of
+from megatron_noloco.federation.membership import join_federation
 from megatron_noloco.federation.messages import LARGEST, Address, Member
-from megatron_noloco.federation.network import Network, open_node
+from megatron_noloco.federation.network import Network, _announced, listening, open_node
 from megatron_noloco.federation.rendezvous import Folder, Seeds, reachable, rendezvous_of
 from megatron_noloco.federation.store import Store
 from megatron_noloco.job.join import _address_towards, reachable_address
@@ -162,8 +162,9 @@ def test_a_seed_may_have_either_kind_of_address(address: str) -> None:
 
 def test_job_announces_its_route_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
-    federation = FederationSettings(rendezvous="tcp://first:29600", encryption="none")
-    assert network_of(federation, NolocoSettings(), RunIdentity({})).host() == "10.77.0.2"
+    with listening("*", 0) as listener:
+        announced = _announced(Network(Seeds.of("first:29600"), MEMBER), listener)
+        assert announced == f"tcp://10.77.0.2:{listener.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
