@@ -7,7 +7,7 @@
 | that it is ready (`Ready`) | all that it needs, once (`JoinBundle`) |
 
 The job that made an invitation keeps it, in a file that has a digest of the secret. A process with the key asks
-for a new invitation (`Wish`), in a visit of the kind "invite". `joining` has the side of the newcomer.
+for a new invitation (`Wish`), in a `Visit`. `joining` has the side of the newcomer.
 """
 
 import asyncio
@@ -41,7 +41,6 @@ from megatron_noloco.federation.streams import Carrier, Stream, StreamEndedError
 from megatron_noloco.files import write_text
 from megatron_noloco.settings import MOST_SLOTS, TCP
 
-INVITE = "invite"  # kind of the visit
 DataField = Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path"]
 DATA = get_args(DataField)
 MOST_PROBE_BYTES = 2**25
@@ -279,7 +278,7 @@ async def ask_invitation(carrier: Carrier, endpoint: str, member: Member, wish: 
     """Ask a job for an invitation. Raises ConnectionError and TimeoutError."""
     late = f"the process at {endpoint} makes no invitation"
     async with await carrier.dial(endpoint) as stream, within(_WISH_SECONDS, late):
-        await say(stream, Visit(INVITE, member))
+        await say(stream, Visit(member))
         await send_json(stream, _WISH, wish)
         return await receive_json(stream, _MADE, LONGEST_FIRST_BYTES)
 

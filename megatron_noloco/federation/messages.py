@@ -5,7 +5,7 @@
 | Hello | first on a link, from both sides | who the sender is |
 | Later | in place of a Hello, or after it | the receiver is not the latest process of its slot |
 | Header | first on any other stream of a replica | which conversation begins |
-| Visit | first on a stream of a program that is no replica | which conversation begins |
+| Visit | first on a stream of a program that is no replica | a request for an invitation begins |
 | Status | on a link, now and then and at each change | where the sender is in its rounds |
 | Known | on a link | addresses that are new to the receiver, as far as the sender knows |
 | Open | on a link | the receiver is to open a stream, since the sender cannot |
@@ -117,9 +117,8 @@ class Header:
 
 @dataclass(frozen=True, config=STRICT)
 class Visit:
-    """Begins a conversation with a program that is no replica."""
+    """Begins to ask for an invitation, as a program with the key that is no replica."""
 
-    kind: Text
     member: Member
     type: Literal["visit"] = "visit"
 

@@ -55,7 +55,7 @@ class Node:
     Attributes:
         links: to all replicas that were ever heard of, by slot.
         serves: this side of conversations that another replica opens, by kind.
-        visitors: this side of conversations with members that are no replicas, by kind.
+        invites: this side of the conversation with a member that wants an invitation; None: there is no such.
         strangers: this side of the conversation with who has not shown the key; None: there is no such.
         phase: of this replica, as `begun` and `step`; see `Status`. `tell` tells them to the others.
         under_way: the partner in each round that is under way, by its number.
@@ -75,7 +75,7 @@ class Node:
         self.directory = Directory(slot, address)
         self.links: dict[int, Link] = {}
         self.serves: dict[str, Serve] = {}
-        self.visitors: dict[str, Callable[[Stream], Awaitable[None]]] = {}
+        self.invites: Callable[[Stream], Awaitable[None]] | None = None
         self.strangers: Callable[[Stream], Awaitable[None]] | None = None
         self.phase: Phase = "training"
         self.begun, self.step = -1, 0
@@ -315,9 +315,9 @@ class Node:
             case Visit():
                 if line := self._unfit("a visitor", first.member):
                     raise StreamEndedError(line)
-                if first.kind not in self.visitors:
-                    raise MalformedError(f"there are no visits of the kind {first.kind}")
-                await self.visitors[first.kind](stream)
+                if self.invites is None:
+                    raise StreamEndedError("this job makes no invitations")
+                await self.invites(stream)
 
     async def _serve(self, header: Header, stream: Stream) -> None:
         link = self.links.get(header.slot)

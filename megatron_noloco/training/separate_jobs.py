@@ -9,7 +9,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.federation_peers import FederationPeers
-from megatron_noloco.federation.invitation import INVITE, Invitations
+from megatron_noloco.federation.invitation import Invitations
 from megatron_noloco.federation.keys import fingerprint_of
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.federation.node_thread import NodeThread
@@ -51,7 +51,7 @@ def _invite(thread: NodeThread, config: RunConfig, tokenizer: Tokenizer) -> None
         path = config.training.folder_of(node.slot) / "invitations.json"
         offer = partial(offered, config, tokenizer, fingerprint)
         invitations = Invitations(offer, node, path)
-        node.visitors[INVITE], node.strangers = invitations.invite, invitations.welcome
+        node.invites, node.strangers = invitations.invite, invitations.welcome
 
     thread.do(begin)
 

@@ -19,7 +19,6 @@ from megatron_noloco.federation import dialling, invitation, joining
 from megatron_noloco.federation.dialling import Carriers
 from megatron_noloco.federation.invitation import (
     BUNDLE,
-    INVITE,
     REQUIREMENTS,
     Invitations,
     JoinRequirements,
@@ -58,7 +57,7 @@ class Job:
         node.directory.merge({0: Address("tcp://127.0.0.1:1", 5), 3: Address("", 5)})
         node.warn = self.told.append
         invitations = Invitations(lambda: self.offer(), node, self.path)
-        node.strangers, node.visitors[INVITE] = invitations.welcome, invitations.invite
+        node.strangers, node.invites = invitations.welcome, invitations.invite
         await node.start()
         try:
             async with asyncio.timeout(SECONDS):

@@ -28,7 +28,7 @@ from megatron_noloco.config.agreed import divided, is_taken
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.federation.dialling import Carriers
-from megatron_noloco.federation.invitation import INVITE, Invitations, JoinBundle, JoinRequirements
+from megatron_noloco.federation.invitation import Invitations, JoinBundle, JoinRequirements
 from megatron_noloco.federation.joining import Ticket, line_of, ticket_in
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.messages import Address
@@ -99,7 +99,7 @@ def running(config: RunConfig, told: Callable[[str], object]) -> Iterator[str]:
         offer = partial(offered, config, build_tokenizer(config.data.tokenizer), network.keys.fingerprint)
         path = Path(config.training.output_dir) / "invitations.json"
         invitations = Invitations(offer, node, path)
-        node.strangers, node.visitors[INVITE] = invitations.welcome, invitations.invite
+        node.strangers, node.invites = invitations.welcome, invitations.invite
         await node.start()
         started.set()
         await ends.wait()
