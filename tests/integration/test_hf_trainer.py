@@ -6,7 +6,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,25 +49,21 @@ if find_spec("accelerate"):
 
 
 class Loop:
-    """Stands for a Trainer: what a callback sees of it, and when it is called."""
+    """Stands for a Trainer: what its callback sees of it, and when the callback is called."""
+
+    callback: Any
 
     def __init__(self, folder: Path, slot: int) -> None:
         torch.manual_seed(0)
         self.slot, self.model_wrapped = slot, nn.Linear(3, 1)
         self.optimizer = torch.optim.SGD(self.model_wrapped.parameters(), lr=0.1)
         self.lr_scheduler: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        off = dict.fromkeys(("load_best_model_at_end", "logging_first_step", "push_to_hub"), False)
+        strategies = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "steps")
         self.args = SimpleNamespace(
-            output_dir=str(folder / f"replica_{slot}"),
-            process_index=0,
-            world_size=1,
-            load_best_model_at_end=False,
-            logging_strategy="steps",
-            logging_first_step=False,
-            eval_strategy="steps",
-            eval_delay=0,
-            save_strategy="steps",
-            push_to_hub=False,
-        )
+            output_dir=str(folder / f"replica_{slot}"), process_index=0, world_size=1, eval_delay=0,
+            **off, **strategies,
+        )  # fmt: skip
         self.state: Any = SimpleNamespace(
             global_step=0, max_steps=12, logging_steps=3, eval_steps=4, save_steps=5
         )
@@ -77,6 +73,16 @@ class Loop:
         self.logged: list[dict[str, Any]] = []
         self.callback_handler = SimpleNamespace(callbacks=list[Any]())
 
+    def begin(self, folder: Path, **options: Any) -> Any:
+        """Begin to train in the federation of this folder; returns the callback."""
+        there = federation(folder, self.slot, 2, **options)
+        self.callback = NolocoCallback(self, settings=SETTINGS, **there)  # type: ignore[arg-type]
+        self.call("on_train_begin")
+        return self.callback
+
+    def call(self, event: str) -> None:
+        getattr(self.callback, event)(self.args, self.state, self.control)
+
     @property
     def model(self) -> nn.Module:
         return self.model_wrapped
@@ -85,17 +91,16 @@ class Loop:
         self.logged.append(values)
         self.control.should_log = False  # as transformers does
 
-    def steps(self, callback: NolocoCallback, until: int) -> None:
+    def steps(self, until: int) -> None:
         while self.state.global_step < until:
-            points = torch.rand(
-                4, 3, generator=torch.Generator().manual_seed(7 * self.state.global_step + self.slot)
-            )
+            generator = torch.Generator().manual_seed(7 * self.state.global_step + self.slot)
+            points = torch.rand(4, 3, generator=generator)
             self.optimizer.zero_grad()
             self.model_wrapped(points).square().mean().backward()
             self.optimizer.step()
             self.lr_scheduler.step()
             self.state.global_step += 1
-            callback.on_step_end(self.args, self.state, self.control)
+            self.call("on_step_end")
             assert self.control.should_log, "the loss is logged as well"
 
     @property
@@ -113,25 +118,23 @@ def interrupted(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor, 
     last step, and after the average; the lines logged.
     """
     loop = Loop(folder, slot)
-    callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "first", slot, 2))  # type: ignore[arg-type]
-    callback.on_train_begin(loop.args, loop.state, loop.control)
-    loop.steps(callback, 4)
+    loop.begin(folder / "first")
+    loop.steps(4)
     loop.control.should_save = True  # as DefaultFlowCallback, the first one, says
-    loop.steps(callback, 5)
-    callback.noloco.close()
+    loop.steps(5)
+    loop.callback.noloco.close()
 
-    callback = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "second", slot, 2))  # type: ignore[arg-type]
-    callback.on_train_begin(loop.args, loop.state, loop.control)
-    steps = [loop.state.global_step, callback.noloco.done]
-    until(node_of(callback.noloco).present)
-    loop.steps(callback, 6)
+    noloco = loop.begin(folder / "second").noloco
+    steps = [loop.state.global_step, noloco.done]
+    until(node_of(noloco).present)
+    loop.steps(6)
     loop.folder.mkdir()  # which the Trainer has written
-    callback.on_save(loop.args, loop.state, loop.control)
+    loop.call("on_save")
     steps.append(int(saved_in(loop.folder)["local_steps_done"]))
     loop.control.should_save = False
-    loop.steps(callback, 12)
+    loop.steps(12)
     last = loop.weights()
-    callback.on_train_end(loop.args, loop.state, loop.control)
+    loop.call("on_train_end")
     return steps, last, loop.weights(), loop.logged
 
 
@@ -144,21 +147,19 @@ def late(slot: int, rank: int, folder: Path) -> tuple[int, dict[str, Any], float
         membership.FIRST_SECONDS = 0.0  # nobody is there to be waited for
     loop = Loop(folder, slot)
     loop.optimizer.param_groups[0]["momentum"] = 0.9
-    there = federation(folder, slot, 2, start_with=1 + slot, rounds_behind=2)
-    callback: Any = NolocoCallback(loop, settings=SETTINGS, **there)  # type: ignore[arg-type]
     came, loop.state.max_steps = folder / "came", 10**6
     if slot == 1:
         until((folder / "trained").exists)
-    callback.on_train_begin(loop.args, loop.state, loop.control)
+    loop.begin(folder, start_with=1 + slot, rounds_behind=2)
     found = loop.state.global_step, loop.optimizer.state_dict()["state"], loop.lr_scheduler.get_last_lr()[0]
     if slot == 1:
         came.touch()
     while slot == 0 and not came.exists():
-        loop.steps(callback, loop.state.global_step + 1)
+        loop.steps(loop.state.global_step + 1)
         if loop.state.global_step == 20:
             (folder / "trained").touch()
         time.sleep(0.01)
-    callback.noloco.close()
+    loop.callback.noloco.close()
     return found
 
 
@@ -175,8 +176,8 @@ def test_a_job_that_comes_late_begins_at_the_step_of_the_others(tmp_path: Path) 
 def uninterrupted(slot: int, rank: int, folder: Path) -> Tensor:
     loop = Loop(folder, slot)
     noloco = attach(loop.model_wrapped, SETTINGS, **federation(folder, slot, 2))
-    steps: Any = SimpleNamespace(on_step_end=lambda *_: noloco.step())
-    loop.steps(steps, 12)
+    loop.callback = SimpleNamespace(on_step_end=lambda *_: noloco.step())
+    loop.steps(12)
     noloco.close()
     return loop.weights()
 
@@ -195,39 +196,35 @@ def test_trainer_killed_in_save_trains_as_plain_loop(tmp_path: Path) -> None:
 
 def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
     loop = Loop(tmp_path, 0)
-    callback: Any = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
-    callback._noloco = SimpleNamespace(step=lambda: [], done=7, taken=-1, state_dict=dict)
+    loop.callback = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
+    noloco = loop.callback._noloco = SimpleNamespace(step=lambda: [], done=7, taken=-1, state_dict=dict)
     loop.state.global_step, loop.control.should_log = 4, False
-    callback.on_step_end(loop.args, loop.state, loop.control)
+    loop.call("on_step_end")
     assert loop.state.global_step == 7
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
     assert not loop.control.should_training_stop
     assert loop.control.should_save, "due at step 5"
     assert loop.control.should_log, "due at step 6"
     assert not loop.control.should_evaluate, "due at steps 4, which was not left out, and 8"
-    callback._noloco.done, callback._noloco.taken = 9, 8
-    callback.on_step_end(loop.args, loop.state, loop.control)
+    noloco.done, noloco.taken = 9, 8
+    loop.call("on_step_end")
     lr = pytest.approx(0.1 * 0.9**4)
     assert loop.optimizer.param_groups[0]["lr"] == lr, "a schedule that was taken over has step 8 already"
     loop.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer)  # which has no steps
-    callback._noloco.done = 12
-    callback.on_step_end(loop.args, loop.state, loop.control)
+    noloco.done = 12
+    loop.call("on_step_end")
     assert loop.optimizer.param_groups[0]["lr"] == lr
     assert loop.control.should_training_stop
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Loop], Any]:
-    """Return a function that begins training in a federation of which nobody else is there."""
+def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Loop]:
+    """Return a loop that trains in a federation of which nobody else is there."""
     monkeypatch.setattr(membership, "FIRST_SECONDS", 0.0)
-
-    def begin(folder: Path, loop: Loop) -> Any:
-        here = federation(folder, loop.slot, 2, start_with=1)
-        callback: Any = NolocoCallback(loop, settings=SETTINGS, **here)  # type: ignore[arg-type]
-        callback.on_train_begin(loop.args, loop.state, loop.control)
-        return callback
-
-    return begin
+    loop = Loop(tmp_path, 0)
+    loop.begin(tmp_path, start_with=1)
+    yield loop
+    loop.callback.noloco.close()
 
 
 def save_as_the_trainer(loop: Loop) -> None:
@@ -241,68 +238,53 @@ def saved_in(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_epoch_end"])
-def test_checkpoint_of_another_callback_gets_state(
-    alone: Callable[[Path, Loop], Any], tmp_path: Path, event: str
-) -> None:
+def test_checkpoint_of_another_callback_gets_state(loop: Loop, tmp_path: Path, event: str) -> None:
     """As transformers' just-in-time checkpoints, which are saved without `on_save`; and is continued from."""
-    loop = Loop(tmp_path, 0)
-    callback = alone(tmp_path, loop)
-    loop.steps(callback, 3)
+    loop.steps(3)
     loop.control.should_save = False
     save_as_the_trainer(loop)
-    getattr(callback, event)(loop.args, loop.state, loop.control)
+    loop.call(event)
     loop.control.should_training_stop = True
     with pytest.warns(UserWarning, match="ended after 3 of 12 steps"):
-        callback.on_train_end(loop.args, loop.state, loop.control)
+        loop.call("on_train_end")
     assert int(saved_in(loop.folder)["local_steps_done"]) == 3
     loop.control.should_training_stop = False
-    again = alone(tmp_path, loop)
-    assert again.noloco.done == 3
-    again.noloco.close()
+    assert loop.begin(tmp_path, start_with=1).noloco.done == 3
 
 
-def test_checkpoint_before_round_has_state_before_it(
-    alone: Callable[[Path, Loop], Any], tmp_path: Path
-) -> None:
+def test_checkpoint_before_round_has_state_before_it(loop: Loop) -> None:
     """The just-in-time callback comes first at the end of a step. A complete checkpoint is left alone."""
-    loop = Loop(tmp_path, 0)
-    callback = alone(tmp_path, loop)
-    loop.steps(callback, 1)
+    loop.steps(1)
     loop.state.global_step = 2
     save_as_the_trainer(loop)
     loop.state.global_step = 1
-    slow = callback.noloco.outer.slow_weights.clone()
-    loop.steps(callback, 2)
+    outer = loop.callback.noloco.outer
+    before = outer.slow_weights.clone()
+    loop.steps(2)
     saved = saved_in(loop.folder)
     assert int(saved["local_steps_done"]) == 2
-    assert torch.equal(saved["slow_weights"], slow)
-    assert not torch.equal(callback.noloco.outer.slow_weights, slow)
-    before = (loop.folder / "noloco_00000.pt").stat()
-    callback.on_step_begin(loop.args, loop.state, loop.control)
-    assert (loop.folder / "noloco_00000.pt").stat() == before
+    assert torch.equal(saved["slow_weights"], before)
+    assert not torch.equal(outer.slow_weights, before)
+    written = (loop.folder / "noloco_00000.pt").stat()
+    loop.call("on_step_begin")
+    assert (loop.folder / "noloco_00000.pt").stat() == written
     assert loop.logged == [{"noloco_partner": -1}], "of one replica there is no spread"
-    callback.noloco.close()
 
 
-def test_a_checkpoint_that_is_uploaded_has_the_state(
-    alone: Callable[[Path, Loop], Any], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_uploaded_has_the_state(loop: Loop) -> None:
     """The Trainer uploads between its files of a checkpoint and `on_save`, which must not replace what is read."""
-    loop = Loop(tmp_path, 0)
     loop.args.push_to_hub, loop.args.hub_strategy = True, "checkpoint"
-    callback = alone(tmp_path, loop)
     loop.control.should_save = True
-    loop.steps(callback, 3)
+    loop.steps(3)
     (waiting,) = Path(loop.args.output_dir).glob("*.pt")
     assert waiting.name.startswith("_"), "which the Trainer does not upload with the model"
     save_as_the_trainer(loop)
-    callback.on_push_begin(loop.args, loop.state, loop.control)
+    loop.call("on_push_begin")
     assert int(saved_in(loop.folder)["local_steps_done"]) == 3
     before = (loop.folder / "noloco_00000.pt").stat()
-    callback.on_save(loop.args, loop.state, loop.control)
+    loop.call("on_save")
     assert (loop.folder / "noloco_00000.pt").stat() == before
     assert not waiting.exists()
-    callback.noloco.close()
 
 
 def test_early_end_skips_round_and_average(tmp_path: Path) -> None:
@@ -315,54 +297,48 @@ def test_early_end_skips_round_and_average(tmp_path: Path) -> None:
 def one_ends_early(slot: int, rank: int, folder: Path) -> tuple[str, bool]:
     """What a job was told of its round; whether its weights stay its own."""
     loop = Loop(folder, slot)
-    callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder, slot, 2))  # type: ignore[arg-type]
-    callback.on_train_begin(loop.args, loop.state, loop.control)
+    noloco = loop.begin(folder).noloco
     if slot == 1:
         until((folder / "left").exists)
-        callback.noloco.close()
+        noloco.close()
         return "", False
     told: list[Any] = []
-    step = callback.noloco.step
-    callback.noloco.step = lambda: told.extend(step()) or told
+    step = noloco.step
+    noloco.step = lambda: told.extend(step()) or told
     threading.Timer(0.5, lambda: setattr(loop.control, "should_training_stop", True)).start()
-    loop.steps(callback, 2)
+    loop.steps(2)
     before = loop.weights()
     warnings.simplefilter("ignore")
-    callback.on_train_end(loop.args, loop.state, loop.control)
+    loop.call("on_train_end")
     (folder / "left").touch()
     return told[0].exchange.missed, torch.equal(loop.weights(), before)
 
 
-def test_training_after_failure_continues(alone: Callable[[Path, Loop], Any], tmp_path: Path) -> None:
-    loop = Loop(tmp_path, 0)
-    callback = alone(tmp_path, loop)
-    loop.steps(callback, 3)
-    slow = callback.noloco.outer.slow_weights.clone()
+def test_training_after_failure_continues(loop: Loop) -> None:
+    loop.steps(3)
+    before = loop.callback.noloco.outer.slow_weights.clone()
     loop.state.global_step = 0  # an exception; `train()` begins anew
     loop.lr_scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.9)
-    callback.on_train_begin(loop.args, loop.state, loop.control)
-    assert loop.state.global_step == callback.noloco.done == 3
-    assert torch.equal(callback.noloco.outer.slow_weights, slow)
-    loop.steps(callback, 12)
-    callback.on_train_end(loop.args, loop.state, loop.control)
+    loop.call("on_train_begin")
+    assert loop.state.global_step == loop.callback.noloco.done == 3
+    assert torch.equal(loop.callback.noloco.outer.slow_weights, before)
+    loop.steps(12)
+    loop.call("on_train_end")
 
 
-def test_resume_after_failure_loads_checkpoint(alone: Callable[[Path, Loop], Any], tmp_path: Path) -> None:
-    loop = Loop(tmp_path, 0)
-    callback = alone(tmp_path, loop)
-    loop.steps(callback, 2)
+def test_resume_after_failure_loads_checkpoint(loop: Loop) -> None:
+    loop.steps(2)
     saved = {name: value.clone() for name, value in loop.model.state_dict().items()}
     save_as_the_trainer(loop)
-    callback.on_save(loop.args, loop.state, loop.control)
-    loop.steps(callback, 3)
+    loop.call("on_save")
+    loop.steps(3)
     loop.model.load_state_dict(saved)
     loop.state.global_step = 2
-    callback.on_train_begin(loop.args, loop.state, loop.control)
-    assert callback.noloco.done == 2
+    loop.call("on_train_begin")
+    assert loop.callback.noloco.done == 2
     loop.model.load_state_dict(saved)
     with pytest.raises(ValueError, match="weights were loaded into the model while it is trained"):
-        loop.steps(callback, 3)
-    callback.noloco.close()
+        loop.steps(3)
 
 
 @pytest.mark.parametrize(
@@ -383,20 +359,14 @@ def test_best_model_and_stateless_checkpoint_are_refused(
     loop = Loop(tmp_path, 0)
     vars(loop.args).update(args)
     loop.state.global_step = step
-    callback: Any = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=line):
-        callback.on_train_begin(loop.args, loop.state, loop.control)
+        loop.begin(tmp_path)
 
 
 @needs_accelerate
 @pytest.mark.parametrize(
     ("ranks", "engine"),
-    [
-        (1, "torch"),
-        slow(2, "DistributedDataParallel"),
-        slow(2, "FSDP2"),
-        slow(2, "DeepSpeed"),
-    ],
+    [(1, "torch"), *(slow(2, engine) for engine in ("DistributedDataParallel", "FSDP2", "DeepSpeed"))],
 )
 def test_the_example_trains_resumes_and_ends_with_one_model(tmp_path: Path, ranks: int, engine: str) -> None:
     more = []

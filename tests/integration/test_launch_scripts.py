@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,16 +31,27 @@ def named_files(text: str) -> set[str]:
     return set(_NAMED_FILE.findall(text))
 
 
-def launch(script: str, *arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit code and stderr; `PYTHON` is this interpreter unless `environ` says otherwise."""
-    finished = subprocess.run(
-        [str(REPOSITORY / "launch" / script), *arguments],
-        env={**os.environ, "PYTHON": sys.executable, **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def run_script(
+    script: str, *arguments: str, environ: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a launch script; `PYTHON` is this interpreter unless `environ` says otherwise."""
+    command = [str(REPOSITORY / "launch" / script), *arguments]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "UCX_"))}
+    env = {**inherited, "PYTHON": sys.executable, **(environ or {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run(command, env=env, text=True, **{"timeout": 60} | streams)
+
+
+def launch(script: str, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Return the exit code and stderr of a launch script."""
+    finished = run_script(script, *arguments, environ=environ)
     return finished.returncode, finished.stderr
+
+
+def found_first(folder: Path) -> dict[str, str]:
+    """Return the variables by which a script finds the programs of a folder."""
+    programs = {name.upper(): str(folder / name) for name in ("python", "mpirun")}
+    return {**programs, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def write_programs(folder: Path, content: Mapping[str, str]) -> None:
@@ -151,15 +163,10 @@ env | grep -E "^(OMPI_MCA|UCX)_" | sort
 def commanded(script: str, folder: Path, profile: str, **environ: str) -> tuple[str, dict[str, str]]:
     """The command line of a fake mpirun or srun, and the variables of Open MPI and UCX that it finds."""
     write_programs(folder, dict.fromkeys(("mpirun", "srun", "python"), FAKE))
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "UCX_"))}
-    variables = {
-        **inherited, "PYTHON": str(folder / "python"), "PATH": f"{folder}:{os.environ['PATH']}",
-        "MPIRUN": str(folder / "mpirun"), "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8",
-        "LAUNCH_PROFILE": profile, **environ,
-    }  # fmt: skip
+    slurm = {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8"}
+    variables = found_first(folder) | slurm | {"LAUNCH_PROFILE": profile} | environ
     arguments = [CONFIG] if script == "slurm.sh" else ["8", CONFIG]
-    command = [str(REPOSITORY / "launch" / script), *arguments]
-    finished = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    finished = run_script(script, *arguments, environ=variables)
     assert finished.returncode == 0, finished.stderr
     line, *found = finished.stdout.splitlines()
     return line, dict(variable.split("=", 1) for variable in found)
@@ -220,11 +227,8 @@ def test_a_launcher_outlives_the_console(log: str, tmp_path: Path) -> None:
         os.close(reader)
     else:
         writer = os.open(log, os.O_WRONLY)
-    finished = subprocess.run(
-        [str(REPOSITORY / "launch" / "mpirun.sh"), "8", CONFIG],
-        env={**os.environ, "PYTHON": "true", "MPIRUN": str(tmp_path / "mpirun")},
-        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60,
-    )  # fmt: skip
+    environ = {"PYTHON": "true", "MPIRUN": str(tmp_path / "mpirun")}
+    finished = run_script("mpirun.sh", "8", CONFIG, environ=environ, stdout=writer)
     os.close(writer)
     assert finished.stderr == "stdout cannot be written; training continues without its console\n"
     assert (finished.returncode, (tmp_path / "ended").exists()) == (0, True)
@@ -273,18 +277,13 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     write_programs(tmp_path, commands | {"ssh": "echo node1\n", "scontrol": "printf 'node1\\nnode2\\n'\n"})
     hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=4\nnode2 slots=4\n")
-    environ = {
-        **os.environ, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NIC": "eth7",
-        "MPIRUN": str(tmp_path / "mpirun"), "DS_ACCELERATOR": "cpu", "LAUNCHER": launcher,
-    }  # fmt: skip
+    environ = found_first(tmp_path) | {"PYTHON": sys.executable, "NIC": "eth7", "DS_ACCELERATOR": "cpu"}
+    environ |= {"LAUNCHER": launcher}
     if launcher == "slurm":
         environ |= {"SLURM_JOB_NODELIST": "node[1-2]", "LAUNCHER_ARGS": "--mpi=pmix"}
     else:
         environ |= {"HOSTFILE": str(hosts)}
-    command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "4", CONFIG]
-    finished = subprocess.run(
-        command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=300
-    )
+    finished = run_script("deepspeed.sh", "4", CONFIG, environ=environ, cwd=REPOSITORY, timeout=300)
     assert finished.returncode == 0, finished.stderr
     here = {"python": sys.executable, "config": CONFIG, "root": str(REPOSITORY)}
     parts = re.split(r"\{(\w+)\}", RECORDED[launcher])  # what is in braces has the odd places
@@ -323,12 +322,7 @@ def test_a_hostfile_of_windows_is_read(encoding: str, tmp_path: Path) -> None:
     write_programs(
         tmp_path, {"mpirun": f"""[ "$1" != --version ] || {{ echo "Open MPI) 5"; exit; }}\n{shows}"""}
     )
-    environ = {
-        "HOSTFILE": str(hosts),
-        "MPIRUN": str(tmp_path / "mpirun"),
-        "PYTHON": "true",
-        "TMPDIR": str(tmp_path),
-    }
+    environ = found_first(tmp_path) | {"HOSTFILE": str(hosts), "PYTHON": "true", "TMPDIR": str(tmp_path)}
     said = (0, "node1 slots=4\nnode2 slots=4\n")
     assert launch("mpirun.sh", "8", CONFIG, environ=environ) == said
     assert {path.name for path in tmp_path.iterdir()} == {"hosts", "mpirun"}, "nothing is left behind"
@@ -371,13 +365,9 @@ class Batch:
         }
         told = {name: f'echo "{name} $*" >>"{folder}/told"\n{action}\n' for name, action in commands.items()}
         write_programs(folder, told)
-        environ = {
-            **os.environ, "PYTHON": str(folder / "python"), "PATH": f"{folder}:{os.environ['PATH']}",
-            "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77",
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [str(REPOSITORY / "launch" / "slurm.sh"), CONFIG], env=environ, start_new_session=True
-        )
+        slurm = {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}
+        command, environ = [str(REPOSITORY / "launch" / "slurm.sh"), CONFIG], found_first(folder) | slurm
+        self.process = subprocess.Popen(command, env=os.environ | environ, start_new_session=True)
 
     def told(self) -> list[str]:
         path = self.folder / "told"
@@ -479,14 +469,11 @@ def test_a_notice_makes_the_job_leave(tmp_path: Path) -> None:
         "timeout": 'shift 3; exec /usr/bin/timeout -k 1 0.3 "$@"\n',
     }
     write_programs(tmp_path, programs)
-    ran, alone = (
-        tmp_path / "ran",
-        f"exec 9> {tmp_path / 'lock'}; flock -n 9",
-    )  # which a child that lives holds
+    ran = tmp_path / "ran"
+    alone = f"exec 9> {tmp_path / 'lock'}; flock -n 9"  # which a child that lives holds
     tries = f"echo >> {ran}; case $(wc -l < {ran}) in 1) false;; 2) /bin/sleep 60 | cat;; esac"
-    environ = {**os.environ, "PYTHON": str(tmp_path / "python"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [str(REPOSITORY / "launch" / "notice.sh"), "a run", f"{alone} && {{ {tries}; }}"]
-    finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    command = f"{alone} && {{ {tries}; }}"
+    finished = run_script("notice.sh", "a run", command, environ=found_first(tmp_path))
     assert (finished.returncode, finished.stderr) == (0, "")
     assert finished.stdout.splitlines()[-1] == "told: -m megatron_noloco stop --leave a run"
     assert ran.read_text() == "\n" * 3

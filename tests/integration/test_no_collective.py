@@ -125,52 +125,49 @@ def assert_hops_follow_the_routes(ranks: Ranks, interval: Any) -> int:
     return left
 
 
-# "round" is in test_in_fragments, "off" in those of experts and without a method.
-@pytest.mark.parametrize("interval", ["microbatch", *(slow(name) for name in ("off", "round"))])
-def test_messages_over_torch_go_to_partners_and_along_routes(tmp_path: Path, interval: str) -> None:
-    ranks = over_torch(tmp_path, interval)
+# "off" is in those of experts and without a method as well.
+@pytest.mark.parametrize(
+    ("interval", "options"),
+    [
+        ("microbatch", {}),
+        slow("off", {}),
+        slow("round", {}),
+        *(slow("round", {"overlap_steps": steps}) for steps in (1, LOCAL_STEPS)),
+        ("round", {"overlap_steps": "auto"}),
+        slow("round", {"fragments": 3, "overlap_steps": 0}),
+        ("round", {"fragments": 3, "overlap_steps": LOCAL_STEPS}),
+    ],
+    ids=str,
+)
+def test_messages_over_torch_go_to_partners_and_along_routes(
+    tmp_path: Path, interval: str, options: dict[str, Any]
+) -> None:
+    """However late the outcome is merged, however the delay is chosen; partners of each fragment are its own."""
+    ranks = over_torch(tmp_path, interval, **options)
     assert_no_collective_spans_replicas(ranks)
-    assert_exchanges_go_to_partners(ranks)
+    assert_exchanges_go_to_partners(ranks, fragments=options.get("fragments", 1))
     assert bool(assert_hops_follow_the_routes(ranks, interval)) == (interval != "off")
 
 
-@pytest.mark.parametrize("topology", [Topology(replicas=4), slow(STAGED)], ids=["4x1", "4x2"])
-def test_messages_over_mpi_go_to_partners_and_along_routes(tmp_path: Path, topology: Topology) -> None:
-    """Hops are messages of torch whatever the transport; eight processes take most of a minute on two cores."""
-    ranks = over_mpi(tmp_path, topology)
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [(Topology(replicas=4), {}), slow(STAGED, {}), slow(Topology(replicas=4), {"overlap_steps": 2})],
+    ids=["4x1", "4x2", "overlap"],
+)
+def test_messages_over_mpi_go_to_partners_and_along_routes(
+    tmp_path: Path, topology: Topology, options: dict[str, Any]
+) -> None:
+    """Hops are messages of torch whatever the transport; eight processes take most of a minute on two cores.
+
+    To ask whether messages have arrived is no collective, nor is what MPI does meanwhile.
+    """
+    ranks = over_mpi(tmp_path, topology, **options)
     assert_no_collective_spans_replicas(ranks, topology)
     assert_exchanges_go_to_partners(ranks, topology)
     for seen in ranks:
         assert {call["library"] for call in seen["calls"] if is_exchange(call, seen["hops"])} == {"mpi"}
     if topology.pp > 1:
         assert assert_hops_follow_the_routes(ranks, "round")
-
-
-@pytest.mark.slow
-def test_messages_over_mpi_with_overlap_go_to_partners(tmp_path: Path) -> None:
-    """To ask whether messages have arrived is no collective, nor is what MPI does meanwhile."""
-    topology = Topology(replicas=4)
-    ranks = over_mpi(tmp_path, topology, overlap_steps=2)
-    assert_no_collective_spans_replicas(ranks, topology)
-    assert_exchanges_go_to_partners(ranks, topology)
-
-
-@pytest.mark.parametrize("overlap_steps", [*(slow(steps) for steps in (1, LOCAL_STEPS)), "auto"])
-def test_messages_with_overlap_go_to_partners(tmp_path: Path, overlap_steps: int | str) -> None:
-    """Partners only, however late the outcome is merged, and however the delay is chosen."""
-    ranks = over_torch(tmp_path, "round", overlap_steps=overlap_steps)
-    assert_no_collective_spans_replicas(ranks)
-    assert_exchanges_go_to_partners(ranks)
-    assert assert_hops_follow_the_routes(ranks, "round")
-
-
-@pytest.mark.parametrize("overlap_steps", [slow(0), LOCAL_STEPS], ids=["waits", "overlap"])
-def test_messages_in_fragments_go_to_the_partners_of_each(tmp_path: Path, overlap_steps: int) -> None:
-    """Partners only, of each fragment its own."""
-    ranks = over_torch(tmp_path, "round", fragments=3, overlap_steps=overlap_steps)
-    assert_no_collective_spans_replicas(ranks)
-    assert_exchanges_go_to_partners(ranks, fragments=3)
-    assert assert_hops_follow_the_routes(ranks, "round")
 
 
 def test_experts_stay_inside_a_replica(tmp_path: Path) -> None:

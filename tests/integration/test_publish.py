@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.cli.main import main
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface import export
@@ -29,7 +28,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.joined import checkpoint_settings
-from tests.harness import call, run_ranks
+from tests.harness import call, output_of, refusal_of, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     HF_SIZES,
@@ -172,14 +171,8 @@ def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path)
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A run of three replicas that went apart, two stages each; replica 0 diverged in its evaluation."""
     folder = tmp_path_factory.mktemp("replicas")
-    raw = tiny(
-        {
-            "parallel": sizes(pp=2),
-            "model": LOUD,
-            "noloco": {"enabled": False},
-            "training": {"output_dir": str(folder)},
-        }
-    )
+    blocks = {"noloco": {"enabled": False}, "training": {"output_dir": str(folder)}}
+    raw = tiny({"parallel": sizes(pp=2), "model": LOUD, **blocks})
     return folder, run_ranks(6, save, raw, STEPS, [None, 1.5, 2.0])
 
 
@@ -187,9 +180,8 @@ def spoil_weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path]
     def spoil(folder: Path) -> None:
         weights = load(folder)
         change(weights)
-        save_file(
-            {n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"}
-        )
+        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(whole, folder / "model.safetensors", {"format": "pt"})
 
     return spoil
 
@@ -304,13 +296,9 @@ def put_a_folder_in_the_way(run: Path) -> None:
     (run / "hf" / "thesis.tex").write_text("mine")
 
 
-def nothing(_: Path) -> None:
-    pass
-
-
 REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
     "damaged": (damage, (), "checksum does not match"),
-    "unknown way": (nothing, ("--combine", "median"), '"mean", "best" or "replica=K"'),
+    "unknown way": (lambda _: None, ("--combine", "median"), '"mean", "best" or "replica=K"'),
     "best of unknown": (forget_losses, ("--combine", "best"), "no validation losses"),
     "no folder": (put_a_file("file"), ("--output", "RUN/file/hf"), "file/hf: cannot be written: Not a"),
     "a folder in the way": (put_a_folder_in_the_way, (), "not empty"),
@@ -318,17 +306,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_an_export_that_cannot_be_made_is_one_line(
-    what: str, replicas: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_that_cannot_be_made_is_one_line(what: str, replicas: Any, tmp_path: Path) -> None:
     spoil, options, words = REFUSED[what]
     run = shutil.copytree(replicas[0], tmp_path / "run")
     spoil(run)
     options = tuple(option.replace("RUN", str(run)) for option in options)
-    assert main(["export", str(run), "--output", str(run / "hf"), *options]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert words in lines[0]
+    assert words in refusal_of("export", run, "--output", run / "hf", *options)
     assert not (run / "hf" / "model.safetensors").exists()
 
 
@@ -344,11 +327,11 @@ def llama(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> d
     return load(folder)
 
 
-def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     template = write_config(folder, tiny({**changes, "model": {"make_vocab_size_divisible_by": None}}))
-    config = str(folder / "imported.json")
-    assert main(["import", str(llama_folder), "--config", template, "--output", config]) == 0
-    return config, json.loads(Path(config).read_text())
+    config = folder / "imported.json"
+    output_of("import", llama_folder, "--config", template, "--output", config)
+    return json.loads(config.read_text())
 
 
 @pytest.mark.parametrize(
@@ -365,7 +348,7 @@ def test_import_and_export_are_the_identity(
     keys = keys | {"vocab_size": 259}
     theirs = llama(tmp_path / "llama", dtype, **keys)
     common = {"parallel": parallel, "training": {"output_dir": str(tmp_path / "run")}}
-    _, raw = imported(tmp_path, tmp_path / "llama", common)
+    raw = imported(tmp_path, tmp_path / "llama", common)
     run_ranks(math.prod(parallel.values()), save, raw, 0)
     back, _ = exported(tmp_path / "run", tmp_path / "hf", "--dtype", str(dtype).removeprefix("torch."))
     assert_equal(back, theirs)
@@ -379,7 +362,7 @@ def test_import_and_export_are_the_identity(
 def test_generate_continues_a_prompt_until_the_context_is_full(tmp_path: Path) -> None:
     """From a folder and from a checkpoint; with a vocabulary larger than the tokenizer's some ids have no text."""
     llama(tmp_path / "llama", vocab_size=1000, initializer_range=0.5)
-    _, raw = imported(tmp_path, tmp_path / "llama", {"training": {"output_dir": str(tmp_path / "run")}})
+    raw = imported(tmp_path, tmp_path / "llama", {"training": {"output_dir": str(tmp_path / "run")}})
     run_ranks(1, save, raw, 0)
     hf = tmp_path / "hf"
     exported(tmp_path / "run", hf)
@@ -392,14 +375,10 @@ def test_generate_continues_a_prompt_until_the_context_is_full(tmp_path: Path) -
     assert code == 0, err
     assert text.startswith("é, ")
     assert len(text) > 5
-    full = "stopped after 12 tokens: with the prompt they fill the model's context of 16 tokens\n"
-    assert err == full
+    assert err == "stopped after 12 tokens: with the prompt they fill the model's context of 16 tokens\n"
     assert generate("--tokens", "12", "--temperature", "0")[1:] == (text, "")
-    code, _, err = generate("--prompt", "x" * 16)
-    assert (code, err) == (
-        2,
-        "--prompt: 16 tokens, which leave no room in the model's context of 16 tokens\n",
-    )
+    full = "--prompt: 16 tokens, which leave no room in the model's context of 16 tokens\n"
+    assert generate("--prompt", "x" * 16) == (2, "", full)
     assert generate("--temperature", "0", "--seed", "1")[1] == text
     assert generate("--temperature", "0", of=tmp_path / "run")[1] == text
     drawn = [generate("--seed", seed)[1] for seed in "112"]

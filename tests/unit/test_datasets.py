@@ -7,6 +7,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data import encode, formats
 from megatron_noloco.data.blend import Blend
@@ -37,6 +37,7 @@ from megatron_noloco.plans.sample_order import BatchPlan, Order, slots_of
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import check_start, prepare, read_data
+from tests.harness import call_here, output_of, refusal_of
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_text, write_dataset
 from tests.unit.test_preprocess import make_tokenizer
@@ -119,13 +120,11 @@ class TestIndexed:
         sequences=st.integers(1, 10_000),
     )
     def test_splits_are_megatrons(self, weights: tuple[float, float, float], sequences: int) -> None:
-        from megatron.core.datasets.blended_megatron_dataset_config import (
-            convert_split_vector_to_split_matrix,
-        )
+        from megatron.core.datasets import blended_megatron_dataset_config as core
 
         ours = Split.parse(",".join(map(str, weights))).bounds(sequences)
         shares = [weight / sum(weights) for weight in weights]
-        for index, bounds in enumerate(convert_split_vector_to_split_matrix(shares)):
+        for index, bounds in enumerate(core.convert_split_vector_to_split_matrix(shares)):
             if bounds is not None:
                 theirs = [round(bound * sequences) for bound in bounds]
                 assert theirs == ours[index : index + 2]
@@ -167,9 +166,7 @@ class TestIndexed:
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize("split", ["8,2,0", "1,1,0"])
-    def test_a_negative_token_is_one_line(
-        self, split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_negative_token_is_one_line(self, split: str, tmp_path: Path) -> None:
         documents = [[5, 5, 5, -1 if number == 30 else 3, 5, 5, 5, 5, 5, 5] for number in range(40)]
         prefix = write_dataset(tmp_path / "negative", documents, vocab_size=1 << 20)
         line = "negative holds token -1, the vocabulary has 257 .from 0 on.: it is damaged, or"
@@ -177,8 +174,8 @@ class TestIndexed:
             build(data_path=prefix, split=split)
         with pytest.raises(ValueError, match=line):
             open_whole(prefix, build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
-        assert main(["data", "inspect", prefix, "--samples", "40"]) == 0
-        assert "document 30: tokens 5 5 5 -1 5" in capsys.readouterr().out
+        shown = output_of("data", "inspect", prefix, "--samples", "40")
+        assert "document 30: tokens 5 5 5 -1 5" in shown
 
     def test_dataset_of_another_tokenizer_is_refused(self, tmp_path: Path) -> None:
         """Its tokens would be in the vocabulary. One that Megatron has made says nothing of its tokenizer."""
@@ -191,26 +188,19 @@ class TestIndexed:
             lambda: open_whole(prefix, byte, Needs(257, SEQ)),
             lambda: check_start(config),
         ]
+        line = r"made\.tokenizer\.sha256: the dataset was made with another tokenizer than that of"
         for made_with in (other, byte, None):
             Path(f"{prefix}.idx").unlink(missing_ok=True)
             Path(f"{prefix}.tokenizer.sha256").unlink(missing_ok=True)
             write_dataset(Path(prefix), [np.arange(10)] * 8, tokenizer=made_with)
             for door in doors:
-                if made_with is other:
-                    line = (
-                        r"made\.tokenizer\.sha256: the dataset was made with another tokenizer than that of"
-                    )
-                    with pytest.raises(ValueError, match=line):
-                        door()
-                else:
+                with pytest.raises(ValueError, match=line) if made_with is other else nullcontext():
                     door()
 
 
 def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"^--data: /bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+; give a text file",
-    ):
+    line = r"^--data: /bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+; give a text file"
+    with pytest.raises(ValueError, match=line):
         open_whole("/bin/ls", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
     samples, _ = open_whole(str(tmp_path / "a.jsonl"), ByteTokenizer(), Needs(257, SEQ))
@@ -220,6 +210,12 @@ def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
 def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
     blocks = {"data": data, "evaluation": evaluation, "noloco": {"enabled": False}}
     return copy.deepcopy(SMALLEST | blocks | {"model": SMALLEST["model"] | {"seq_length": SEQ}})
+
+
+def check_of(folder: Path, config: dict[str, Any]) -> tuple[str, str, Path]:
+    """Return a command that checks the config, written as run.json."""
+    (folder / "run.json").write_text(json.dumps(config))
+    return "config", "--check", folder / "run.json"
 
 
 @pytest.mark.parametrize(
@@ -233,36 +229,26 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
 
 
 @pytest.mark.parametrize("iters", [2, 3])
-def test_a_check_counts_the_samples_of_an_evaluation(
-    iters: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_counts_the_samples_of_an_evaluation(iters: int, tmp_path: Path) -> None:
     """Of indexed datasets, whose sizes are known before anything is tokenized."""
     config = run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, iters=iters)
     config["training"]["output_dir"] = str(tmp_path / "run")
-    (tmp_path / "run.json").write_text(json.dumps(config))
-    exit_code = main(["config", "--check", str(tmp_path / "run.json"), "--world-size", "1"])
-    assert (exit_code == 0) == (iters == 2)
-    assert ("lower evaluation.iters" in capsys.readouterr().err) == (iters == 3)
+    code, _, err = call_here(*check_of(tmp_path, config), "--world-size", "1")
+    assert (code == 0) == (iters == 2)
+    assert ("lower evaluation.iters" in err) == (iters == 3)
 
 
 @pytest.mark.parametrize(("field", "what"), [("text", "documents"), ("sft_data_path", "records")])
-def test_a_check_finds_an_empty_file(
-    field: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_finds_an_empty_file(field: str, what: str, tmp_path: Path) -> None:
     (file := tmp_path / "a.jsonl").touch()
-    (tmp_path / "run.json").write_text(json.dumps(run_config({field: str(file)})))
-    assert main(["config", "--check", str(tmp_path / "run.json")]) == 2
-    assert f"data.{field}: no {what} in {file}" in capsys.readouterr().err
+    line = refusal_of(*check_of(tmp_path, run_config({field: str(file)})))
+    assert f"data.{field}: no {what} in {file}" in line
 
 
 @pytest.mark.parametrize("field", ["text", "sft_data_path"])
 @pytest.mark.parametrize("output", ["texts/runs/mine", "elsewhere/runs"])
 def test_a_run_does_not_read_what_it_writes(
-    field: str,
-    output: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    field: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("texts", "elsewhere"):
@@ -271,22 +257,20 @@ def test_a_run_does_not_read_what_it_writes(
     (tmp_path / "texts" / "a.txt").write_text("text")
     (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
     config = run_config({field: "texts"})
-    for output_dir, code in ((output, 2), ("runs", 0)):
-        config["training"]["output_dir"] = output_dir
-        (tmp_path / "run.json").write_text(json.dumps(config))
-        assert main(["config", "--check", "run.json"]) == code
-    assert f"training.output_dir {output} lies in data.{field} texts: what" in capsys.readouterr().err
+    config["training"]["output_dir"] = output
+    line = refusal_of(*check_of(tmp_path, config))
+    assert f"training.output_dir {output} lies in data.{field} texts: what" in line
+    config["training"]["output_dir"] = "runs"
+    output_of(*check_of(tmp_path, config))
     file = "texts/a.txt" if field == "text" else "texts/a.jsonl"
-    (tmp_path / "run.json").write_text(json.dumps(config | {"data": config["data"] | {field: file}}))
-    assert main(["config", "--check", "run.json"]) == 0, "of a file"
+    output_of(*check_of(tmp_path, config | {"data": config["data"] | {field: file}}))
 
 
-def test_an_unreadable_file_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loop = folder / "loop"
+def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    (folder / "loop.json").write_text(json.dumps(run_config({"text": str(loop)})))
-    assert main(["train", "--config", "loop.json"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    *_, path = check_of(tmp_path, run_config({"text": str(loop)}))
+    refusal_of("train", "--config", path)
 
 
 class TestText:
@@ -307,10 +291,8 @@ class TestText:
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None
-        line = (
-            r"a share of 0 leaves the validation split of .* empty \(1 files\); raise its weight, add files"
-        )
-        with pytest.raises(ValueError, match=line):
+        line = r"a share of 0 leaves the validation split of .* empty \(1 files\); raise its weight, add"
+        with pytest.raises(ValueError, match=f"{line} files"):
             build(text=str(tmp_path / "a.txt"), split="1,0,0")
 
     @pytest.mark.parametrize("files", [19, 20])
@@ -324,21 +306,17 @@ class TestText:
         run = RunConfig(**SMALLEST | {"data": {"text": str(tmp_path), "split": "8,2"}})
         now = checkpoint_settings(run, Topology(), checksums)
         assert now.changes(run.to_dict(), checksums) == []
-        assert (
-            open_validation(source, ByteTokenizer(), needs, checksums, SEQ).name
-            == f"the validation split of {tmp_path}"
-        )
+        validation = open_validation(source, ByteTokenizer(), needs, checksums, SEQ)
+        assert validation.name == f"the validation split of {tmp_path}"
         if files < 20:
             assert now.changes(run.to_dict(), before) == []
             return
+        otherwise = r"^data.text: the checkpoint's run divided its files otherwise"
+        unknown = r"its validation split is not known \(evaluate: give --data\)"
         for counters in (before, {}):
-            with pytest.raises(
-                ValueError, match=r"^data.text: the checkpoint's run divided its files otherwise"
-            ):
+            with pytest.raises(ValueError, match=otherwise):
                 now.changes(run.to_dict(), counters)
-            with pytest.raises(
-                ValueError, match=r"its validation split is not known \(evaluate: give --data\)"
-            ):
+            with pytest.raises(ValueError, match=unknown):
                 open_validation(source, ByteTokenizer(), needs, counters, SEQ)
         fewer = checkpoint_settings(run, Topology(), before)
         with pytest.raises(ValueError, match="divided its files otherwise"):
