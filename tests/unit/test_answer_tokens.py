@@ -28,25 +28,7 @@ TEXT = [
     "def fox(the):\n    return the\n",
     "USER: fox 0\n\n",
 ]
-WORDS = [
-    "fox",
-    " the",
-    "the",
-    "\n",
-    "\n\n",
-    " ",
-    "  ",
-    ":",
-    "Label: ",
-    "red",
-    "1",
-    "23",
-    ".",
-    "é",
-    "日",
-    "🙂",
-    "ing",
-]
+WORDS = ["fox", " the", "the", "\n\n", "  ", "Label: ", "red", "23", "ing", *"\n :1.é日🙂"]
 PLACES = list[Path]()  # for files; hypothesis permits no fixture of a test
 SPECIAL = ["<s>", "</s>", "<unk>"]
 GPT4 = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -82,10 +64,8 @@ def llama_2() -> Tokenizer:
 
 def word_piece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = (
-        normalizers.BertNormalizer(),
-        pre_tokenizers.BertPreTokenizer(),
-    )
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
@@ -144,9 +124,8 @@ def without_chat_format(tokenizer: FastTokenizer) -> FastTokenizer:
     folder = Path(mkdtemp(dir=PLACES[-1]))
     for file in tokenizer.folder.glob("*.json"):
         shutil.copy(file, folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message.content }}{% endfor %}"
-    )
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     return FastTokenizer(folder, prepend_bos=bool(tokenizer.before_document))
 
 
@@ -198,9 +177,8 @@ def test_chat_turns_follow_generation_tokens(kind: str, turns: list[tuple[str, s
     if not records[0].joined:
         for (tokens, (first, stop)), (prompt, answer) in zip(found, expected, strict=True):
             assert tokens[:first].tolist() == prompt
-            assert ours.decode(tokens[:stop]).endswith(
-                ours.decode(ours.encode_batch([answer], True)[0]).lstrip()
-            )
+            end = ours.decode(ours.encode_batch([answer], True)[0]).lstrip()
+            assert ours.decode(tokens[:stop]).endswith(end)
 
 
 def stretches(answer: np.ndarray) -> list[tuple[int, int]]:
@@ -243,9 +221,8 @@ def test_what_is_not_as_in_generation_is_counted() -> None:
     assert summary.endswith("; later turns learnt apart: 2, which read earlier answers as other tokens")
     halves = RecordSource(path, Split.parse("1,1"), False)
     built = open_data(halves, space, Needs(1000, 64))
-    assert [len(part) for part in (*built.training.parts, *built.validation.parts)] == [3, 1], (
-        "a chat is not divided"
-    )
+    sizes = [len(part) for part in (*built.training.parts, *built.validation.parts)]
+    assert sizes == [3, 1], "a chat is not divided"
 
 
 def test_special_tokens_that_a_record_spells_out_are_there_once() -> None:

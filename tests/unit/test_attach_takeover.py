@@ -191,9 +191,8 @@ def test_a_schedule_that_another_job_gives_goes_on() -> None:
     assert type(optimizer.param_groups[0]["lr"]) is float
     assert optimizer.param_groups[0]["rule"]("bias")
     assert schedule.get_last_lr() == [0.0625]
-    with pytest.warns(
-        UserWarning, match="part 1 of inner begins anew: .* more than numbers, text and tensors"
-    ):
+    line = "part 1 of inner begins anew: .* more than numbers, text and tensors"
+    with pytest.warns(UserWarning, match=line):
         own.take(made(Odd, 0.1)[2].state.copy(9))
     assert own.state.inner_from == 7
 
@@ -270,14 +269,8 @@ def test_a_resume_continues_with_what_is_registered(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
     model, counts = nn.Linear(2, 2), list[dict[str, Any]]()
     where = FederationSettings(rendezvous=f"file://{tmp_path}", encryption="none")
-    begin = partial(
-        attach,
-        model,
-        NolocoSettings(),
-        federation=where,
-        slot=0,
-        registered={"count": (lambda: {"seen": 7}, counts.append)},
-    )
+    registered = {"count": (lambda: {"seen": 7}, counts.append)}
+    begin = partial(attach, model, NolocoSettings(), federation=where, slot=0, registered=registered)
     noloco = begin()
     file = io.BytesIO()
     torch.save({name: value.clone() for name, value in noloco.state_dict().items()}, file)
@@ -306,7 +299,6 @@ def test_a_registered_state_that_cannot_be_saved_is_named() -> None:
     outer: Any = SimpleNamespace(state=dict)
     more = {"data": (lambda: {len: len}, print)}
     own = JobState(Job(0.0).engine, outer, None, more, {"weights": "00", "buffers": "00"})
-    with pytest.raises(
-        ValueError, match="registered 'data': it is made of more than numbers, text and tensors"
-    ):
+    line = "registered 'data': it is made of more than numbers, text and tensors"
+    with pytest.raises(ValueError, match=line):
         own.state_dict(3)

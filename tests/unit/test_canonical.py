@@ -39,9 +39,8 @@ def test_parts_of_a_block_are_its_elements_in_order(block: Block, begin: int, en
     parts = list(block.part(begin, end))
     assert len(parts) <= 3
     assert [at for part in parts for at in elements(part)] == elements(block)[begin:end]
-    assert [part.own + i for part in parts for i in range(part.size)] == [
-        *range(block.own + begin, block.own + end)
-    ]
+    owned = [part.own + i for part in parts for i in range(part.size)]
+    assert owned == [*range(block.own + begin, block.own + end)]
     ends = [(elements(part)[0], elements(part)[-1]) for part in parts]
     assert [(part.first, part.last) for part in parts] == ends
 
@@ -70,9 +69,8 @@ def test_rectangles_of_a_box_are_its_elements_in_order(dimensions: list[tuple[in
 def test_a_bucket_has_the_elements_between_its_ends(block: Block, start: int, stop: int) -> None:
     parts = list(block.between(start, stop))
     assert len(parts) <= 3
-    assert [at for part in parts for at in elements(part)] == [
-        at for at in elements(block) if start <= at < stop
-    ]
+    inside = [at for at in elements(block) if start <= at < stop]
+    assert [at for part in parts for at in elements(part)] == inside
 
 
 @given(st.lists(st.integers(0, 4), max_size=5), st.integers(0, 20), st.integers(0, 20))

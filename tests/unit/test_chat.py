@@ -133,9 +133,8 @@ def test_a_key_that_a_template_reads_elsewhere_is_refused(tmp_path: Path) -> Non
 )
 def test_a_template_must_write_each_text(written: str, messages: Any, left_out: str, tmp_path: Path) -> None:
     template = TEMPLATE.replace("message['content']", written)
-    with pytest.raises(
-        ValueError, match=f'the chat template leaves out or changes the text of "content" {left_out}'
-    ):
+    line = f'the chat template leaves out or changes the text of "content" {left_out}'
+    with pytest.raises(ValueError, match=line):
         load(tmp_path, template, messages)
 
 

@@ -145,6 +145,14 @@ def edit_manifest(folder: Path, changes: dict[str, Any]) -> None:
     edit(folder / MANIFEST, lambda content: json.dumps(json.loads(content) | changes).encode())
 
 
+def edit_configs(folder: Path, block: str, **fields: Any) -> None:
+    """Change the run's config in each manifest of a checkpoint."""
+    for path in folder.rglob("*.json"):
+        manifest = json.loads(path.read_text())
+        manifest["config"][block] |= fields
+        path.write_text(json.dumps(manifest))
+
+
 Damage = tuple[Callable[[Path], Any], str, str]  # what is done, the file or folder named, and the reason
 
 DAMAGES: dict[str, Damage] = {
@@ -280,10 +288,7 @@ def test_leftovers_of_killed_save_go_with_its_step(name: str, tmp_path: Path) ->
 
 def test_a_run_without_rounds_has_no_method(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", 10)
-    for path in folder.rglob("*.json"):
-        raw = json.loads(path.read_text())
-        raw["config"]["noloco"]["enabled"] = False
-        path.write_text(json.dumps(raw))
+    edit_configs(folder, "noloco", enabled=False)
     assert "method: none" in inspect(folder)[1]
 
 
@@ -450,10 +455,8 @@ class TestOtherNumberOfReplicas:
         ],
     )
     def test_what_changes_is_reported(self, saved: Topology, now: Topology, lines: list[str]) -> None:
-        found = describe_replicas(saved, now)
-        assert [line.startswith(start) for line, start in zip(found, lines, strict=True)] == [True] * len(
-            lines
-        )
+        for line, start in zip(describe_replicas(saved, now), lines, strict=True):
+            assert line.startswith(start)
 
 
 def changes(edits: dict[str, dict[str, Any]]) -> list[str]:

@@ -292,9 +292,8 @@ def test_a_saved_split_that_had_no_effect_is_left_out() -> None:
     paths = {"data": {"train_data_path": "a", "valid_data_path": "b"}}
     saved = RunConfig(**edited(paths)).to_dict()
     saved["data"]["split"] = "8,2"
-    with pytest.raises(
-        UserError, match=r'data.split "8,2" has no effect: data.train_data_path is read whole'
-    ):
+    line = r'data.split "8,2" has no effect: data.train_data_path is read whole'
+    with pytest.raises(UserError, match=line):
         RunConfig(**saved)
     assert config_of_checkpoint(saved).data.split == "949,50,1"
 

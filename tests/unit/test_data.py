@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.inputs import Input, files_below, find_standard_library, once
 from megatron_noloco.data.microbatches import ValidationSource, training_microbatch
@@ -37,6 +36,7 @@ from megatron_noloco.data.text import TextRange, divide
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.files import utf_8_problem
 from megatron_noloco.plans.sample_order import BatchPlan, Order
+from tests.harness import output_of
 from tests.unit.datasets import load_text
 
 SPLIT = "949,50,1"
@@ -161,9 +161,7 @@ class TestCorpus:
         assert "".join(decoded) == "ÄßÜ" * 5
         assert list(map(len, decoded)) == [7, 5, 3]
 
-    def test_only_text_is_read(
-        self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_only_text_is_read(self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
         """The first files of each kind that are left out are named."""
         (tmp_path / ".git").mkdir()
         (tmp_path / ".git" / "config").write_text("hidden")
@@ -179,8 +177,8 @@ class TestCorpus:
         (tmp_path / "x").unlink()
         named = named.replace("4", "3").replace("x, y, ...; 18", r"y, \xe9\x1b; 14")
         output = ("--output-prefix", f"{tmp_path_factory.mktemp('out')}/a")
-        assert main(["data", "preprocess", "--input", str(tmp_path), *output]) == 0
-        assert f" tokens; left out: {named}\n" in capsys.readouterr().out
+        said = output_of("data", "preprocess", "--input", tmp_path, *output)
+        assert f" tokens; left out: {named}\n" in said
         assert load(str(tmp_path / "notes.txt"), "1,1").notes == ""
 
     def test_links_to_folders_are_followed_each_folder_once(self, tmp_path: Path) -> None:
@@ -208,25 +206,19 @@ class TestCorpus:
         assert corpus.files == 2, "a compressed name, whose content is text, is read beside other text"
         assert corpus.notes == "; further paths to files that are read once: 3"
 
-    def test_links_that_lead_nowhere_are_counted(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_links_that_lead_nowhere_are_counted(self, tmp_path: Path) -> None:
         """Of a folder, of text or records, in each summary."""
         folder, note = tmp_path / "here", "; links that lead nowhere, left out: 2"
         folder.mkdir()
         (folder / "gone.jsonl").symlink_to("nowhere")
         (folder / "loop").symlink_to("loop")
         (folder / "a.jsonl").write_text('{"text": "a", "prompt": "a", "completion": "b"}\n')
-        assert (
-            kind_of(RecordSource(str(folder), Split(1, 0, 0), True), ByteTokenizer())
-            .make()
-            .facts["notes"]
-            .endswith(note)
-        )
+        records = kind_of(RecordSource(str(folder), Split(1, 0, 0), True), ByteTokenizer())
+        assert records.make().facts["notes"].endswith(note)
         (folder / "a.txt").write_text("text")
         assert load(str(folder), "1").notes.endswith(note)
-        assert main(["data", "preprocess", "--input", str(folder), "--output-prefix", f"{tmp_path}/out"]) == 0
-        assert note in capsys.readouterr().out
+        output = ("--output-prefix", tmp_path / "out")
+        assert note in output_of("data", "preprocess", "--input", folder, *output)
 
     def test_of_a_cache_with_two_revisions_that_of_main_is_read(self, tmp_path: Path) -> None:
         write_cache(tmp_path)
@@ -317,26 +309,18 @@ class TestCorpus:
             b"text\n" * 200_000 + b"\xff": "not UTF-8 text: byte 0xff at offset 1000000",
         }.items():
             file.write_bytes(content)
-            with pytest.raises(
-                ValueError, match=rf"^data\.text: {file}: {problem}; give a text file, .*-stdlib"
-            ):
+            line = rf"^data\.text: {file}: {problem}; give a text file, .*-stdlib"
+            with pytest.raises(ValueError, match=line):
                 load(str(file), SPLIT)
 
 
-@pytest.mark.parametrize(
-    ("parse", "wrong", "example"),
-    [
-        *(
-            (Split.parse, split, "949,50,1")
-            for split in ["", "a,b", "1,-1", "0,1,1", "1,1,1,1", "inf,1", "nan"]
-        ),
-        *(
-            (parse_prefixes, blend, "prefixB")
-            for blend in ([], ["a", "b"], ["1", "a", "1"], [0, "a"], ["1", ""], ["a", "1"], [1])
-        ),
-    ],
-)
-def test_what_is_no_split_and_no_blend(parse: Callable[[Any], Any], wrong: Any, example: str) -> None:
+NO_SPLITS = ["", "a,b", "1,-1", "0,1,1", "1,1,1,1", "inf,1", "nan"]
+NO_BLENDS: list[Any] = [[], ["a", "b"], ["1", "a", "1"], [0, "a"], ["1", ""], ["a", "1"], [1]]
+
+
+@pytest.mark.parametrize("wrong", [*NO_SPLITS, *NO_BLENDS], ids=str)
+def test_what_is_no_split_and_no_blend(wrong: Any) -> None:
+    parse, example = (Split.parse, "949,50,1") if isinstance(wrong, str) else (parse_prefixes, "prefixB")
     with pytest.raises(ValueError, match=f"^must be .*{example}.*, got ") as caught:
         parse(wrong)
     assert "\n" not in str(caught.value)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_noloco import __version__
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.explain import as_markdown
+from tests.harness import output_of
 
 ROOT = Path(__file__).parents[2]
 _SEVERAL_LITERALS = re.compile(r'"\s*\n\s*f?"')  # of Python, that are one string
@@ -63,18 +63,14 @@ def test_the_configurations_of_several_machines_are_valid() -> None:
     assert both.replica_size == one.replica_size == 8
 
 
-def test_the_first_config_can_be_checked_and_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_config_can_be_checked_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/running.md").read_text()
     (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my-run.json").write_text(block)
-    assert main(["config", "--check", str(tmp_path / "my-run.json")]) == 0
+    output_of("config", "--check", tmp_path / "my-run.json")
     monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
     (command,) = re.findall(r"^    megatron-noloco (plan my-run.json .*?) +#", page, re.MULTILINE)
-    assert main(command.split()) == 0
-    (row,) = re.findall(r"^this config .*", capsys.readouterr().out, re.MULTILINE)
+    (row,) = re.findall(r"^this config .*", output_of(*command.split()), re.MULTILINE)
     assert f"rounds take {float(row.split()[-3]):.0f} % of the time" in page
 
 

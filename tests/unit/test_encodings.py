@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.harness import refusal_of
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_records, load_text
 from tests.unit.test_preprocess import TEXTS, documents, expected, run, write_jsonl, zstd
@@ -40,9 +40,7 @@ def test_a_byte_order_mark_is_no_part_of_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", UTF_16)
-def test_another_encoding_is_named_in_one_line(
-    encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_encoding_is_named_in_one_line(encoding: str, tmp_path: Path) -> None:
     line = f"not UTF-8 text: it begins as {encoding[:6].upper()}.* does .iconv -f "
     text = written(tmp_path / "a.txt", "Text\n", encoding)
     with pytest.raises(ValueError, match=f"^data.text: {text}: {line}"):
@@ -54,8 +52,8 @@ def test_another_encoding_is_named_in_one_line(
         load_records(str(records), BYTES)
     with pytest.raises(ValueError, match=f"a.jsonl, line 1: {line}"):
         run(tmp_path, [records])
-    assert main(["config", "--check", str(written(tmp_path / "run.json", CONFIG, encoding))]) == 2
-    assert f"run.json: not UTF-8 text: it begins as {encoding[:6].upper()}" in capsys.readouterr().err
+    refusal = refusal_of("config", "--check", written(tmp_path / "run.json", CONFIG, encoding))
+    assert f"run.json: not UTF-8 text: it begins as {encoding[:6].upper()}" in refusal
 
 
 @pytest.mark.parametrize("encoding", UTF_16)

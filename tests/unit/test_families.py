@@ -235,15 +235,11 @@ def test_an_export_has_all_of_the_initial_weights(family: str) -> None:
 
 def test_a_chunk_finds_its_rows_by_its_own_numbers() -> None:
     table = Table(tuple(Llama().rows(SMALL)), 2)
-    assert (
-        table.find("decoder.layers.0.mlp.linear_fc2.weight", 1).name
-        == "decoder.layers.1.mlp.linear_fc2.weight"
-    )
+    down = table.find("decoder.layers.0.mlp.linear_fc2.weight", 1)
+    assert down.name == "decoder.layers.1.mlp.linear_fc2.weight"
     fused = table.find("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight")
-    assert (fused.name, fused.hf) == (
-        "decoder.layers.1.input_layernorm.weight",
-        ("model.layers.1.input_layernorm.weight",),
-    )
+    assert fused.name == "decoder.layers.1.input_layernorm.weight"
+    assert fused.hf == ("model.layers.1.input_layernorm.weight",)
 
 
 def test_a_tied_output_layer_is_a_copy_that_counts_once() -> None:
@@ -255,7 +251,6 @@ def test_a_tied_output_layer_is_a_copy_that_counts_once() -> None:
 
 def test_tables_need_no_torch() -> None:
     """`config --check` reads them, and must answer at once."""
-    code = (
-        "import sys, megatron_noloco.model.families, megatron_noloco.config; sys.exit('torch' in sys.modules)"
-    )
+    modules = "megatron_noloco.model.families, megatron_noloco.config"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

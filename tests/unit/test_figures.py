@@ -62,20 +62,15 @@ def test_the_throughput_in_the_log_line() -> None:
 
 
 def test_sizes_and_durations() -> None:
-    assert [megabytes(size) for size in (0, 9_994_000, 10_000_000, 641_700_000)] == [
-        "0.00",
-        "9.99",
-        "10.0",
-        "641.7",
-    ]
+    sizes = [megabytes(size) for size in (0, 9_994_000, 10_000_000, 641_700_000)]
+    assert sizes == ["0.00", "9.99", "10.0", "641.7"]
     assert [duration(seconds) for seconds in (0.4, 599, 600, 3600)] == ["0s", "599s", "10min", "1h 0min"]
 
 
 def test_the_line_of_a_checkpoint() -> None:
     row = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
-    assert log_lines(row, 200, replace(FACTS, unigram_entropy=3.5)) == [
-        " checkpoint at iteration 8 | pause (ms): 165.4 |"
-    ]
+    (line,) = log_lines(row, 200, replace(FACTS, unigram_entropy=3.5))
+    assert line == " checkpoint at iteration 8 | pause (ms): 165.4 |"
 
 
 @pytest.mark.parametrize(
@@ -90,9 +85,8 @@ def test_the_lines_of_an_evaluation(mean_model: float, spread: float, middle: st
     datasets = {"a": Losses({0: 2.0, 1: 4.0}, math.nan), "b": Losses({0: 1.0, 1: 2.0}, math.nan)}
     evaluation = Evaluation({0: 1.5, 1: 3.0}, mean_model, spread, datasets)
     end = "unigram: 3.5000 | microbatches: 4 of 210 |"
-    assert log_lines(
-        {"kind": "evaluation", "step": 8, **evaluation.numbers(0)}, 200, replace(FACTS, unigram_entropy=3.5)
-    ) == [
+    row = {"kind": "evaluation", "step": 8, **evaluation.numbers(0)}
+    assert log_lines(row, 200, replace(FACTS, unigram_entropy=3.5)) == [
         f" validation at iteration 8 | replicas: 1.5000 3.0000 | {middle}{end}",
         "   a | replicas: 2.0000 4.0000 |",
         "   b | replicas: 1.0000 2.0000 |",
@@ -121,9 +115,8 @@ def test_the_last_line_of_a_run_whose_end_is_not_saved_says_so(capsys: pytest.Ca
     console.summary(200, "SIGTERM", "2 of 4 ranks")
     first, last = capsys.readouterr().out.splitlines()[-2:]
     assert first == "stopped after iteration 200 (SIGTERM)"
-    assert last.startswith(
-        "not saved: the checkpoint of iteration 200 failed on 2 of 4 ranks, and stderr says why"
-    )
+    line = "not saved: the checkpoint of iteration 200 failed on 2 of 4 ranks, and stderr says why"
+    assert last.startswith(line)
 
 
 def test_a_line_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

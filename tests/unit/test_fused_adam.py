@@ -2,7 +2,7 @@
 
 import socket
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,31 +47,23 @@ FAILED: [code=1] fused_adam.so"""
     ("said", "reason"),
     [
         (
-            f"{BUILD}\n/usr/bin/ld: cannot find -lcudart: No such file or directory\ncollect2: error: ld",
+            f"{BUILD}\n{{}}\ncollect2: error: ld",
             "/usr/bin/ld: cannot find -lcudart: No such file or directory",
         ),
         (
-            f"{BUILD}\nmulti_tensor_adam.cu:13:10: fatal error: cusparse.h: No such file or directory\n",
+            f"{BUILD}\n{{}}\n",
             "multi_tensor_adam.cu:13:10: fatal error: cusparse.h: No such file or directory",
         ),
-        (
-            f"{BUILD}\nnvcc fatal   : Unsupported gpu architecture 'compute_90'\n",
-            "nvcc fatal   : Unsupported gpu architecture 'compute_90'",
-        ),
+        (f"{BUILD}\n{{}}\n", "nvcc fatal   : Unsupported gpu architecture 'compute_90'"),
         (BUILD, "Error building extension 'fused_adam'"),
-        (
-            "libcudart.so.13: cannot open shared object file",
-            "libcudart.so.13: cannot open shared object file",
-        ),
+        ("{}", "libcudart.so.13: cannot open shared object file"),
         ("", "RuntimeError"),
     ],
 )
 def test_a_kernel_that_cannot_be_had_says_why(
     said: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(verbose: bool) -> Any:
-        raise RuntimeError(said)
-
+    load = Mock(side_effect=RuntimeError(said.format(reason)))
     accelerator = SimpleNamespace(create_op_builder=lambda name: SimpleNamespace(load=load))
     monkeypatch.setattr(initialize, "get_accelerator", lambda: accelerator)
     with pytest.raises(UserError) as raised:

@@ -60,9 +60,8 @@ def test_fields_that_are_not_known_are_named(kept: dict[str, Any]) -> None:
     optimizer = Keeping([model.weight], lr=0.1)
     Keeping.kept = kept
     trained(optimizer, model)
-    with pytest.raises(
-        ValueError, match=f"^Keeping keeps {', '.join(sorted(kept))}, which other jobs cannot"
-    ):
+    line = f"^Keeping keeps {', '.join(sorted(kept))}, which other jobs cannot"
+    with pytest.raises(ValueError, match=line):
         inner_of(model, optimizer).facts()
 
 
@@ -109,9 +108,8 @@ def test_optimizers_and_schedule_continue_from_taken_state() -> None:
     assert loaded(own.functions, saved(given.functions)) == []
     for _ in range(3):
         assert all(map(torch.equal, step(0), step(1)))
-    with pytest.raises(
-        ValueError, match="inner is adamw here, and adamw and sgd for others and others 1 where the"
-    ):
+    line = "inner is adamw here, and adamw and sgd for others and others 1 where the"
+    with pytest.raises(ValueError, match=line):
         inner_of(models[1], parts[1][0]).check("adamw and sgd", facts, vectors)
 
 

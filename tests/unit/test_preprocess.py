@@ -338,9 +338,8 @@ def test_broken_files_of_a_tokenizer(tmp_path: Path, name: str, content: str, li
 
 def test_a_tokenizer_is_a_folder(fast: Path) -> None:
     """Its other files are of its tokenizer.json, not of a file of another name beside it."""
-    with pytest.raises(
-        ValueError, match=r"/tokenizer.json: no folder with a tokenizer.json .*; give that of"
-    ):
+    line = r"/tokenizer.json: no folder with a tokenizer.json .*; give that of"
+    with pytest.raises(ValueError, match=line):
         FastTokenizer(fast / "tokenizer.json")
 
 

@@ -44,9 +44,8 @@ def test_samples_share_one_token(tokens: int, count: int) -> None:
 
 
 def test_less_than_a_sample() -> None:
-    with pytest.raises(
-        ValueError, match=r"corpus too small: .* 8 tokens, one sample needs .* 9; .* lower seq_length"
-    ):
+    line = r"corpus too small: .* 8 tokens, one sample needs .* 9; .* lower seq_length"
+    with pytest.raises(ValueError, match=line):
         Samples(Dataset(np.arange(8, dtype=np.uint16)), NEEDS)
 
 

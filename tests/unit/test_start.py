@@ -1,6 +1,5 @@
 """Where a run starts, with its checkpoints as files and one rank."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,7 @@ from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training import joined, outputs
 from megatron_noloco.training.joined import check_ranks, checkpoint_settings
 from megatron_noloco.training.prepare import _alike, _check_load
-from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, flip_a_bit, write_checkpoint
+from tests.unit.test_checkpoint_files import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
 
 PARALLEL = {"replicas": 2, "pipeline_model_parallel_size": 2}
 TOPOLOGY = Topology(replicas=2, pp=2)
@@ -77,10 +76,7 @@ def test_a_run_says_that_latest_is_wrong(tmp_path: Path) -> None:
 def save(output_dir: Path, step: int, load: str = "auto") -> Path:
     """Write what a run with this `checkpoint.load` saves."""
     folder = write_checkpoint(output_dir / "checkpoints", step, TOPOLOGY)
-    for path in folder.rglob("*.json"):
-        manifest = json.loads(path.read_text())
-        manifest["config"]["checkpoint"]["load"] = load
-        path.write_text(json.dumps(manifest))
+    edit_configs(folder, "checkpoint", load=load)
     return folder
 
 
@@ -99,9 +95,8 @@ def test_unusable_checkpoints_do_not_restart_the_run(what: str, named: bool, tmp
     with pytest.raises(ValueError) as refusal:
         start(tmp_path, load)
     (line,) = str(refusal.value).splitlines()
-    assert line.startswith(
-        f"{checkpoints}: no checkpoint there can be continued ({checkpoints}/step_00000009"
-    )
+    start_of_line = f"{checkpoints}: no checkpoint there can be continued ({checkpoints}/step_00000009"
+    assert line.startswith(start_of_line)
     assert reason in line
     assert line.endswith(f"put it right, or {again}")
     assert len(catalog.steps(checkpoints)) == 3, "nothing is set aside"
@@ -141,20 +136,14 @@ def test_run_killed_in_first_save_starts_from_named_step(tmp_path: Path) -> None
     catalog.write_latest(tmp_path / "checkpoints")
     found = start(tmp_path, str(load))
     assert folder_of(found) == load
-    assert [note.partition(":")[0] for note in found.notes] == [
-        f"continuing from {load}",
-        "not used",
-        "set aside",
-    ]
+    notes = [note.partition(":")[0] for note in found.notes]
+    assert notes == [f"continuing from {load}", "not used", "set aside"]
 
 
 @pytest.mark.parametrize("whose", ["own", "another"])
 def test_difference_from_named_step_names_its_remedy(whose: str, tmp_path: Path) -> None:
     step = save(tmp_path / whose, 5)
-    for path in step.rglob("*.json"):
-        manifest = json.loads(path.read_text())
-        manifest["config"]["training"]["seed"] = 7
-        path.write_text(json.dumps(manifest))
+    edit_configs(step, "training", seed=7)
     with pytest.raises(ValueError) as refusal:
         start(tmp_path / "own", str(step))
     remedy = "a resume cannot change it: change it back, or start anew in another training.output_dir"
@@ -186,25 +175,18 @@ def test_folder_that_is_no_step_is_named(tmp_path: Path) -> None:
     step = save(tmp_path, 10)
     (tmp_path / "empty").mkdir()
     auto = 'or give "auto" for the newest in training.output_dir'
-    lines = {
-        tmp_path: f"not a step folder; name one, such as {step}, {auto}",
-        step.parent: f"not a step folder; name one, such as {step}, {auto}",
-        tmp_path
-        / "empty": f"not a step folder; name one, such as OUTPUT_DIR/checkpoints/step_00001000, {auto}",
-    }
-    for folder, line in lines.items():
+    nowhere = Path("OUTPUT_DIR/checkpoints/step_00001000")
+    for folder, example in {tmp_path: step, step.parent: step, tmp_path / "empty": nowhere}.items():
         with pytest.raises(ValueError) as refusal:
             _check_load(str(folder), tmp_path)
+        line = f"not a step folder; name one, such as {example}, {auto}"
         assert str(refusal.value) == f"checkpoint.load: {folder}: {line}"
 
 
 def test_set_aside_folder_is_named(tmp_path: Path) -> None:
     aside = catalog.set_aside(save(tmp_path, 5))
-    lines = ["was set aside; rename it to step_00000005, and name that"]
-    lines += [
-        "was set aside, and step_00000005 is there anew; move it into another folder as step_00000005, and"
-    ]
-    for line in lines:
+    anew = "and step_00000005 is there anew; move it into another folder as step_00000005, and"
+    for line in ("was set aside; rename it to step_00000005, and name that", f"was set aside, {anew}"):
         for check in (lambda: _check_load(str(aside), tmp_path), lambda: find_ensemble([aside])):
             with pytest.raises(ValueError, match=f"{aside}: {line}"):
                 check()

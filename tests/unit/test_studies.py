@@ -44,9 +44,8 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     runs = Runs(plan | {"tune": False}, path, 1, lambda raw, folder: {})
     assert list(runs.all()) == [Key("one", 1.0, 1)]
     changed = plan | {"tune": False, "runs": {"one": ["training.train_iters=3"]}}
-    with pytest.raises(
-        ValueError, match=r"Key\(name='one'.* is there of other settings; give another --output"
-    ):
+    line = r"Key\(name='one'.* is there of other settings; give another --output"
+    with pytest.raises(ValueError, match=line):
         Runs(changed, path, 1, lambda raw, folder: {}).all()
 
 
@@ -76,9 +75,8 @@ def test_user_mistake_has_no_traceback(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_impossible_run_is_refused_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        SystemExit, match=r"^study: noloco\.local_steps 9999 is more than training\.train_iters"
-    ):
+    line = r"^study: noloco\.local_steps 9999 is more than training\.train_iters"
+    with pytest.raises(SystemExit, match=line):
         run_study(fail, tmp_path, monkeypatch, "noloco.local_steps=9999")
 
 

@@ -83,12 +83,9 @@ def test_experts_as_transformers_5_stacks_them(family: str, model_prefix: bool, 
     transformers = pytest.importorskip("transformers", minversion="5.0")
     model = make_model(multiple=1, model=family)
     weights = weights_of(model)
-    theirs = getattr(transformers, hf_config(model)["architectures"][0]).from_pretrained(
-        None,
-        config=transformers.AutoConfig.for_model(**hf_config(model)),
-        state_dict=weights,
-        dtype="float32",
-    )
+    of_family = getattr(transformers, hf_config(model)["architectures"][0])
+    config = transformers.AutoConfig.for_model(**hf_config(model))
+    theirs = of_family.from_pretrained(None, config=config, state_dict=weights, dtype="float32")
     stacked = theirs.state_dict()
     assert any(name.endswith("experts.gate_up_proj") for name in stacked)
     names = (lambda weights: weights) if model_prefix else without_prefix
@@ -115,9 +112,8 @@ def test_the_same_model_in_other_formats_is_not_read(tmp_path: Path) -> None:
 def change_index(folder: Path, **changes: str | None) -> None:
     index = json.loads((folder / INDEX).read_text())["weight_map"]
     index |= {NORM: changes["norm"]}
-    (folder / INDEX).write_text(
-        json.dumps({"weight_map": {name: file for name, file in index.items() if file}})
-    )
+    listed = {name: file for name, file in index.items() if file}
+    (folder / INDEX).write_text(json.dumps({"weight_map": listed}))
 
 
 def add_the_first_shard_again(folder: Path) -> None:

@@ -179,6 +179,5 @@ def test_what_wandb_refuses_does_not_end_the_run(
     run.write(STEP)
     run.write(STEP)
     run.close()
-    assert (
-        capsys.readouterr().err == f"{tmp_path}: wandb: no {call} (no-tty); training continues without it\n"
-    )
+    line = f"{tmp_path}: wandb: no {call} (no-tty); training continues without it\n"
+    assert capsys.readouterr().err == line
