@@ -119,11 +119,16 @@ class NodeThread:
         return found
 
     def close(self) -> None:
-        """Leave the federation; see `Node.close`."""
+        """Leave the federation; see `Node.close`.
+
+        Removes the address of a job that has met no other, such as after a refusal: others would look for it.
+        """
         atexit.unregister(self.close)
         if self._thread.is_alive():
             self.call(self.node.close()).result()
             self._stop()
+            if not self.node.links:
+                self._rendezvous.withdraw(self.node.slot, self.node.directory.own)
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

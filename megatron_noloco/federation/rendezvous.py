@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,6 +83,12 @@ class Folder:
             self.store.put(self._name(slot), json.dumps(content).encode())
         except OSError as error:
             raise type(error)(f"federation.rendezvous: {error}") from None
+
+    def withdraw(self, slot: int, address: Address) -> None:
+        """Remove the file of a slot, unless it is of a later process by now."""
+        with suppress(OSError):
+            if self._content(self._name(slot)).get("incarnation") == address.incarnation:
+                self.store.remove([self._name(slot)])
 
     def look(self) -> Found:
         """Read the files of all slots; files with other content are ignored. Raises OSError."""
@@ -182,6 +189,8 @@ class Seeds:
 
     def publish(self, slot: int, address: Address) -> None:
         """Do nothing: who is dialled is told the address."""
+
+    withdraw = publish
 
     def why_alone(self) -> str:
         """Return "": a replica that is dialled says so, and one that does not answer is named."""

@@ -77,6 +77,17 @@ def test_a_seed_and_what_a_replica_advertises_may_be_ipv6(listen: str) -> None:
         assert one.node.directory.addresses[1].endpoint == f"tcp://[::1]:{ports[1]}"
 
 
+def test_a_refused_job_leaves_no_address(tmp_path: Path) -> None:
+    with replicas(*[Network(folder(tmp_path), MEMBER, "tcp://127.0.0.1:0")] * 2) as (one, other):
+        talk(one, other)
+        differs = Network(folder(tmp_path), Member(MEMBER.run, {"model": "1"}), "tcp://127.0.0.1:0")
+        with closing(open_node(differs, 2)) as refused:
+            assert {*folder(tmp_path).look().addresses} == {0, 1, 2}
+            until(lambda: refused.node.dialling.refusal)
+        assert {*folder(tmp_path).look().addresses} == {0, 1}
+    assert {*folder(tmp_path).look().addresses} == {0, 1}, "of jobs that have met others"
+
+
 # Seeds
 
 

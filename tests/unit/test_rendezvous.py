@@ -53,6 +53,9 @@ def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
     assert mine.look() == ({0: Address("tcp://a:1", 10), 1: Address("tcp://b:2", 11)}, (), "")
     theirs.publish(1, Address("tcp://b:5", 12, "a-site"))
     assert mine.look().addresses[1] == Address("tcp://b:5", 12, "a-site")
+    mine.withdraw(0, Address("tcp://a:1", 10))
+    theirs.withdraw(1, Address("tcp://b:2", 11))  # not that of a later process
+    assert {*mine.look().addresses} == {1}
 
 
 def test_one_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
