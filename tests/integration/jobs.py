@@ -137,9 +137,10 @@ def node_of(noloco: Attached) -> Node:
     return noloco._peers._membership.leading.thread.node
 
 
-def by_way_of_a_handover(engine: Engine, optimizer: Stateful, step: Callable[[int], Tensor]) -> list[Tensor]:
-    """Return the weights after the fourth step, after it is taken again from the state that was given after the
-    third, and again with the weights of that state only.
+def assert_inner_optimizer_is_handed_over(
+    engine: Engine, optimizer: Stateful, step: Callable[[int], Tensor]
+) -> None:
+    """Compare a fourth step with the same step from the state after the third, and from that state's weights only.
 
     Args:
         step: takes the local step of this number, and returns the weights.
@@ -151,11 +152,11 @@ def by_way_of_a_handover(engine: Engine, optimizer: Stateful, step: Callable[[in
         step(number)
     inner = Inner(engine, [optimizer])
     states = [JobState(engine, outer, given, {}, {}).copy(3) for given in (inner, None)]
-    found = [step(3)]
+    expected, found = step(3), []
     for state in states:
         step(4)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the inner optimizer begins anew
             JobState(engine, outer, inner, {}, {}).load(state)
         found.append(step(3))
-    return found
+    assert [torch.equal(weights, expected) for weights in found] == [True, False]

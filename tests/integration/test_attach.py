@@ -18,8 +18,8 @@ from megatron_noloco.attach import ReplicaGroups, attach
 from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
 from tests.harness import run_ranks, slow
 from tests.integration.jobs import (
+    assert_inner_optimizer_is_handed_over,
     by_the_equations,
-    by_way_of_a_handover,
     federation,
     paper,
     refusal,
@@ -241,7 +241,7 @@ def test_an_engine_continues_from_its_checkpoint(tmp_path: Path, stage: int, bf1
         assert torch.equal(without, with_)
 
 
-def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) -> list[Tensor]:
+def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) -> None:
     engine = engine_of(stage, None, **block)
     draw = torch.Generator()
 
@@ -250,17 +250,14 @@ def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
             microbatch(engine, draw.manual_seed(100 * number + 10 * part + rank))
         return whole(engine)
 
-    return by_way_of_a_handover(deepspeed_engine(engine), engine.optimizer, step)
+    assert_inner_optimizer_is_handed_over(deepspeed_engine(engine), engine.optimizer, step)
 
 
 @pytest.mark.parametrize(
     ("stage", "block"), [(0, {"bf16": {"enabled": True}}), (1, {}), slow(2, {}), (3, {})]
 )
 def test_inner_optimizer_continues_from_taken_state(stage: int, block: dict[str, Any]) -> None:
-    """To the last bit, and not without that state."""
-    for with_state, again, without in run_ranks(2, taken_over, stage, block):
-        assert torch.equal(with_state, again)
-        assert not torch.equal(with_state, without)
+    run_ranks(2, taken_over, stage, block)
 
 
 def refused(rank: int, world_size: int) -> str:
@@ -270,9 +267,8 @@ def refused(rank: int, world_size: int) -> str:
 
 def test_engine_summing_gradients_over_replicas_is_refused() -> None:
     _, found = run_ranks(2, refused)
-    assert found.startswith(
-        "rank 1: the gradient all-reduce of this model spans ranks [0, 1], its replica is [1]"
-    )
+    line = "rank 1: the gradient all-reduce of this model spans ranks [0, 1], its replica is [1]"
+    assert found.startswith(line)
 
 
 def with_experts(rank: int, world_size: int) -> list[str]:

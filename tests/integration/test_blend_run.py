@@ -13,6 +13,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import metrics, run_whole
+from tests.unit.configs import SMALLEST
 from tests.unit.datasets import write_dataset
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -29,19 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in "ab":
         documents = [np.append(draw.integers(0, 270, draw.integers(5, 40)), end) for _ in range(100)]
         write_dataset(folder / name, documents, vocab_size=300)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "noloco": {"recipe": "paper", "local_steps": 2},
+    config = SMALLEST | {
         "parallel": {"replicas": 2},
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "ffn_hidden_size": 48,
-            "num_attention_heads": 4,
-            "num_query_groups": 2,
-            "seq_length": 16,
-        },
+        "model": SMALLEST["model"] | {"num_query_groups": 2},
         "data": {
             "data_path": ["0.25", str(folder / "a"), "0.75", str(folder / "b")],
             "split": "8,1,1",
@@ -65,9 +56,8 @@ def datasets(row: dict[str, Any]) -> list[str]:
 
 
 def test_the_wait_for_data_is_written_down(run: Path) -> None:
-    assert all(
-        0 <= row["data/wait_seconds"] < row["speed/seconds_per_step"] for row in metrics(run, "step")[0]
-    )
+    for row in metrics(run, "step")[0]:
+        assert 0 <= row["data/wait_seconds"] < row["speed/seconds_per_step"]
 
 
 def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> None:
@@ -96,9 +86,8 @@ def test_evaluate_equals_log_with_copied_tokenizer(run: Path) -> None:
             for name in datasets(row)
         )
     ]
-    assert all(
-        line.startswith("each of 2 replicas (equal weights) on the validation split") for line in lines
-    )
+    start = "each of 2 replicas (equal weights) on the validation split"
+    assert all(line.startswith(start) for line in lines)
     assert 3 * found == pytest.approx(logged, abs=2e-4)
 
 

@@ -17,8 +17,8 @@ from megatron_noloco.attach.shards import reshard
 from megatron_noloco.attach.torch_module import torch_engine
 from tests.harness import run_ranks, slow
 from tests.integration.jobs import (
+    assert_inner_optimizer_is_handed_over,
     by_the_equations,
-    by_way_of_a_handover,
     federation,
     paper,
     refusal,
@@ -159,12 +159,8 @@ def continued(slot: int, rank: int, folder: Path) -> list[Tensor]:
                 torch.save({"model": model, "inner": inner, "noloco": noloco.state_dict()}, file)
                 noloco.close()
                 loop, saved = of_job(slot, rank, seed=9), torch.load(file, weights_only=True)
-                set_state_dict(
-                    loop.model,
-                    loop.optimizer,
-                    model_state_dict=saved["model"],
-                    optim_state_dict=saved["inner"],
-                )
+                states = {"model_state_dict": saved["model"], "optim_state_dict": saved["inner"]}
+                set_state_dict(loop.model, loop.optimizer, **states)
                 there = federation(folder / "again", slot, REPLICAS)
                 noloco = attach(loop.model, SETTINGS, seed=SEED, state=saved["noloco"], **there)
                 stops = False
@@ -193,21 +189,18 @@ def test_jobs_resume_and_end_with_one_model(tmp_path: Path) -> None:
         assert torch.equal(with_, found[0][0])
 
 
-def taken_over(rank: int, world_size: int) -> list[Tensor]:
+def taken_over(rank: int, world_size: int) -> None:
     loop = of_job(0, rank)
 
     def step(number: int) -> Tensor:
         loop.train_step(number)
         return loop.whole()
 
-    return by_way_of_a_handover(torch_engine(loop.model), loop.optimizer, step)
+    assert_inner_optimizer_is_handed_over(torch_engine(loop.model), loop.optimizer, step)
 
 
 def test_inner_optimizer_continues_from_taken_state() -> None:
-    """To the last bit, and not without that state."""
-    for with_state, again, without in run_ranks(2, taken_over):
-        assert torch.equal(with_state, again)
-        assert not torch.equal(with_state, without)
+    run_ranks(2, taken_over)
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:

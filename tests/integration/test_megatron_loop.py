@@ -26,8 +26,8 @@ from megatron_noloco.attach.megatron_optimizer import MegatronEngine
 from tests.harness import REPOSITORY, run_launcher, run_ranks, slow
 from tests.integration import megatron_on_cpu
 from tests.integration.jobs import (
+    assert_inner_optimizer_is_handed_over,
     by_the_equations,
-    by_way_of_a_handover,
     federation,
     paper,
     refusal,
@@ -152,7 +152,7 @@ def sorted_values(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.cat([tensor.to(dtype or tensor.dtype) for tensor in tensors]).sort().values
 
 
-def taken_over(rank: int, world_size: int, kind: str) -> list[Tensor]:
+def taken_over(rank: int, world_size: int, kind: str) -> None:
     with megatron_on_cpu.prepare():
         model, optimizer = BUILD[kind](1)
         engine = MegatronEngine(optimizer)
@@ -161,15 +161,12 @@ def taken_over(rank: int, world_size: int, kind: str) -> list[Tensor]:
             LOOP.train_step(model, optimizer, LOOP.microbatch(number, rank))
             return engine.read()
 
-        return by_way_of_a_handover(engine, optimizer, step)
+        assert_inner_optimizer_is_handed_over(engine, optimizer, step)
 
 
 @pytest.mark.parametrize("kind", ["distributed, bf16", "layer-wise", pytest.param("Muon", marks=needs_muon)])
 def test_inner_optimizer_continues_from_taken_state(kind: str) -> None:
-    """To the last bit, and not without that state."""
-    for with_state, again, without in run_ranks(2, taken_over, kind):
-        assert torch.equal(with_state, again)
-        assert not torch.equal(with_state, without)
+    run_ranks(2, taken_over, kind)
 
 
 def refused(slot: int, rank: int, folder: Path) -> list[str]:

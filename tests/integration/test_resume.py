@@ -236,11 +236,8 @@ def test_a_full_disk_is_reported_by_asynchronous_saves(tmp_path: Path) -> None:
     run.change(saving(save_interval=5, train_iters=15, async_save=True))
     outcomes = run_ranks(2, full_disk, run.arguments(), range(2, 15))
     assert codes(outcomes) == [0, 1]
-    assert (
-        outcomes[0]
-        .out.splitlines()[-1]
-        .startswith("not saved: the checkpoint of iteration 15 failed on 1 of 2")
-    )
+    last = outcomes[0].out.splitlines()[-1]
+    assert last.startswith("not saved: the checkpoint of iteration 15 failed on 1 of 2")
     steps, reported = ["step 5", "step 10", "the last checkpoint"], outcomes[1].err.splitlines()
     assert [step in line for step, line in zip(steps, reported, strict=True)] == [True] * 3, reported
     assert not any(catalog.is_complete(folder) for folder in catalog.steps(run.checkpoints))
@@ -369,12 +366,9 @@ def test_data_may_move_but_not_become_others(tmp_path: Path) -> None:
     shutil.copytree(texts[1], texts[2])
     with (texts[2] / text.name).open("r+") as file:
         file.write("as many characters, others")
-    outcomes = [
-        run_ranks(1, starts, run.arguments({"data": {"text": str(folder)}, "training": {"train_iters": 5}}))[
-            0
-        ]
-        for folder in texts[1:]
-    ]
+    outcomes, longer = [], {"training": {"train_iters": 5}}
+    for folder in texts[1:]:
+        outcomes += run_ranks(1, starts, run.arguments({"data": {"text": str(folder)}} | longer))
     assert codes(outcomes) == [0, 2]
     difference = f'data.text: "{texts[0]}" in the checkpoint, '
     assert f'changed: {difference}"{texts[1]}" now' in outcomes[0].out.splitlines()
@@ -383,7 +377,7 @@ def test_data_may_move_but_not_become_others(tmp_path: Path) -> None:
         "anew in another training.output_dir\n"
     )
     texts[2].rename(texts[0])
-    outcome = run_ranks(1, starts, run.arguments({"training": {"train_iters": 5}}))[0]
+    (outcome,) = run_ranks(1, starts, run.arguments(longer))
     reported = "changed: the training data have other contents than those of the checkpoint, or another order"
     assert reported in outcome.out.splitlines()
 

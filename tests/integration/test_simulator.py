@@ -109,9 +109,8 @@ def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:
 
 def test_compiled_run_without_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(
-        ValueError, match=r"^--compiled needs a C\+\+ compiler: there is no no-such-compiler; .*$"
-    ):
+    line = r"^--compiled needs a C\+\+ compiler: there is no no-such-compiler; .*$"
+    with pytest.raises(ValueError, match=line):
         Simulation(RunConfig(**small(tmp_path, 2, 2, {"iters": 1})), compiled=True)
 
 
