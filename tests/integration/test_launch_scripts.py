@@ -38,8 +38,8 @@ def run_script(
     command = [str(REPOSITORY / "launch" / script), *arguments]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "UCX_"))}
     env = {**inherited, "PYTHON": sys.executable, **(environ or {})}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.run(command, env=env, text=True, **{"timeout": 60} | streams)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60} | options
+    return subprocess.run(command, env=env, text=True, **options)
 
 
 def launch(script: str, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
