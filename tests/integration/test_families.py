@@ -131,7 +131,7 @@ def test_transformers_model_round_trips_with_equal_logits(
     sizes = sizes | sequence_parallel(THEIRS[model]["model_type"], sizes)
     theirs = write_theirs(tmp_path / "theirs", THEIRS[model] | {"tie_word_embeddings": tied})
     changes = {"parallel": sizes, "training": {"output_dir": str(tmp_path / "run")}}
-    _, raw = imported(tmp_path, tmp_path / "theirs", changes)
+    raw = imported(tmp_path, tmp_path / "theirs", changes)
     ranks = run_ranks(ranks_needed, save, raw, 0)
     ours = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
     expected = logits_there(tmp_path / "theirs")[..., : ours.size(-1)]
