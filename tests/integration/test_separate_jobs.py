@@ -421,8 +421,8 @@ def test_jobs_with_other_buffers_are_refused(
 def test_a_job_that_slept_takes_over_a_state_before_it_exchanges(tmp_path: Path) -> None:
     """While it sleeps, the other one goes on. Its threads answer, as those of a job that hangs do."""
     loops, at, awake = [of_job(slot, 0) for slot in range(2)], dict[int, Tensor](), threading.Event()
-    settings = paper(local_steps=K, deadline_seconds=0.5)
-    changes = {"rounds_behind": 3, "shortest_deadline_seconds": 0.1}
+    settings = paper(local_steps=K, deadline_seconds=10.0)
+    changes = {"rounds_behind": 3, "shortest_deadline_seconds": 0.4}
 
     def made(slot: int) -> Attached:
         return attach(
