@@ -152,7 +152,8 @@ class Inner:
     def load(self, facts: Mapping[str, Any], vectors: Mapping[str, Tensor]) -> list[str]:
         """Continue from `facts` and `vectors` of another job, which `check` has accepted. A collective.
 
-        Settings are used where there are as many groups as here; else a line is returned. The trainer gives none.
+        Settings are used where there are as many groups as here; else a line is returned. A trainer's states have
+        no settings.
         """
         named, names = facts.get("named", {}), {one.tensor: one.name for one in reversed(self._engine.shards)}
         entries = (*(facts[key] for key in self._optimizers), *named.values())

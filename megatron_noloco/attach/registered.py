@@ -32,7 +32,7 @@ def saved(functions: Functions, for_all_ranks: bool = False) -> dict[str, bytes 
     found = dict[str, bytes | str]()
     for name, (save, _) in functions.items():
         state = save()
-        if for_all_ranks and _is_divided(state):
+        if for_all_ranks and _holds_a_part(state):
             found[name] = (
                 "it has a part of a DTensor, which other ranks cannot load; let it return full_tensor()"
             )
@@ -72,9 +72,9 @@ def read(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _is_divided(value: Any) -> bool:
+def _holds_a_part(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
-        return any(map(_is_divided, value.values() if isinstance(value, dict) else value))
+        return any(map(_holds_a_part, value.values() if isinstance(value, dict) else value))
     return is_divided(value) and not all(placement.is_replicate() for placement in value.placements)
 
 

@@ -101,9 +101,8 @@ def obtain(folder: Path, recipe: Recipe) -> Entry:
         lock = (folder / f"{digest}.lock").open("a")
     with lock:
         activity.now.part(f"waiting for another process, which prepares {recipe.source}")
-        with suppress(
-            OSError
-        ):  # a file system without locks, where several processes may make the same entry
+        # On a file system without locks several processes may make the same entry.
+        with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
             for left in folder.glob(f"{digest}.partial-*"):
                 shutil.rmtree(left, ignore_errors=True)

@@ -73,7 +73,7 @@ def find_texts(inputs: Sequence[Input], counts: Counts) -> list[TextRange]:
                 raise UserError(f"data.text: {item.path}: {problem}; {advice}")
             continue
         texts.append(TextRange(item, item.mark, item.bytes))
-        counts["bytes"] += item.bytes - item.mark
+        counts["bytes"] += texts[-1].stop - texts[-1].start
         counts["files"] += 1
         counts["json_as_text"] += item.path.suffix.lower() in JSON_LINES
     return texts
