@@ -118,7 +118,9 @@ class NolocoSettings(Settings):
         f"other sites as a single replica sends in all; in a federation {SITE_INTERVAL}.",
     )
     deadline_seconds: AboveZero = offered_field(
-        600.0, "Seconds that a replica waits for its group before the round counts as failed."
+        600.0,
+        "Seconds that a round may take before it counts as failed. At its end a job waits as long for replicas "
+        "that begin no round.",
     )
     payload: Literal["fp32", "int8", "int4", "int3"] = field(
         "int4",
@@ -342,14 +344,18 @@ class FederationSettings(Settings):
     )
     encryption: Literal["tls", "none"] = field(
         "tls",
-        '"tls": TLS 1.3, in which both sides show that they have key_file; "none": unencrypted, for a trusted '
-        "network or a tunnel.",
+        '"tls": HTTPS, in which both sides show a certificate of key_file; "none": HTTP, for a trusted network or '
+        "a tunnel.",
     )
-    key_file: FilePath | None = field(None, "The key of all members, made by `megatron-noloco keys FILE`.")
+    key_file: FilePath | None = field(
+        None,
+        "The key of all members, made by `megatron-noloco keys FILE`; or the member file that `megatron-noloco "
+        "join` has written.",
+    )
     shortest_deadline_seconds: AboveZero = offered_field(
         10.0,
-        "Shortest time in seconds to wait for a partner, however quick exchanges are; the longest is "
-        "noloco.deadline_seconds.",
+        "Shortest time in seconds to wait for a partner to begin a round, however quick it was lately; the "
+        "longest is noloco.deadline_seconds.",
     )
     rounds_behind: Positive = offered_field(
         3,
@@ -371,7 +377,7 @@ class FederationSettings(Settings):
     start_with: Positive = offered_field(
         1,
         "Number of replicas, including this one, that must be there before the first local step. The job waits "
-        "for noloco.deadline_seconds at most, or half a minute if it continues from a checkpoint.",
+        "for ten minutes at most, or half a minute if it continues from a checkpoint.",
     )
 
     @property

@@ -1,157 +1,139 @@
-"""Idle replicas of a federation, by their number: processor, memory, and what a change of an address costs.
+"""Idle replicas of a federation, by their number: processor, memory, and how soon all know of a change.
 
-    python -m tools.crowd --replicas 16 64 128
+    python -m tools.crowd --replicas 32 64
+    python -m tools.crowd --replicas 256 --processes 16
 
-All replicas are in this process, in one event loop, over TCP of the loopback interface with TLS. Its clock jumps
-to the next timer when nothing happens, so the share of a core is that of replicas on machines of their own. Each
-link needs two files: `ulimit -n` limits the replicas. With --in-memory links have no sockets and no TLS, so there
-may be more. Prints one JSON object for each number: the share of a core and the bytes of memory for each replica,
-and the statuses that it sends in a second; and the messages with addresses, hellos included, when a replica joins,
-when another leaves, and when that one comes back at another address, with the seconds until all have links again.
+The replicas are connected by HTTPS over the loopback interface, a few in each process. Prints one JSON object for
+each number: the seconds until all know all; the share of a core and the bytes of memory of each replica; the
+seconds until all know that a replica has joined, has left, and that the replicas of a process were killed. The
+seconds are those of machines of their own only where all replicas together need less than the cores of this one.
 """
 
-import asyncio
 import gc
 import json
-import random
-import selectors
-import socket
+import multiprocessing
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.links import Link
-from megatron_noloco.federation.messages import Address, Member, Status
-from megatron_noloco.federation.node import Carriers, Node
-from megatron_noloco.federation.streams import Carrier, Serve
-from megatron_noloco.federation.tcp import TcpCarrier
-from tests.unit.memory_streams import MemoryCarrier
+from megatron_noloco.federation.members import Members
+from tools.federated import open_replica
 from tools.options import command_line
+from tools.processes import free_ports
 
-_GRAIN_SECONDS = 0.001  # the clock jumps when nothing happens for so long
-_SETTLE_SECONDS, _IDLE_SECONDS = 20.0, 10.0
-
-
-class _Jumping(selectors.DefaultSelector):
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        events = super().select(min(timeout, _GRAIN_SECONDS) if timeout else 0)
-        self.now += timeout if timeout and not events else 0
-        return events
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-class _Counted(Directory):
-    told = 0
-
-    def merge(self, addresses: Mapping[int, Address]) -> None:
-        _Counted.told += 1
-        super().merge(addresses)
-
-
-class _CountedNode(Node):
-    statuses = 0
-
-    def status(self, link: Link) -> Status:
-        _CountedNode.statuses += 1
-        return super().status(link)
+_SEEDS = 3  # replicas whose addresses all know
+_SETTLE_SECONDS, _IDLE_SECONDS = 15.0, 20.0
+_LOOK_SECONDS = 0.1
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", required=True)
-    parser.add_argument("--in-memory", action="store_true")
+    parser.add_argument("--processes", type=int, default=4)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        keys = Keys.make(Path(folder) / "key")
+        Keys.make(key := Path(folder) / "key")
         for replicas in options.replicas:
-            with asyncio.Runner(loop_factory=_Loop) as runner:
-                print(json.dumps(runner.run(Crowd(keys, options.in_memory).measure(replicas))), flush=True)
+            print(json.dumps(measure(key, replicas, min(options.processes, replicas))), flush=True)
 
 
-class Crowd:
-    """Replicas, of which the first knows no other, and the others the first."""
-
-    def __init__(self, keys: Keys, in_memory: bool) -> None:
-        self.nodes: dict[int, Node] = {}
-        self._keys = keys
-        self._places: dict[str, Serve] | None = {} if in_memory else None
-
-    async def measure(self, replicas: int) -> dict[str, Any]:
-        gc.collect()
-        before, loop = psutil.Process().memory_info().rss, asyncio.get_running_loop()
-        for slot in range(replicas):
-            await self._start(slot, 1)
-            await asyncio.sleep(random.uniform(0, 0.5))  # else all tick at once
-        await self._until_linked()
-        gc.collect()
-        gc.freeze()  # or each collection would visit the objects of all replicas
-        await asyncio.sleep(_SETTLE_SECONDS)
-        found: dict[str, Any] = {
-            "replicas": replicas,
-            "bytes": (psutil.Process().memory_info().rss - before) // replicas,
-        }
-        _CountedNode.statuses, started, busy = 0, loop.time(), time.process_time()
-        await asyncio.sleep(_IDLE_SECONDS)
-        replica_seconds = (loop.time() - started) * replicas
-        found["share_of_a_core"] = round((time.process_time() - busy) / replica_seconds, 5)
-        found["statuses_per_second"] = round(_CountedNode.statuses / replica_seconds, 1)
-        leaves = replicas - 1
-        found["joins"] = await self._change(self._start(replicas, 1))
-        found["leaves"] = await self._change(self.nodes.pop(leaves).close())
-        found["comes back"] = await self._change(self._start(leaves, 2))
-        for node in self.nodes.values():
-            assert node.failure is None, node.failure
-            await node.close()
+def measure(key: Path, replicas: int, processes: int) -> dict[str, Any]:
+    """Return the figures of so many replicas."""
+    seeds = [f"127.0.0.1:{port}" for port in free_ports(_SEEDS)]
+    crowd = [_Process(key, seeds) for _ in range(processes)]
+    slots = [range(part, replicas, processes) for part in range(processes)]
+    try:
+        _all(crowd, [("open", ())] * processes)  # Python has started
+        first, last, everybody = crowd[0], crowd[-1], set(range(replicas))
+        found: dict[str, Any] = {"replicas": replicas, "processes": processes}
+        found["seconds_to_know_all"] = _until_known(
+            crowd, everybody, lambda: _all(crowd, [("open", part) for part in slots])
+        )
+        time.sleep(_SETTLE_SECONDS)
+        shares, sizes = zip(*_all(crowd, [("idle",)] * processes), strict=True)
+        found["share_of_a_core"] = round(sum(shares) / replicas, 5)
+        found["bytes"] = sum(sizes) // replicas
+        joined = {*everybody, replicas}
+        found["seconds_to_join"] = _until_known(crowd, joined, lambda: first.ask("open", [replicas]))
+        found["seconds_to_leave"] = _until_known(crowd, everybody, lambda: first.ask("close", replicas))
+        if processes > 1:
+            found["seconds_after_kill"] = _until_known(crowd[:-1], everybody.difference(slots[-1]), last.kill)
         return found
+    finally:
+        for process in crowd:
+            process.kill()
 
-    async def _change(self, change: Any) -> dict[str, float]:
-        _Counted.told, started = 0, asyncio.get_running_loop().time()
-        await change
-        await self._until_linked()
-        seconds = asyncio.get_running_loop().time() - started
-        while len({node.directory.checksum for node in self.nodes.values()}) > 1:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(_IDLE_SECONDS)
-        return {"messages": _Counted.told, "seconds": round(seconds, 1)}
 
-    async def _start(self, slot: int, incarnation: int) -> None:
-        if self._places is None:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-            endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-            carrier: Carrier = TcpCarrier(self._keys, listener)
-        else:
-            endpoint = f"tcp://127.0.0.1:{1024 + slot + 10000 * incarnation}"
-            carrier = MemoryCarrier(self._places, endpoint)
-        address = Address(endpoint, incarnation)
-        node = _CountedNode(slot, address, Member(1), Carriers(carrier))
-        node.directory = _Counted(slot, address)
-        node.directory.merge({} if slot == 0 else {0: self.nodes[0].directory.own})
-        self.nodes[slot] = node
-        await node.start()
+class _Process:
+    """A process with some of the replicas."""
 
-    async def _until_linked(self) -> None:
-        def is_linked() -> bool:
-            return all(len(node.present()) == len(self.nodes) - 1 for node in self.nodes.values())
+    def __init__(self, key: Path, seeds: list[str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, key, seeds), daemon=True)
+        self._process.start()
 
-        while not is_linked():
-            await asyncio.sleep(0.1)
+    def ask(self, what: str, *arguments: Any) -> Any:
+        self.pipe.send((what, *arguments))
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _all(crowd: list[_Process], requests: list[tuple[Any, ...]]) -> list[Any]:
+    """Ask all processes at once; return their answers."""
+    for process, request in zip(crowd, requests, strict=True):
+        process.pipe.send(request)
+    return [process.pipe.recv() for process in crowd]
+
+
+def _until_known(crowd: list[_Process], slots: set[int], change: Any) -> float:
+    """Make a change; return the seconds until all see exactly these replicas."""
+    started = time.monotonic()
+    change()
+    return round(max(_all(crowd, [("wait", slots)] * len(crowd))) - started, 1)
+
+
+def _serve(pipe: Connection, key: Path, seeds: list[str]) -> None:
+    """Do what the tool asks for, in a process with some of the replicas."""
+    keys, before = Keys.read(key), psutil.Process().memory_info().rss
+    members: dict[int, Members] = {}
+    while True:
+        what, *arguments = pipe.recv()
+        match what:
+            case "open":
+                _open(members, arguments[0], seeds, keys)
+                pipe.send(None)
+            case "close":
+                members.pop(arguments[0]).close()
+                pipe.send(None)
+            case "wait":
+                while any(
+                    {one.slot for one in each.mesh.members()} != arguments[0] for each in members.values()
+                ):
+                    time.sleep(_LOOK_SECONDS)
+                pipe.send(time.monotonic())
+            case "idle":
+                gc.collect()
+                started, busy = time.monotonic(), time.process_time()
+                time.sleep(_IDLE_SECONDS)
+                share = (time.process_time() - busy) / (time.monotonic() - started)
+                pipe.send((share, psutil.Process().memory_info().rss - before))
+
+
+def _open(members: dict[int, Members], slots: Iterable[int], seeds: list[str], keys: Keys) -> None:
+    for slot in slots:
+        listen = seeds[slot] if slot < len(seeds) else "127.0.0.1:0"
+        members[slot] = open_replica(slot, listen, seeds if slot else [], keys)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Rounds in a training loop that exists: the object that `attach` returns."""
 
-import json
 import sys
 import time
 import warnings
@@ -23,7 +22,7 @@ from megatron_noloco.outer.peers import Peers
 from megatron_noloco.plans.fragments import fragment_after
 
 if TYPE_CHECKING:
-    from megatron_noloco.federation.node_thread import NodeThread
+    from megatron_noloco.federation.members import Members
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 
@@ -163,6 +162,8 @@ class Attached:
         for report in average.reports:
             if report.missed:
                 warnings.warn(f"the final average is {report.missed}", stacklevel=2)
+        if not average.stopped:
+            self._peers.stay(self.done)
         return list(average.reports)
 
     def leave(self) -> list[RoundReport]:
@@ -241,8 +242,8 @@ class RoundRows:
     The names are those of the trainer's metrics.
     """
 
-    def __init__(self, thread: "NodeThread") -> None:
-        self._thread = thread
+    def __init__(self, members: "Members") -> None:
+        self._members = members
         self._since, self._steps = time.monotonic(), 0
         self._sent_bytes = self._missed = 0
 
@@ -254,7 +255,7 @@ class RoundRows:
             self._missed += bool(report.exchange.missed)
         if not reports:
             return
-        slot, last, at = self._thread.node.slot, reports[-1], time.monotonic()
+        slot, last, at = self._members.slot, reports[-1], time.monotonic()
         row = {
             "kind": "step",
             "step": done,
@@ -265,4 +266,4 @@ class RoundRows:
             **{name: value for name, value, _ in last.numbers(slot)},
         }
         self._since, self._steps = at, 0
-        self._thread.tell_row(json.dumps(row))
+        self._members.publish_row(row)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_noloco.attach.registered import check_alike
 from megatron_noloco.attach.shards import Engine, Shard, held_by, plain, shapes_of, shard_of
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.families import FAMILIES, architecture_of
@@ -124,8 +125,13 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor, bool]]:
 
 @torch.no_grad()
 def write_buffers(engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Overwrite the buffers with those of another replica, whose first ones were the same."""
-    for name, one in buffers_of(engine).items():
+    """Overwrite the buffers with those of another replica, whose first ones were the same.
+
+    Raises UserError, before any is overwritten, where one is missing, has another shape or is not finite.
+    """
+    own = buffers_of(engine)
+    check_alike(own, values)
+    for name, one in own.items():
         one.copy_(values[name])
 
 

@@ -6,22 +6,29 @@ with the layout of the weights, and the numbers must be the same on all ranks.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from megatron_noloco.attach.registered import Functions
+from megatron_noloco.attach.registered import Functions, check_alike, plain_numbers
 from megatron_noloco.attach.shards import Engine, Shard, local_part
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.states import MOMENTS, PREFIX
 from megatron_noloco.outer.vectors import HOST, number_tensor
 
-PREFIX = "inner."  # of the names of fields
-# The known fields: with a number for each weight, with one number, and those of a group that change in a run.
-_VECTORS = {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer"}
+# The known fields beside MOMENTS: with one number, and those of a group that change in a run.
 _NUMBERS = {"mu_product", "step"}
 _SETTINGS = {"initial_lr", "lr", "step"}
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_NEEDED = {  # fields without which an optimizer that has a state fails, by package and class
+    **dict.fromkeys(("torch Adam", "torch AdamW", "torch RAdam"), _ADAM),
+    **dict.fromkeys(("deepspeed FusedAdam", "deepspeed DeepSpeedCPUAdam"), _ADAM),
+    "torch NAdam": {*_ADAM, "mu_product"},
+    "torch Adamax": {"step", "exp_avg", "exp_inf"},
+}
 
 Entry = dict[str, Any]
 """The state of a tensor that is stepped: numbers by the name of the field, and None for what is in a vector."""
@@ -72,7 +79,7 @@ class Inner:
             f"others {number}" if number else "others": one for number, one in enumerate(optimizers)
         }
         self.functions: Functions = {
-            f"part {number} of inner": (one.state_dict, one.load_state_dict)
+            f"part {number} of inner": (one.state_dict, partial(_load_alike, one))
             for number, one in enumerate(inside)
             if one not in optimizers
         }
@@ -111,7 +118,7 @@ class Inner:
             for optimizer in self._optimizers.values()
             for tensor, state in optimizer.state.items()
             for name, value in state.items()
-            if name in _VECTORS and value is not None
+            if name in MOMENTS and value is not None
         }
         found = {}
         for name in sorted({name for _, name in kept}):
@@ -145,9 +152,26 @@ class Inner:
             raise UserError("its state cannot be read") from None
         for full_name, value in fields:
             name = full_name.removeprefix(PREFIX)
-            is_vector = value is None and name in _VECTORS and full_name in vectors
+            is_vector = value is None and name in MOMENTS and full_name in vectors
             if not is_vector and not (name in _NUMBERS | _SETTINGS and type(value) in (int, float)):
                 raise UserError(f"its {name} cannot be read")
+        for key, optimizer in self._optimizers.items():
+            needed = {PREFIX + name for name in _needed(optimizer)}
+            for entry in self._entries(optimizer, facts[key], facts.get("named", {})).values():
+                if missing := sorted(needed - entry.keys()):
+                    raise UserError(f"its {missing[0].removeprefix(PREFIX)} is missing")
+
+    def _entries(
+        self, optimizer: torch.optim.Optimizer, usual: Entry, named: Mapping[str, Entry]
+    ) -> dict[int, Entry]:
+        """Return the entries, but empty ones, of an optimizer's tensors, which torch numbers from 0."""
+        names = {one.tensor: one.name for one in reversed(self._engine.shards)}
+        stepped = (one for group in optimizer.param_groups for one in group["params"])
+        return {
+            number: entry
+            for number, one in enumerate(stepped)
+            if one in names and (entry := named.get(names[one], usual))
+        }
 
     def load(self, facts: Mapping[str, Any], vectors: Mapping[str, Tensor]) -> list[str]:
         """Continue from `facts` and `vectors` of another job, which `check` has accepted. A collective.
@@ -155,17 +179,16 @@ class Inner:
         Settings are used where there are as many groups as here; else a line is returned. A trainer's states have
         no settings.
         """
-        named, names = facts.get("named", {}), {one.tensor: one.name for one in reversed(self._engine.shards)}
+        named = facts.get("named", {})
         entries = (*(facts[key] for key in self._optimizers), *named.values())
         fields = sorted({name for entry in entries for name, value in entry.items() if value is None})
         moments = {name: self._filled(vectors[name]) for name in fields}
         with self._engine.with_parameters():
             for key, optimizer in self._optimizers.items():
-                stepped = (one for group in optimizer.param_groups for one in group["params"])
-                state = {  # torch numbers the tensors of all groups from 0
-                    number: _state(entry, {name: moments[name][one] for name in moments})
-                    for number, one in enumerate(stepped)
-                    if one in names and (entry := named.get(names[one], facts[key]))
+                stepped = [one for group in optimizer.param_groups for one in group["params"]]
+                state = {
+                    number: _state(entry, {name: moments[name][stepped[number]] for name in moments})
+                    for number, entry in self._entries(optimizer, facts[key], named).items()
                 }
                 groups = optimizer.state_dict()["param_groups"]
                 optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -220,7 +243,7 @@ def _inside(part: Any) -> Iterator[Any]:
 def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
     entry, unknown = Entry(), list[str]()
     for name, value in sorted(optimizer.state[tensor].items()):
-        if name in _VECTORS and _is_moment(value, tensor):
+        if name in MOMENTS and _is_moment(value, tensor):
             entry[PREFIX + name] = None
         elif name in _NUMBERS and prod(getattr(value, "shape", ())) == 1:
             entry[PREFIX + name] = _number(value)
@@ -231,6 +254,24 @@ def _entry(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Entry:
             f"{type(optimizer).__name__} keeps {', '.join(unknown)}, which other jobs cannot take over"
         )
     return entry
+
+
+def _needed(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the fields without which an optimizer cannot take a step from a state that is not empty."""
+    classes = (f"{one.__module__.partition('.')[0]} {one.__name__}" for one in type(optimizer).__mro__)
+    found = next((_NEEDED[name] for name in classes if name in _NEEDED), set[str]())
+    keeps_most = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return found | {"max_exp_avg_sq"} if found and keeps_most else found
+
+
+def _load_alike(part: Stateful, state: Any) -> None:
+    """Load the state of another job's schedule. Raises UserError for a state that could not be this schedule's."""
+    own = plain_numbers(part.state_dict())
+    check_alike(own, state)
+    # A schedule of torch makes each value an attribute, which would replace a method.
+    if methods := [name for name in state.keys() - own.keys() if hasattr(type(part), str(name))]:
+        raise UserError(f"it has {methods[0]}, which is no value here")
+    part.load_state_dict(state)
 
 
 def _is_moment(value: Any, tensor: Tensor) -> bool:

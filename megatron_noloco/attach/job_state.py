@@ -17,7 +17,7 @@ from megatron_noloco.attach.inner import Inner
 from megatron_noloco.attach.registered import Functions, bytes_of, loaded, read, saved
 from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State, read_facts
+from megatron_noloco.federation.states import FAST_WEIGHTS, NotTakenError, State, check_numbers, read_facts
 from megatron_noloco.files import outside
 from megatron_noloco.outer import VECTORS, OuterOptimizer, rounds_from_lists, rounds_to_lists
 from megatron_noloco.outer.vectors import HOST, number_tensor
@@ -106,8 +106,8 @@ class JobState:
         return {name: torch.zeros(length, dtype=torch.float32, device=HOST) for name in names}
 
     def load(self, state: State) -> None:
+        rounds = rounds_from_lists(check_numbers(state).rounds)
         try:
-            rounds = rounds_from_lists(state.facts["rounds"])
             states = dict(read(state.rest)) if state.rest else None  # a job of the trainer gives none
         except Exception as error:  # torch.load says neither which errors, nor always the same
             raise NotTakenError(f"it is not a state: {type(error).__name__}: {error}") from None

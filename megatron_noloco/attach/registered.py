@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_noloco.attach.shards import is_divided
 from megatron_noloco.errors import UserError
 
+_LARGEST = 2.0**63  # numbers and counts of a state are smaller
 Functions = Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]
 """By the name of a state. What is returned is made of numbers, text and tensors."""
 
@@ -38,7 +40,7 @@ def saved(functions: Functions, for_all_ranks: bool = False) -> dict[str, bytes 
             )
             continue
         try:
-            found[name] = content = bytes_of(_plain(state))
+            found[name] = content = bytes_of(plain_numbers(state))
             read(content)
         except Exception:  # pickle does not say which
             found[name] = "it is made of more than numbers, text and tensors"
@@ -60,6 +62,35 @@ def loaded(functions: Functions, given: Mapping[str, bytes | str]) -> list[str]:
     return lines
 
 
+def check_alike(own: Any, given: Any) -> None:
+    """Raise UserError unless the state of another job may take the place of this job's own.
+
+    The given state has all that the own state has, of the same kinds and shapes, and finite numbers. A number that
+    is not finite may only be the own number.
+    """
+    if isinstance(own, Mapping) and isinstance(given, Mapping) and own.keys() <= given.keys():
+        for name, value in given.items():
+            check_alike(own.get(name), value)
+    elif isinstance(own, list | tuple) and isinstance(given, list | tuple) and len(own) == len(given):
+        for pair in zip(own, given, strict=True):
+            check_alike(*pair)
+    elif not _is_alike(own, given):
+        raise UserError("it is made of other values than the state here, or has numbers that are not finite")
+
+
+def _is_alike(own: Any, given: Any) -> bool:
+    """Return whether a value may take the place of another one; None stands for any."""
+    if isinstance(given, int | float):
+        is_finite = -_LARGEST <= given <= _LARGEST
+        return (own is None or isinstance(own, int | float)) and (is_finite or given == own)
+    if isinstance(given, Tensor) and isinstance(own, Tensor):
+        if own.shape != given.shape or not given.is_floating_point():
+            return own.shape == given.shape
+        numbers = given.float()  # there is no isfinite for numbers of 8 bits
+        return bool((numbers.isfinite() | (numbers == own.to(numbers))).all())
+    return own is None or (isinstance(given, str) and isinstance(own, str))
+
+
 def bytes_of(state: object) -> bytes:
     """Return the bytes of a state, which may hold anything that pickle takes."""
     file = io.BytesIO()
@@ -78,12 +109,12 @@ def _holds_a_part(value: Any) -> bool:
     return is_divided(value) and not all(placement.is_replicate() for placement in value.placements)
 
 
-def _plain(value: Any) -> Any:
+def plain_numbers(value: Any) -> Any:
     """Return a state with Python's numbers in the place of numpy's, which torch.load refuses."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(map(plain_numbers, value))
     if isinstance(value, dict):  # also a Counter, as MultiStepLR has
-        return type(value)({_plain(name): _plain(one) for name, one in value.items()})
+        return type(value)({plain_numbers(name): plain_numbers(one) for name, one in value.items()})
     return value

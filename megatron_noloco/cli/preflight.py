@@ -188,7 +188,7 @@ def _accelerator(name: str) -> "Accelerator":
 
 def _doctor(args: argparse.Namespace) -> int:
     """Return 1 where there is a problem."""
-    from megatron_noloco.federation.joining import LinkSpeed
+    from megatron_noloco.federation.visit import LinkSpeed
     from megatron_noloco.preflight import machine
     from megatron_noloco.preflight.mpi_check import check_mpi
 

@@ -41,17 +41,22 @@ def _watch(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
+    from megatron_noloco.job.run_folder import is_under_way
     from megatron_noloco.monitor.run_log import RunLog
     from megatron_noloco.monitor.watch import run_table
+    from megatron_noloco.training.following import Following
 
     run, terminal = RunLog(args.folder, keeps_rows=False), Console()
     if args.once:
         terminal.print(run_table(run))
         return 0
+    following = Following(args.folder, run.facts.get("config", {}))
     try:
         with Live(run_table(run), console=terminal, auto_refresh=False) as live:
             while True:
                 time.sleep(_LOOK_SECONDS)
+                if run.separate_jobs and not is_under_way(args.folder):
+                    following.update()
                 run.update()
                 live.update(run_table(run), refresh=True)
     except KeyboardInterrupt:

@@ -84,9 +84,9 @@ def _run(prepared: "Prepared", progress: str) -> int:
     try:
         with activity.now.doing("joining the other ranks"):
             joined = join_job(prepared)
-    except StoppedAtStartError as by:
+    except StoppedAtStartError as why:
         if may_be_first(os.environ):
-            say(f"stopped before the first local step ({by})")
+            say(str(why))
         return 0
 
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start

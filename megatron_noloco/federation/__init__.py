@@ -1,31 +1,32 @@
-"""Replicas as separate jobs: who is there, conversations between them, rounds that both or neither count.
+"""Replicas as separate jobs: named pieces of data over HTTPS or through a folder, and rounds that both or neither
+count.
 
 The files from the bottom up; each imports only those of its own line and above:
 
 | files | what they are about |
 |---|---|
-| `streams` | a conversation of two jobs as one stream of bytes, both ways |
-| `keys` | the key of a federation: what encrypts connections, and files |
-| `store`, `folder_stream`, `folder` | streams as files of a shared folder or a bucket |
-| `messages`, `compatibility` | small messages; which jobs fit together |
-| `directory`, `tcp`, `rendezvous` | addresses; streams as connections; where the first addresses are found |
-| `ledger`, `links` | which rounds count; another replica, as this one sees it |
-| `dialling`, `node` | who dials whom; this replica among the others |
-| `node_thread`, `network` | the thread of all of this, and lines on who comes and leaves; how a job starts it |
+| `mesh`, `compatibility` | the interface: members, statuses, pieces; which jobs fit together |
+| `keys`, `statuses` | the key, certificates; signed statuses, of each slot the newest |
+| `visit` | a program that is no member asks a member |
+| `https_presence`, `https_client`, `https_answers`, `https_server`, `https_carrier` | the carrier over HTTPS |
+| `store`, `folder_members`, `folder_carrier` | the carrier through a folder or a bucket |
+| `members` | this replica among the others; lines on who comes and goes |
+| `network` | from the settings to the members: addresses, ports |
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
-| `movement`, `gather`, `swap`, `delivery` | vectors bucket by bucket: inside a replica, of a pair, one way |
+| `movement`, `gather`, `codes` | vectors bucket by bucket: inside a replica, of a pair |
 | `rounds` | a round that counts for both partners or for neither |
-| `states`, `takeover`, `catch_up`, `final_mean` | a state taken over; which step comes; the mean at the end |
+| `passing` | a vector passed from one member to another |
+| `states`, `recovery`, `catch_up`, `final_mean` | a state of a peer; which step comes; the mean at the end |
 | `membership` | how a job enters a federation |
 | `federation_peers` | the other jobs, as a training loop meets them |
-| `invitation`, `joining` | a machine without the key joins: the job's side; its own side, and the line |
+| `invitation` | the file with which a machine joins |
 
 A replica has a *slot*, and each later process of it a larger *incarnation*. Rank 0 of a replica is its *leader*,
-which alone is connected to others; the other ranks are *followers*. Two leaders keep a link for small messages. A
-round, a state, a final mean, the questions of a newcomer are one stream each. An `async def` on each side reads it
-from top to bottom. Its end ends the conversation on both sides, and nothing outlives it.
+which alone is a member; the other ranks are *followers*. A round, a state, the final mean are blocking code above
+`offer`, `fetch`, `members` and `publish`, read from top to bottom.
 
-A leader has these threads: the training loop; "federation" (`node_thread`), the event loop of all streams;
-"noloco-arithmetic", for what takes long there. Each rank of a replica of several has two more during a transfer,
-"noloco-gather". File systems and name servers, which may block, are asked in threads of the event loop.
+A leader has these threads: the training loop; "noloco-round", one for each round under way, which reads the
+weights' copy and writes the mean, never the weights; "noloco-state", which gives a copy of the state to others;
+"noloco-members", which writes lines on who comes and goes; "federation", the event loop of HTTPS; and those of the
+folder. Each rank of a replica of several has two more during a transfer, "noloco-gather".
 """

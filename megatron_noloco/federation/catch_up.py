@@ -2,18 +2,16 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_noloco.federation.links import PeerStatus
-from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.members import Members, Peer
 from megatron_noloco.federation.partners import is_far_behind
 from megatron_noloco.plans.fragments import due_after, next_after
-from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
+SILENT_SECONDS = 60.0  # for the lowest slot to propose the mean, when nobody else is waited for
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh weights
 
 
@@ -29,8 +27,11 @@ class CatchUp:
     step, or once in a round where it leaves out no steps. If more than half of them have begun a round that is far
     ahead, it goes on there:
 
-    - More than `rounds_behind` rounds behind (`is_far_behind`), it takes over a state, as at its start: its own
-      weights would pull the others back. Until it has a state it takes part in no round.
+    - More than `rounds_behind` rounds behind (`is_far_behind`), it recovers a state, as at its start: its own
+      weights would pull the others back. Until it has a state it takes part in no round. While a state travelled
+      the
+      others have trained on: if that is more rounds, the replica leaves out their steps, and recovers no other
+          state.
     - Else, with `skip_local_steps`, a slow replica that would leave out more than a quarter of the steps between
       two rounds leaves out all local steps before that round but the last. The weights stay its own, and rounds
       pull them towards the others.
@@ -42,24 +43,29 @@ class CatchUp:
 
     def __init__(
         self,
-        thread: NodeThread,
+        members: Members,
         noloco: NolocoSettings,
         federation: FederationSettings,
         steps: int | None = None,
     ) -> None:
-        self._thread, self._node = thread, thread.node
+        self._members = members
         self._noloco, self._federation = noloco, federation
         self._steps = steps
         self._behind = federation.rounds_behind * noloco.fragments
         skips = federation.skip_local_steps
         self._few = noloco.local_steps // (4 * noloco.fragments) if skips else math.inf
         self._look_interval = 1 if skips else noloco.local_steps
-        self._untrained = False
+        self._untrained = self._has_recovered = False
 
     def start(self, done: int) -> None:
         """Announce after how many local steps this replica begins, or goes on with the state of another."""
         self._untrained = done == 0
-        self._thread.do(self._node.go_on, self.last_round(done))
+        self._members.go_on(self.last_round(done))
+
+    def recovered(self, step: int) -> None:
+        """Go on with the state of another replica after `step` local steps."""
+        self.start(step)
+        self._has_recovered = True
 
     def next_step(self, step: int) -> int | None:
         """Return the local step (from 0) to take in place of `step`; None: take over a state before the next step.
@@ -78,11 +84,14 @@ class CatchUp:
                 "state of another replica"
             )
         self._untrained = False  # the others are as little trained
-        if is_far_behind(self.last_round(step), self.last_round(due), self._behind):
+        is_far = is_far_behind(self.last_round(step), self.last_round(due), self._behind)
+        if is_far and not self._has_recovered:
             return None
-        if left_out <= self._few:
+        if left_out <= self._few and not is_far:
+            self._has_recovered = False
             return step
-        self._thread.do(self._node.go_on, self.last_round(step + left_out))
+        self._has_recovered = False
+        self._members.go_on(self.last_round(step + left_out))
         return step + left_out
 
     def _due_now(self, step: int) -> int | None:
@@ -93,8 +102,8 @@ class CatchUp:
         """
         if step % self._look_interval:
             return None
-        self._thread.check()
-        others = self._node.present().values()
+        self._members.check()
+        others = self._members.present().values()
         begun = [status.begun for status in others if status.phase == "training" and status.begun >= 0]
         ended = sum(status.phase == "ended" for status in others)
         if self._steps is not None:
@@ -111,20 +120,23 @@ class CatchUp:
 
     def at_end(self, done: int) -> "WaitAtEnd":
         """Announce the end of this replica, after `done` local steps, and look at the others from then on."""
-        own = self.last_round(done)
-        self._thread.do(self._node.go_on, own, "ended")
-        return WaitAtEnd(self._thread, own, self._noloco.deadline_seconds, self._left_out)
+        own, members = self.last_round(done), self._members
+        reaches = [slot for slot, peer in members.peers().items() if peer.reached]
+        members.go_on(own, "ended", reaches=reaches)
+        return WaitAtEnd(members, own, self._noloco.deadline_seconds, self._left_out)
 
     def _left_out(self, last: Mapping[int, int]) -> dict[int, str]:
-        """Return why slots are not in the mean that have come: those that ended far behind the furthest.
+        """Return why slots are not in the mean that have come: those that ended far behind half of the others.
+
+        So a single member that claims to be far ahead puts nobody out; of two the further counts.
 
         Args:
             last: the last round of each slot.
         """
-        furthest = max(last.values())
+        furthest = statistics.median_low(last.values()) if len(last) > 2 else max(last.values())
         return {
             slot: f"ended at local step {self._due(number)}, more than federation.rounds_behind "
-            f"({self._federation.rounds_behind}) rounds before the furthest at {self._due(furthest)}"
+            f"({self._federation.rounds_behind}) rounds before the others at {self._due(furthest)}"
             for slot, number in last.items()
             if is_far_behind(number, furthest, self._behind)
         }
@@ -147,12 +159,12 @@ class _Awaited:
     """Another replica, as a replica at its end sees it.
 
     Attributes:
-        seen: of it, now.
+        peer: the replica, now.
         furthest: the latest round that it has begun.
         since: when it began that round; or when it was lost, or began again, for the first time after that.
     """
 
-    seen: PeerStatus
+    peer: Peer
     furthest: int
     since: float
     spared: bool = False
@@ -160,46 +172,45 @@ class _Awaited:
     @property
     def is_at_end(self) -> bool:
         """Whether it is there, and waits at its end."""
-        return self.seen.present and self.seen.status.phase == "ended"
+        return self.peer.present and self.peer.status.phase == "ended"
 
     @property
     def is_awaited(self) -> bool:
         """Whether it may still come to its end."""
-        return not self.is_at_end and self.seen.status.phase != "left"
+        return not self.is_at_end and self.peer.status.phase != "left"
 
     def why_away(self, seconds: float) -> str:
         """Say why it was not waited for any longer."""
-        if self.seen.status.phase == "left":
+        if self.peer.status.phase == "left":
             return "has left"
-        return f"began no round for {seconds:g} s" if self.seen.present else "is not there"
+        return f"began no round for {seconds:g} s" if self.peer.present else "is not there"
 
-    def look(self, seen: PeerStatus, at: float) -> None:
-        before, self.seen = self.seen, seen
-        if seen.status.begun > self.furthest:
-            self.furthest, self.since, self.spared = seen.status.begun, at, False
-        elif not self.spared and (seen.status.begun, seen.present) != (before.status.begun, before.present):
+    def look(self, peer: Peer, at: float) -> None:
+        before, self.peer = self.peer, peer
+        if peer.status.begun > self.furthest:
+            self.furthest, self.since, self.spared = peer.status.begun, at, False
+        elif not self.spared and (peer.status.begun, peer.present) != (before.status.begun, before.present):
             self.since, self.spared = at, True  # once: a replica that comes and goes must not hold others up
 
 
-class MeanGroup(NamedTuple):
-    """Who forms the mean at the end.
+class Ended(NamedTuple):
+    """What a replica has waited for at its end.
 
     Attributes:
-        group: the slots that have come to their end, this one included; all get the mean.
-        left_out: why slots are not in it, by slot. A slot of the group ended too far behind; others have not come.
-        links: to whom each member has a link; see `Node.links_of_ended`.
+        is_final: whether others have their mean already, without this replica.
+        left_out: why slots are not in the mean, by slot.
     """
 
-    group: Group
-    left_out: dict[int, str]
-    links: dict[int, set[int]]
+    is_final: bool
+    left_out: Mapping[int, str]
 
 
 class WaitAtEnd:
     """Waits for the others at the end of this replica.
 
-    A replica that trains is waited for until `seconds` after the last round that it began, and a replica whose
-    link is lost meanwhile until `seconds` after that, however often it comes and goes.
+    The lowest slot at its end waits for all, and proposes the mean (`final_mean`). A replica that trains is waited
+    for until `seconds` after the last round that it began, and a replica that is lost meanwhile until `seconds`
+    after that, however often it comes and goes.
 
     Args:
         own: last round of this replica.
@@ -208,52 +219,37 @@ class WaitAtEnd:
 
     def __init__(
         self,
-        thread: NodeThread,
+        members: Members,
         own: int,
         seconds: float,
         left_out: Callable[[Mapping[int, int]], dict[int, str]],
     ) -> None:
-        self._thread, self._own, self._seconds, self._why_not = thread, own, seconds, left_out
-        self._awaited = dict[int, _Awaited]()
-        self._links, self._since, self._first = dict[int, set[int]](), -math.inf, math.inf
+        self._members, self._own, self._seconds, self._why_not = members, own, seconds, left_out
+        self._awaited, self._ready_since = dict[int, _Awaited](), math.inf
 
-    def look(self) -> MeanGroup | None:
-        """Look at the others; return who forms the mean, or None where others are still waited for."""
-        at = time.monotonic()
-        for slot, seen in self._thread.seen().items():
+    def look(self) -> Ended | None:
+        """Look at the others; return None while others are waited for."""
+        self._members.check()
+        at, peers = self._members.mesh.clock(), self._members.peers()
+        for slot, peer in peers.items():
             if slot not in self._awaited:
-                since = at if seen.present else -math.inf
-                self._awaited[slot] = _Awaited(seen, seen.status.begun, since)
-            self._awaited[slot].look(seen, at)
-        late = at - self._seconds
-        if any(one.since > late and one.is_awaited for one in self._awaited.values()):
-            return None
-        if not self._is_settled(at):
-            return None
-        came = {slot: one.seen.status.begun for slot, one in self._awaited.items() if one.is_at_end}
-        came[self._thread.node.slot] = self._own
-        group = {
-            *came
-        } | self._links.keys() - self._awaited.keys()  # with the replicas that only others reach
-        why = {slot: one.why_away(self._seconds) for slot, one in self._awaited.items() if slot not in group}
-        return MeanGroup(tuple(sorted(group)), why | self._why_not(came), self._links)
-
-    def _is_settled(self, at: float) -> bool:
-        """Return whether all have links to each other, or who has has not changed for a while.
-
-        Nor is it waited for any longer than for a replica.
-        """
-        self._first = min(self._first, at)
-        links = self._thread.node.links_of_ended()
-        if links != self._links:
-            self._links, self._since = links, at
-        there = set().union(*links.values())
-        coming = there - links.keys() - self._awaited.keys()  # only others reach these, and wait for them
-        came = {slot for slot, one in self._awaited.items() if one.is_at_end}
-        # A replica that is told of links by way of another one has them with that one's next status.
-        late = at - self._since > 2 * self._thread.node.pulse_seconds and not coming
-        return (
-            late
-            or at - self._first > self._seconds
-            or (came <= links.keys() and all(there <= to | {slot} for slot, to in links.items()))
-        )
+                since = at if peer.present else -math.inf
+                self._awaited[slot] = _Awaited(peer, peer.status.begun, since)
+            self._awaited[slot].look(peer, at)
+        for slot in self._awaited.keys() - peers.keys():  # a later process of the slot differs
+            gone = replace(self._awaited[slot].peer, present=False, reached=False)
+            self._awaited[slot].look(gone, at)
+        came = {slot: one.peer.status.begun for slot, one in self._awaited.items() if one.is_at_end}
+        came[self._members.slot] = self._own
+        why = {slot: one.why_away(self._seconds) for slot, one in self._awaited.items() if slot not in came}
+        found = Ended(False, why | self._why_not(came))
+        finals = {slot for slot, one in self._awaited.items() if one.is_at_end and one.peer.status.mean.final}
+        if finals:
+            return found._replace(is_final=True)
+        late, lowest = at - self._seconds, min(came)
+        is_waiting = any(one.since > late and one.is_awaited for one in self._awaited.values())
+        if lowest == self._members.slot:
+            return None if is_waiting else found
+        self._ready_since = math.inf if is_waiting else min(self._ready_since, at)
+        has_proposed = peers[lowest].status.mean.attempt > 0
+        return found if has_proposed or at > self._ready_since + SILENT_SECONDS else None

@@ -1,7 +1,7 @@
 """What all jobs of a federation must have alike, and how two jobs that differ learn in what they do.
 
-A job compares the number of its run with that of each job it meets. Jobs of different runs exchange nothing but
-the names of what they compare, with a short digest of each value. So do two jobs of one kind, such as two of the
+The number of a run follows from what all its jobs have alike. Jobs of different runs exchange nothing but the
+names of what they compare, with a short digest of each value. So do two jobs of one kind, such as two of the
 trainer, that differ in what only jobs of this kind know.
 """
 
@@ -10,8 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-
-from megatron_noloco.federation.messages import Member
 
 _DIGEST_CHARACTERS = 8
 _MOST_NAMED = 8
@@ -35,11 +33,6 @@ class RunIdentity(NamedTuple):
     def digests(self) -> dict[str, str]:
         """See `digests_of`."""
         return digests_of(self.shared) | digests_of(self.own)
-
-
-def fit(one: Member, other: Member) -> bool:
-    """Return whether two jobs may exchange."""
-    return one.run == other.run and (one.kind != other.kind or one.digests == other.digests)
 
 
 def run_number(alike: Mapping[str, Any]) -> int:

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron_noloco.federation.catch_up import MeanGroup, UntrainedError, WaitAtEnd
+from megatron_noloco.federation.catch_up import Ended, UntrainedError, WaitAtEnd
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
+from megatron_noloco.federation.members import FinalStatus
 from megatron_noloco.federation.membership import Membership
+from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.recovery import Recovery
 from megatron_noloco.federation.rounds import Replica
 from megatron_noloco.federation.states import StateAdapter
-from megatron_noloco.federation.takeover import Takeover
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport
@@ -17,7 +19,8 @@ from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import Average, Boundary
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.2
+_NOTHING = list[Member]()
 
 
 class FederationPeers:
@@ -43,18 +46,24 @@ class FederationPeers:
         self._keeper, self._health = keeper, health
         self._states, self._catch_up = membership.states, membership.catch_up
         self._schedule = membership.noloco.local_steps, membership.noloco.fragments
+        self._final: Recovery | None = None  # taken from a replica that has finished
 
     def begin(self, done: int, takes_over: bool) -> Boundary:
         """Announce that this replica trains on after `done` local steps.
 
-        With `takes_over`, it takes the state of the replica that is furthest before, where that is more than
+        With `takes_over`, it recovers the state of the replica that is furthest before, where that is more than
         `rounds_behind` rounds ahead, and trains on from there. Until it trains it has begun no round, so
         replicas that are as far ahead do not wait for it, and those that begin with it do.
         """
-        taken = self._take_over(done) if takes_over else None
-        boundary = Boundary(done) if taken is None else _taken_over(done, taken)
-        self._membership.announce(boundary.step)
-        return boundary
+        taken = None
+        if takes_over:  # where the others have their final model, that and nothing else
+            is_late = bool(computed_by_rank_0(self._finals))
+            taken = self._recover(done, 0 if is_late else None)
+            self._final = taken if is_late else None
+        if taken is None:
+            self._membership.announce(done)
+            return Boundary(done)
+        return _taken_over(done, taken)
 
     def catch_up(self, done: int) -> Boundary:
         """Return where the training goes on; gives the state to jobs that wait for it. Raises UntrainedError."""
@@ -65,7 +74,7 @@ class FederationPeers:
         if problem:
             raise UntrainedError(problem)
         lines: tuple[str, ...] = ()
-        if wanted and self._states.give(self._keeper, done):
+        if wanted and self._states.give(self._keeper, done, wanted):
             pause = time.perf_counter() - started
             lines = (f" state after iteration {done} given to another replica | pause: {pause:.2f} s |",)
         if step is not None:
@@ -74,12 +83,10 @@ class FederationPeers:
                 lines += (f" continuing at iteration {step + 1} with the other replicas | {left_out} |",)
             return _left_out(done, step, lines)
         if self._membership.leading is not None:  # no replica waits for this one until it goes on
-            thread = self._membership.leading.thread
-            thread.do(thread.node.go_on, -1, "behind")
-        taken = self._take_over(done)
+            self._membership.leading.members.go_on(-1, "behind")
+        taken = self._recover(done)
         if taken is None:  # it is tried again; nobody exchanges with this replica until then
             return Boundary(done, lines=lines)
-        self._membership.announce(taken.step)
         return _taken_over(done, taken, lines)
 
     def rounds(self, done: int) -> list[RoundReport]:
@@ -92,19 +99,38 @@ class FederationPeers:
         """Make all replicas that come to their end equal to their mean; see `FinalMean`.
 
         A replica that ended more than `rounds_behind` rounds before the furthest gets the mean, and is not in it.
+        A replica that comes when the others have their mean takes it from one of them.
         """
         before_waiting()
-        started = time.perf_counter()
-        end = self._wait_at_end(done)
+        started, own = time.perf_counter(), self._replica.place.replica
+        end = Ended(True, {}) if self._final else self._wait_at_end(done)
         self._states.trains_from(0)
         if end is None:
             return Average(stopped=True)
-        mean = FinalMean(self._replica, end, self._membership.noloco.deadline_seconds)
-        reports = self.outer.settle(mean, [end.group], FINAL)
-        if mean.stopped:
-            return Average(stopped=True)
-        seconds = time.perf_counter() - started
-        return Average(reports, seconds, lines=tuple(map(_averaged, reports)))
+        if not end.is_final:
+            mean = FinalMean(self._replica, end.left_out)
+            reports = self.outer.settle(mean, [(own,)], FINAL)
+            if mean.stopped:
+                return Average(stopped=True)
+            if not mean.is_late:
+                seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
+                return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
+        taken = self._final or self._recover(done, ahead=0)
+        line = f" {taken} |" if taken else " the others' final model could not be taken |"
+        replicas = {own, taken.slot, *computed_by_rank_0(self._finals)} if taken else ()
+        if taken is not None and self._membership.leading is not None:
+            members = self._membership.leading.members
+            members.change(mean=FinalStatus(final=max(self._finals().values(), default=0)))
+        return Average((), time.perf_counter() - started, lines=(line,), replicas=replicas)
+
+    def _finals(self) -> dict[int, int]:
+        """Return the other replicas that are there and have the final model, each with the number of its
+        attempt.
+        """
+        leading = self._membership.leading
+        assert leading is not None
+        statuses = leading.members.present()
+        return {slot: status.mean.final for slot, status in statuses.items() if status.mean.final}
 
     def leave(self, done: int) -> Boundary:
         """Run the next round before it is due, so that the partner keeps half of what was learned since the last.
@@ -119,7 +145,7 @@ class FederationPeers:
         has_round = fragment_after(done, *self._schedule) is not None
         if seconds and not has_round and not (membership.steps is not None and due > membership.steps):
             if membership.leading is not None:
-                membership.leading.thread.node.leave_in(seconds)
+                membership.leading.members.leave_in(seconds)
             reports.append(self.outer.run_round(*at))
             step = due if len(reports[-1].exchange.group) > 1 else done
         if step == done:
@@ -137,16 +163,23 @@ class FederationPeers:
         """Disconnect, without waiting for other ranks of this job."""
         self._membership.leave()
 
-    def _take_over(self, done: int) -> Takeover | None:
+    def _recover(self, done: int, ahead: int | None = None) -> Recovery | None:
+        """Recover the state of another replica that is so many rounds ahead (`rounds_behind`), and go on from
+        it.
+        """
         membership = self._membership
-        least = done + membership.federation.rounds_behind * membership.noloco.local_steps + 1
-        with now.doing("taking over the state of another replica"):
-            return self._states.take_over(
-                self._keeper, least, membership.noloco.deadline_seconds, membership.say
-            )
+        rounds = membership.federation.rounds_behind if ahead is None else ahead
+        least = max(1, done + rounds * membership.noloco.local_steps + (ahead is None))
+        with now.doing("recovering the state of another replica"):
+            taken = self._states.recover(self._keeper, least, membership.say)
+        if taken is not None:
+            self._replica.ledger.clear()
+            if self._catch_up is not None and ahead is None:
+                self._catch_up.recovered(taken.step)
+        return taken
 
-    def _look(self, done: int) -> tuple[bool, int | None, str] | None:
-        """Return what the leader decides: whether to give, the next step, and why it cannot go on."""
+    def _look(self, done: int) -> tuple[list[Member], int | None, str] | None:
+        """Return what the leader decides: to whom to give, the next step, and why it cannot go on."""
         if self._catch_up is None:
             return None
         wanted = self._states.wanted(done)
@@ -156,32 +189,72 @@ class FederationPeers:
             return wanted, done, str(error)
         leading = self._membership.leading
         assert leading is not None
-        if step is not None and leading.thread.node.phase == "behind":  # the others are no longer ahead
+        if step is not None and leading.members.status.phase == "behind":  # the others are no longer ahead
             self._membership.announce(step)
         return wanted, step, ""
 
-    def _wait_at_end(self, done: int) -> MeanGroup | None:
+    def _wait_at_end(self, done: int) -> Ended | None:
         """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
         waiting = None if self._catch_up is None else self._catch_up.at_end(done)
         now.part("waiting for the other replicas at the end")
         while True:
             wanted, end = computed_by_rank_0(partial(self._look_at_end, waiting, done))
             if wanted:
-                self._states.give(self._keeper, done)
+                self._states.give(self._keeper, done, wanted)
             if end is not None or not wanted:
                 return end
 
-    def _look_at_end(self, waiting: WaitAtEnd | None, done: int) -> tuple[bool, MeanGroup | None]:
-        """Wait for news; return whether a state is wanted, and who forms the mean; neither if this job stops."""
+    def _look_at_end(self, waiting: WaitAtEnd | None, done: int) -> tuple[list[Member], Ended | None]:
+        """Wait for news; return who wants a state, and what it has waited for; neither if this job stops."""
         leading = self._membership.leading
         assert waiting is not None
         assert leading is not None
-        while not leading.thread.node.is_leaving:
+        while not leading.members.is_leaving:
             wanted, end = self._states.wanted(done), waiting.look()
             if wanted or end is not None:
                 return wanted, end
             time.sleep(_LOOK_SECONDS)
-        return False, None
+        return _NOTHING, None
+
+    def stay(self, done: int) -> None:
+        """Give the final model to replicas that were lost, and come back within the time of a start."""
+        self._states.trains_from(done)
+        until = time.monotonic() + self._membership.back_seconds
+        now.part("giving the final model to replicas that come back")
+        while True:
+            wanted, goes_on = computed_by_rank_0(partial(self._look_for_lost, done, until))
+            if wanted:
+                self._states.give(self._keeper, done, wanted)
+            if not goes_on:
+                break
+        self._states.trains_from(0)
+
+    def _look_for_lost(self, done: int, until: float) -> tuple[list[Member], bool]:
+        """Return who wants the final model, and whether a replica may still want it."""
+        leading, told = self._membership.leading, False
+        assert leading is not None
+        members = leading.members
+        while not members.is_leaving and time.monotonic() < until:
+            peers = members.peers()
+            lost = [slot for slot, peer in peers.items() if not peer.present and peer.status.phase != "left"]
+            late = [
+                slot
+                for slot, peer in peers.items()
+                if peer.present and not peer.status.mean.final and peer.status.phase != "left"
+            ]
+            if not (lost or late or self._states.is_giving):
+                break
+            if lost and not told:
+                told = True
+                replicas = ", ".join(map(str, lost))
+                members.warn(
+                    f"waiting for {self._membership.back_seconds:.0f} s at most, to give the final model to "
+                    f"replica {replicas} if it comes back"
+                )
+            if wanted := self._states.wanted(done):
+                return wanted, True
+            time.sleep(_LOOK_SECONDS)
+        return _NOTHING, False
 
 
 def _left_out(done: int, step: int, lines: tuple[str, ...], rounds: Sequence[RoundReport] = ()) -> Boundary:
@@ -189,7 +262,7 @@ def _left_out(done: int, step: int, lines: tuple[str, ...], rounds: Sequence[Rou
     return Boundary(step, step - done, rounds, lines, numbers)
 
 
-def _taken_over(done: int, taken: Takeover, lines: tuple[str, ...] = ()) -> Boundary:
+def _taken_over(done: int, taken: Recovery, lines: tuple[str, ...] = ()) -> Boundary:
     own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
     numbers = {"handover/giver": taken.slot, "total/skipped_ahead": taken.step - done}
     return Boundary(taken.step, lines=(*lines, f" {taken}{own} |"), numbers=numbers)

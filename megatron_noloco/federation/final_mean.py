@@ -1,141 +1,131 @@
-"""The mean over the replicas of a federation that come to their end, over a tree of replicas with links.
+"""The mean over the replicas of a federation that come to their end: the same bits at each, or none yet.
 
-    child                                   parent
-    opens a stream, of the kind "mean"
-    sends its sum, and who is in it         adds the sums of its children to its own vector
-    receives the mean, and who is in it     is a child itself, or divides the sum as the root
-    says that it has everything             sends it again to a child that does not say so and comes again
+The lowest slot of those that wait at their end proposes an attempt: a tree of the members, in its status, which
+all get. Sums go up the tree, the mean comes down. A member that has the mean says so to its parent when its
+children have it. So the root has the word of all, and its status says that the mean is final. Whoever uses the
+mean says so
+in its status, too: when the first member uses it all have it, and who has not heard of it sees it in the status of
+any other.
 
-So all get the same bits. A stream that is lost is opened again: the parent keeps the first sum of each child.
-Where a child does not come its sum is left out. A replica that has lost its parent becomes the root of a tree of
-its own.
-
-The parent of a slot is the slot without the lowest of its binary digits that are 1; where that slot is not there,
-the parent's parent, and so on. So where all are linked no replica exchanges with more than log2(slots) others. A
-slot without a link to that parent hangs below the neighbour that is nearest to the root.
+A member that is lost, or whose sum must not be used, ends the attempt. The status of each member has whom it
+missed or refused; the next tree goes around such pairs, and takes no sum of whom was refused. A list of the
+members is in the proposal, so each counts once.
 """
 
-import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from megatron_noloco.federation.catch_up import MeanGroup
-from megatron_noloco.federation.delivery import (
-    EVERYTHING,
-    Taker,
-    part_with,
-    pass_on,
-    receive_vector,
-)
-from megatron_noloco.federation.gather import Gather, Transfer
-from megatron_noloco.federation.links import Link
-from megatron_noloco.federation.messages import Slot, receive_json, send_json
-from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.catch_up import SILENT_SECONDS
+from megatron_noloco.federation.gather import Gather, Leader, Transfer
+from megatron_noloco.federation.members import Members
+from megatron_noloco.federation.mesh import GoneError, LostError, Member, Patience, StalledError
+from megatron_noloco.federation.passing import Passed, contents, pass_on
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
-from megatron_noloco.federation.streams import Changes, Stream
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.vectors import HOST, NOTHING, Ranges
 from megatron_noloco.plans.grouping import Group
-from megatron_noloco.settings import MOST_SLOTS
 
-MEAN = "mean"  # the kind of conversation
 FINAL = 2**52  # the number of the exchange at the end
 _PASSES = 1 << 21  # the first tag inside the replica, beyond those of rounds and states
-_AGAIN_SECONDS = 0.5  # before a stream that was lost is opened again
-_LONGEST = 2**16  # bytes of a list
-_LISTED = TypeAdapter(Annotated[list[Slot], Field(max_length=MOST_SLOTS)])
+_HAS_ALL = b"+"
+_ANSWER_SECONDS = 3.0  # for a member that is not lost
+_HEARSAY_SECONDS = 5.0  # for the word of a root that is gone to come from others
+_AGAIN_SECONDS = 0.5  # before another attempt
+_STILL_SECONDS = 30.0  # without progress of any member, for each level below
+_TELL_SECONDS = 5.0  # between two statuses that show progress
+_MOST_LEVELS = 100
+_ROOT = -1
 
 
-def parents(members: Set[int], links: Mapping[int, Set[int]]) -> dict[int, int | None]:
-    """Return the parent of each member in the tree; None for a root. All members compute the same.
+def tree(
+    members: Sequence[int], missed: Set[frozenset[int]], leaves: Set[int] = frozenset()
+) -> dict[int, int]:
+    """Return the parent of each member, -1 for the root: a binomial tree in the order given, around missed pairs.
 
     Args:
-        links: who has links to whom; a link counts where either side names it.
+        leaves: members that are no parents.
     """
-    near = {slot: {other for other in members if _linked(slot, other, links)} for slot in members}
-    found: dict[int, int | None] = {}
-    for root in sorted(members):
-        if root in found:
-            continue
-        found[root] = None  # the lowest slot of those that can reach each other
-        depth, order = {root: 0}, deque([root])
-        while order:
-            slot = order.popleft()
-            for other in sorted(near[slot] - depth.keys()):
-                depth[other] = depth[slot] + 1
-                order.append(other)
-        for slot in depth.keys() - {root}:
-            planned = _planned(slot, depth.keys(), root)
-            # Towards the root, so that there is no circle: by depth, then by number.
-            is_above = planned in near[slot] and (depth[planned], planned) < (depth[slot], slot)
-            nearest = min(near[slot] & depth.keys(), key=lambda other: (depth[other], other))
-            found[slot] = planned if is_above else nearest
-    return found
+    order = [slot for slot in members if slot not in leaves] + [slot for slot in members if slot in leaves]
+    parents = {order[0]: _ROOT}
+    left = list(range(1, len(order)))
+    while left:
+        for index in left:
+            able = (
+                slot
+                for slot in (*_line(order, index), *parents)
+                if slot in parents and slot not in leaves and frozenset((order[index], slot)) not in missed
+            )
+            if (parent := next(able, None)) is not None:
+                parents[order[index]] = parent
+        still = [index for index in left if order[index] not in parents]
+        if still == left:  # nobody reaches them, as far as is known
+            parents |= {order[index]: order[0] for index in still}
+            break
+        left = still
+    return parents
 
 
-def _linked(one: int, other: int, links: Mapping[int, Set[int]]) -> bool:
-    return one != other and (other in links.get(one, ()) or one in links.get(other, ()))
-
-
-def _planned(slot: int, there: Set[int], root: int) -> int:
-    above = slot
-    while above:
-        above &= above - 1
-        if above in there:
-            return above
-    return root
+def _line(order: Sequence[int], index: int) -> Iterator[int]:
+    """Yield the parent of a place in a binomial tree, the parent's parent, and so on."""
+    while index:
+        index &= index - 1
+        yield order[index]
 
 
 class _Step(NamedTuple):
     """What all ranks of this replica do next.
 
     Attributes:
-        what: "receive": gets a vector; "add": this vector is the sum of a child, "take": it is the mean of the
-            parent; "send": gives its sum to the parent, or its mean to children; "end": has its mean; "stop": has
-            its own vector instead, since the job is to stop.
-        slots: that are in the sum or the mean which was received.
+        what: "begin": an attempt, with its own vector or nothing; "receive": gets a vector; "add": this vector is
+            the sum of a child; "take": it is the mean of the parent; "divide": the sum is that of all; "send":
+            gives its sum to the parent, or its mean to a child; "end": has its mean; "stop", "late": has its own
+            vector instead.
+        slots: that are in the sum or the mean.
     """
 
-    what: Literal["receive", "add", "take", "send", "end", "stop"]
+    what: Literal["begin", "receive", "add", "take", "divide", "send", "end", "stop", "late"]
     slots: Sequence[int] = ()
 
 
+_Script = Generator[_Step, Any, None]
+
+
 class FinalMean:
-    """An exchange that yields the mean over the members of a group, in fp32. Holds three vectors.
+    """An exchange that yields the mean over the replicas at their end, in fp32. Holds three vectors.
 
     A collective of the replica: its leader sends and receives, each rank adds what it has. See
     `outer.exchange.AnyExchange`.
 
     Args:
-        end: on the leader.
-        seconds: for a child; for the parent as many times more as the tree has levels.
+        left_out: on the leader: why slots are not in the mean, by slot. Those that are there get it all the same.
 
     Attributes:
         report: `group` has the replicas in the mean, `missed` names others, and why they are not. The deviation is
             that of this rank's part from the mean.
         stopped: whether there is no mean, since this job is to stop.
+        is_late: whether there is no mean, since the others have theirs without this replica.
     """
 
     rounding = None
     done = False  # before `finish`
 
-    def __init__(self, replica: Replica, end: MeanGroup | None, seconds: float) -> None:
+    def __init__(self, replica: Replica, left_out: Mapping[int, str]) -> None:
         self._replica, leading = replica, replica.leading
         self._gather = Gather(replica.movement, _PASSES)
-        self._tree = None
-        if leading is not None and end is not None:
-            self._tree = _Tree(leading.thread, end, seconds, replica.movement.length)
-        self._vector, self.stopped = NOTHING, False
+        self._left_out = left_out
+        self._leader = None if leading is None else _Leader(leading.members, left_out, self._vectors)
+        self._vector, self.stopped, self.is_late = NOTHING, False, False
         self.report = ExchangeReport(())
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
@@ -148,57 +138,69 @@ class FinalMean:
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the mean, in one piece. Where nothing else has come it is the vector itself."""
-        own, tree = self._replica.place.replica, self._tree
-        left_out: dict[int, str] = computed_by_rank_0(lambda: tree.left_out if tree else {})
-        included, is_mean = {own} - left_out.keys(), False
-        total = self._vector.clone() if included else torch.zeros_like(self._vector)
-        memory = torch.zeros_like(total)
+        own, included = self._replica.place.replica, set[int]()
+        total, memory = self._vector, torch.zeros_like(self._vector)
         now.part("waiting for the other replicas in the final mean")
         step = self._next_step(None)
         while step is not None:
+            answer: object = None
             gives, gets = total if step.what == "send" else None, memory if step.what == "receive" else None
-            if step.what == "add" and self._is_sound(memory / len(step.slots)):
-                total += memory
-                included |= {*step.slots}
-            elif step.what == "take" and self._is_sound(memory):
-                total, included, is_mean = memory, {*step.slots}, True
-            elif step.what == "stop" or (step.what == "end" and not included):
-                # A part of the sums may be missing; or this replica is alone.
-                self.stopped = step.what == "stop"
+            if step.what == "begin":
+                total = self._vector.clone() if own in step.slots else torch.zeros_like(self._vector)
+            elif step.what == "add":
+                answer = self._is_sound(memory / len(step.slots))
+                total += memory if answer else 0
+            elif step.what == "take":
+                is_alike = own in step.slots  # a replica that is left out has other weights
+                answer = self._is_sound(memory) if is_alike else self._is_finite(memory)
+                total, memory, included = memory, total, {*step.slots}
+            elif step.what == "divide":
+                total, included = total / max(1, len(step.slots)), {*step.slots}
+            elif step.what in ("stop", "late"):
+                self.stopped, self.is_late = step.what == "stop", step.what == "late"
                 total, included = self._vector.clone(), {own}
-            elif step.what == "end" and not is_mean:
-                total = total / len(included)
             if gives is None and gets is None:
-                step = self._next_step(sorted(included))
+                step = self._next_step(answer)
             else:
                 transfer = self._gather.whole(gives, gets)
                 step = self._next_step(transfer)
                 transfer.wait()
         for start, stop in self._replica.movement.padding:
             total[start:stop] = self._vector[start:stop]
-        self._complete(total, included, left_out)
+        self._complete(total, included or {own})
         yield MeanPiece(0, len(total), total)
 
-    def _next_step(self, answer: Transfer | list[int] | None) -> _Step | None:
-        """Go on with the answer to the last step; return the next on all ranks, or None at the end."""
-        tree = self._tree
-        return computed_by_rank_0(lambda: tree.next_step(answer) if tree else None)
+    def _vectors(self) -> int:
+        """Return the number of elements of the canonical vector."""
+        return self._replica.movement.length
 
-    def _complete(self, mean: Tensor, included: Set[int], left_out: Mapping[int, str]) -> None:
+    def _next_step(self, answer: object) -> _Step | None:
+        """Go on with the answer to the last step; return the next on all ranks, or None at the end."""
+        leader = self._leader
+        return computed_by_rank_0(lambda: leader.next_step(answer) if leader else None)
+
+    def _complete(self, mean: Tensor, included: Set[int]) -> None:
         """Complete the report."""
-        report = self.report
-        if self._tree is not None:
-            report.bytes_sent = 4 * self._replica.movement.length * self._tree.sent
-        why = {**dict.fromkeys(report.group, "was lost, or is not finite"), **left_out}
+        report, left_out = self.report, dict[int, str]()
+        if self._leader is not None:
+            report.bytes_sent = 4 * self._replica.movement.length * self._leader.sent
+            left_out = {
+                **dict.fromkeys(self._leader.members, "was lost, or is not finite"),
+                **self._leader.left_out,
+            }
         report.missed = "; ".join(
             f"without replica {slot}, which {text}"
-            for slot, text in sorted(why.items())
+            for slot, text in sorted(left_out.items())
             if slot not in included
         )
         report.group = tuple(sorted(included))
         report.seconds = time.perf_counter() - report.started
         report.compared_elements = len(mean)
         report.squared_deviation = float((mean - self._vector).square().sum())
+
+    def _is_finite(self, mean: Tensor) -> bool:
+        """Return whether a mean has no number that is not finite. A collective of the replica."""
+        return all(gather_from_all_ranks(bool(mean.isfinite().all())))
 
     def _is_sound(self, mean: Tensor) -> bool:
         """Return whether a mean is as near to this replica's weights as that of a round must be.
@@ -217,136 +219,321 @@ class FinalMean:
         return math.isfinite(squared_distance)
 
 
-class _Child(Taker):
-    """A child that has opened a stream, and the replicas in its sum."""
-
-    def __init__(self, stream: Stream, slots: list[int]) -> None:
-        super().__init__(stream)
-        self.slots = slots
+class _FailedError(Exception):
+    """Ends an attempt: another member has failed in it, or does not answer."""
 
 
-class _Tree:
-    """The conversations of the leader with its neighbours in the tree.
+class _Attempt(NamedTuple):
+    """A proposal.
 
     Attributes:
-        left_out: why slots are not in the mean, by slot. Members among them get the mean, and add nothing to it.
+        root: that has proposed it.
+        parents: by slot, for all members.
+        members: by slot.
+        left_out: slots that get the mean, and add nothing.
+    """
+
+    root: Member
+    number: int
+    members: Mapping[int, Member]
+    parents: Mapping[int, int]
+    left_out: Set[int]
+
+    @property
+    def base(self) -> str:
+        return f"mean/{self.root}/{self.number}/"
+
+    def children(self, slot: int) -> list[int]:
+        return [child for child, parent in self.parents.items() if parent == slot]
+
+    def depth(self, slot: int) -> int:
+        """Return the levels below a slot."""
+        return max((1 + self.depth(child) for child in self.children(slot)), default=0)
+
+    def below(self, slot: int) -> list[int]:
+        """Return the slots of a subtree that add to its sum."""
+        found = [] if slot in self.left_out else [slot]
+        return found + [one for child in self.children(slot) for one in self.below(child)]
+
+
+class _Leader:
+    """The attempts of this replica, on the leader.
+
+    Attributes:
+        left_out: why slots are not in the mean, by slot.
+        members: slots of the attempt that has succeeded.
         sent: vectors.
     """
 
-    def __init__(self, thread: NodeThread, end: MeanGroup, seconds: float, length: int) -> None:
-        self._thread, self._node, self._seconds = thread, thread.node, seconds
-        self.left_out, self.sent = end.left_out, 0
-        tree = parents({*end.group}, end.links)
-        self._parent = tree[self._node.slot]
-        self._children = [slot for slot in end.group if tree[slot] == self._node.slot]
-        self._levels = 1 + max(_depth(slot, tree) for slot in end.group)
-        self._length = length
-        self._came: dict[int, _Child] = {}  # their sum is still to be received
-        self._waiting: dict[int, _Child] = {}  # their sum has come
-        self._summed, self._served = set[int](), set[int]()
-        self._changes = Changes()
+    def __init__(self, members: Members, left_out: Mapping[int, str], length: Callable[[], int]) -> None:
+        self._members, self._mesh, self.left_out = members, members.mesh, dict(left_out)
+        self.members: list[int] = []
+        self.sent = 0
+        self._last, self._missed = 0, set[frozenset[int]]()
+        self._refused, self._dropped = set[int](), set[int]()
+        self._progress, self._seen, self._told, self._moves = 0.0, dict[int, int](), 0.0, 0
         self._script = self._run()
-        self._node.serves[MEAN] = self._serve
 
-    def next_step(self, answer: Transfer | list[int] | None) -> _Step | None:
-        """Go on with the answer to the last step: its transfer, or the slots that are included so far."""
-
-        async def go_on() -> _Step | None:
-            try:
-                return await self._script.asend(answer)
-            except StopAsyncIteration:
-                return None
-
-        return self._thread.call(go_on()).result()
-
-    async def _run(self) -> AsyncGenerator[_Step, Any]:
-        included = sorted({self._node.slot} - self.left_out.keys())
-        for child in self._children:
-            until = self._deadline(1)
-            while (taker := await self._child_that_comes(child, until)) is not None:
-                try:
-                    await receive_vector(taker.stream, (yield _Step("receive")))
-                except (ConnectionError, TimeoutError):
-                    taker.refuse("was lost")
-                    continue
-                self._summed.add(child)
-                self._waiting[child] = taker
-                included = yield _Step("add", taker.slots)
-                break
-        slots, until, pause = None, self._deadline(self._levels), 0.0
-        while slots is None and (parent := await self._parent_that_comes(until, pause)) is not None:
-            pause = _AGAIN_SECONDS  # it may not be at its mean yet
-            with suppress(ConnectionError, TimeoutError):
-                async with AsyncExitStack() as conversation:
-                    async with asyncio.timeout_at(until):
-                        stream = await conversation.enter_async_context(parent.open(MEAN))
-                    await send_json(stream, _LISTED, included)
-                    await pass_on([Taker(stream)], (yield _Step("send")))
-                    async with asyncio.timeout_at(until):
-                        listed = await receive_json(stream, _LISTED, _LONGEST)
-                    self.sent += 1
-                    await receive_vector(stream, (yield _Step("receive")))
-                    slots = listed
-                    await stream.send(EVERYTHING)
-        if slots is None and self._node.is_leaving:
-            yield _Step("stop")
-            return
-        if slots is not None:
-            yield _Step("take", slots)
-        included, until = (yield _Step("end")), self._deadline(1)
-        while takers := await self._children_that_wait(until):
-            for taker in takers.values():
-                with suppress(ConnectionError):
-                    await send_json(taker.stream, _LISTED, included)
-            await pass_on([*takers.values()], (yield _Step("send")))
-            self.sent += 1
-            have = await part_with([*takers.values()])
-            self._served |= {slot for slot, taker in takers.items() if taker in have}
-
-    async def _child_that_comes(self, child: int, until: float) -> _Child | None:
-        await self._wait(until, lambda: child in self._came or not self._may_come(child))
-        return self._came.pop(child, None)
-
-    async def _children_that_wait(self, until: float) -> dict[int, _Child]:
-        def is_over() -> bool:
-            return bool(self._waiting) or not any(map(self._may_come, self._summed - self._served))
-
-        await self._wait(until, is_over)
-        takers, self._waiting = self._waiting, {}
-        return takers
-
-    async def _parent_that_comes(self, until: float, pause: float) -> Link | None:
-        await asyncio.sleep(pause)
-        is_late = asyncio.get_running_loop().time() >= until or self._node.is_leaving
-        if self._parent is None or is_late or not self._may_come(self._parent):
+    def next_step(self, answer: object) -> _Step | None:
+        """Go on with the answer to the last step."""
+        try:
+            return self._script.send(answer)
+        except StopIteration:
             return None
-        return self._node.links[self._parent]
 
-    async def _serve(self, link: Link, stream: Stream) -> None:
-        """Run the stream of a child, to its end."""
-        child = _Child(stream, await receive_json(stream, _LISTED, _LONGEST))
-        if link.peer in self._summed:  # the first sum counts
-            await stream.skip(4 * self._length)
-            self._waiting[link.peer] = child
+    def _run(self) -> _Script:
+        while True:
+            attempt = self._next_attempt()
+            if attempt is None:
+                yield _Step("stop" if self._members.is_leaving else "late")
+                return
+            self._last, self._progress = attempt.number, self._mesh.clock()
+            try:
+                yield from self._try(attempt)
+            except (_FailedError, LostError, UnequalError):
+                self._publish(failed=attempt.number)
+                self._mesh.wait(lambda: False, self._mesh.clock() + _AGAIN_SECONDS)
+                continue
+            finally:
+                self._mesh.withdraw(f"{attempt.base}sum/")
+            self.members = list(attempt.members)
+            self._publish(final=attempt.number)
+            yield _Step("end")
+            return
+
+    def _publish(self, **changes: Any) -> None:
+        missed = [sorted(pair) for pair in self._missed]
+        found: dict[str, Any] = {
+            "missed": missed,
+            "refused": sorted(self._refused),
+            "dropped": sorted(self._dropped),
+        }
+        self._told = self._mesh.clock()
+        self._members.change(mean=replace(self._members.status.mean, **found, moved=self._moves, **changes))
+
+    def _note_progress(self, attempt: _Attempt) -> None:
+        """Note whether bytes have moved, here or at others, and tell the others."""
+        now, own = self._mesh.clock(), max(self._mesh.moved.values(), default=0.0)
+        moved = {slot: peer.status.mean.moved for slot, peer in self._members.peers().items()}
+        if own > self._progress:
+            self._progress, self._moves = own, self._moves + 1
+        if any(moved[slot] != self._seen.get(slot) for slot in moved if slot in attempt.members):
+            self._progress, self._seen = now, moved
+        if self._moves != self._members.status.mean.moved and now > self._told + _TELL_SECONDS:
+            self._publish()
+
+    def _still(self, levels: int) -> float:
+        """Return until when a member is waited for, on the clock of the mesh, that has so many levels below it."""
+        return self._progress + (1 + levels) * _STILL_SECONDS
+
+    # To agree on an attempt
+
+    def _next_attempt(self) -> _Attempt | None:
+        """Propose an attempt, or wait for the next; return None if this job is to stop, or others have their
+        mean.
+        """
+        silent, since = -1, 0.0
+        while not (self._members.is_leaving or self._is_late()):
+            ended, now = self._ended(), self._mesh.clock()
+            if min(ended) == self._members.slot:
+                return self._propose(ended)
+            if (attempt := self._proposed(ended)) is not None:
+                return attempt
+            if silent != min(ended):
+                silent, since = min(ended), now
+            elif now > since + SILENT_SECONDS:  # the others go on without it
+                self._dropped.add(silent)
+                self._publish()
+            self._members.wait(self._is_news, 1.0)
+        return None
+
+    def _is_news(self) -> bool:
+        ended = self._ended()
+        return min(ended) == self._members.slot or self._proposed(ended) is not None or self._is_late()
+
+    def _is_late(self) -> bool:
+        return any(peer.present and peer.status.mean.final for peer in self._members.peers().values())
+
+    def _ended(self) -> dict[int, Member]:
+        """Return the members that wait at their end, this one included."""
+        others = {
+            slot: peer.member
+            for slot, peer in self._members.peers().items()
+            if peer.present and peer.status.phase == "ended" and not peer.status.mean.final
+        }
+        said = (peer.status.mean.dropped for peer in self._members.peers().values())
+        dropped = self._dropped.union(*said)  # who is dropped takes the state of a replica that has the mean
+        others = {slot: member for slot, member in others.items() if slot not in dropped}
+        return others | {self._members.slot: self._mesh.me}
+
+    def _propose(self, ended: Mapping[int, Member]) -> _Attempt:
+        statuses = [peer.status.mean for peer in self._members.peers().values()]
+        numbers = [max(mean.attempt, mean.failed) for mean in statuses]
+        missed = (
+            {frozenset(pair) for mean in statuses for pair in mean.missed} | self._missed | self._apart(ended)
+        )
+        refused = {slot for mean in statuses for slot in mean.refused} | self._refused
+        self.left_out |= dict.fromkeys(refused & ended.keys(), "sent numbers that must not be used")
+        out = self.left_out.keys() & ended.keys()
+        if out == ended.keys():  # nobody else is there, whoever said what
+            out = out - {self._members.slot}
+        order = [self._members.slot, *sorted(ended.keys() - {self._members.slot})]
+        parents = tree(order, missed, out - {self._members.slot})
+        number = max([self._last, *numbers]) + 1
+        self._publish(
+            attempt=number,
+            members=[(slot, ended[slot].incarnation) for slot in order],
+            parents=[parents[slot] for slot in order],
+            left_out=sorted(out),
+        )
+        return _Attempt(self._mesh.me, number, dict(ended), parents, out)
+
+    def _apart(self, ended: Mapping[int, Member]) -> set[frozenset[int]]:
+        """Return the pairs of which neither side could exchange with the other when it came to its end."""
+        peers = self._members.peers()
+        reaches = {slot: {*peers[slot].status.reaches} for slot in ended if slot in peers}
+        reaches[self._members.slot] = {slot for slot, peer in peers.items() if peer.reached}
+        return {
+            frozenset((one, two))
+            for one, two in combinations(reaches, 2)
+            if one not in reaches[two] and two not in reaches[one]
+        }
+
+    def _proposed(self, ended: Mapping[int, Member]) -> _Attempt | None:
+        """Return an attempt of the lowest slot in which this replica has not taken part."""
+        peer = self._members.peer(min(ended))
+        if peer is None or peer.status.mean.attempt <= self._last:
+            return None
+        mean = peer.status.mean
+        members = {slot: Member(slot, incarnation) for slot, incarnation in mean.members}
+        parents = dict(zip(members, mean.parents, strict=False))
+        attempt = _Attempt(peer.member, mean.attempt, members, parents, {*mean.left_out})
+        is_sound = (
+            members.get(self._members.slot) == self._mesh.me
+            and parents.get(peer.member.slot) == _ROOT
+            and len(parents) == len(mean.members) == len(_reached(attempt))
+        )
+        return attempt if is_sound else None
+
+    # An attempt
+
+    def _try(self, attempt: _Attempt) -> _Script:
+        """Take part in an attempt, to its success. Raises _FailedError, LostError, UnequalError."""
+        mesh, slot, base = self._mesh, self._members.slot, attempt.base
+        stop = partial(self._why_over, attempt)
+        yield _Step("begin", () if slot in attempt.left_out else (slot,))
+        for child in attempt.children(slot):
+            if not (below := attempt.below(child)):
+                continue
+            with _naming(self, attempt, child):
+                limit = partial(self._still, attempt.depth(child))
+                passed = Passed(mesh, attempt.members[child], f"{base}sum/{child}/", stop, limit)
+                passed.into(cast(Leader, (yield _Step("receive"))))
+                passed.end()
+            if not (yield _Step("add", below)):
+                self._refused.add(child)
+                raise _FailedError
+        included, parent = attempt.below(attempt.root.slot), attempt.parents[slot]
+        if parent == _ROOT:
+            yield _Step("divide", included)
         else:
-            self._came[link.peer] = child
-        self._changes.note()
-        await child.over.wait()
+            above = attempt.members[parent]
+            limit = partial(self._still, len(attempt.members))
+            with _naming(self, attempt, parent):
+                if attempt.below(slot):
+                    yield from self._send(above, f"{base}sum/{slot}/", stop, limit)
+                passed = Passed(mesh, above, f"{base}mean/{slot}/", stop, limit)
+                passed.into(cast(Leader, (yield _Step("receive"))))
+                passed.end()
+            if not (yield _Step("take", included)):
+                raise _FailedError
+        for child in attempt.children(slot):
+            with _naming(self, attempt, child):
+                limit = partial(self._still, 0)
+                yield from self._send(attempt.members[child], f"{base}mean/{child}/", stop, limit)
+        for child in attempt.children(slot):
+            with _naming(self, attempt, child):
+                fetch = mesh.begin(attempt.members[child], f"{base}done/{child}")
+                limit = partial(self._still, 1 + attempt.depth(child))
+                mesh.result(fetch, Patience(mesh, attempt.members[child], limit), stop)
+        if parent != _ROOT:
+            mesh.offer(f"{base}done/{slot}", _HAS_ALL)
+            self._wait_for_word(attempt)
 
-    async def _wait(self, until: float, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds, the deadline has come, or this job is to stop."""
-        while not condition() and asyncio.get_running_loop().time() < until and not self._node.is_leaving:
-            await self._changes.until(condition, _AGAIN_SECONDS)
+    def _send(
+        self, taker: Member, base: str, stop: Callable[[], str], begin_by: Callable[[], float]
+    ) -> _Script:
+        transfer = cast(Transfer, (yield _Step("send")))
+        pass_on(self._mesh, taker, base, contents(cast(Leader, transfer)), stop, begin_by)
+        self.sent += 1
 
-    def _deadline(self, levels: int) -> float:
-        return asyncio.get_running_loop().time() + levels * self._seconds
+    def _wait_for_word(self, attempt: _Attempt) -> None:
+        """Wait until the root has decided, or is gone and nobody has heard that it did. Raises _FailedError."""
 
-    def _may_come(self, slot: int) -> bool:
-        """Whether a replica averages at its end, or will as soon as it has a link again."""
-        link = self._node.links.get(slot)
-        return link is not None and link.seen.status.phase == "ended"
+        def is_over() -> bool:
+            return self._is_final(attempt) or bool(self._why_over(attempt))
+
+        self._mesh.wait(is_over)
+        if not self._is_final(attempt):
+            until = self._mesh.clock() + _HEARSAY_SECONDS
+            if self._mesh.reaches(attempt.root) or not self._mesh.wait(
+                lambda: self._is_final(attempt), until
+            ):
+                raise _FailedError
+
+    def _is_final(self, attempt: _Attempt) -> bool:
+        return any(peer.status.mean.final == attempt.number for peer in self._members.peers().values())
+
+    def _why_over(self, attempt: _Attempt) -> str:
+        """Return why an attempt is over; "" while it goes on."""
+        self._note_progress(attempt)
+        peers = self._members.peers()
+        if self._members.is_leaving:
+            return "a job was asked to stop"
+        for slot, member in attempt.members.items():
+            if slot == self._members.slot:
+                continue
+            peer = peers.get(slot)
+            if peer is None or peer.member != member or not peer.present or peer.status.phase == "left":
+                return f"replica {slot} is lost"
+            if peer.status.mean.failed == attempt.number:
+                return f"replica {slot} has failed"
+        root = peers.get(attempt.root.slot)
+        if root is not None and root.status.mean.attempt > attempt.number:
+            return "there is another attempt"
+        return ""
+
+    def give_up(self, attempt: _Attempt, slot: int) -> None:
+        """Note why a member was given up.
+
+        It does not answer; or it answers and stands still: others go on without its sum, or without it.
+        """
+        member = attempt.members[slot]
+        try:
+            self._mesh.result(self._mesh.begin(member, "here"), self._mesh.clock() + _ANSWER_SECONDS)
+        except LostError:
+            self._missed.add(frozenset((self._members.slot, slot)))
+        else:
+            (self._dropped if slot in attempt.left_out else self._refused).add(slot)
 
 
-def _depth(slot: int, tree: Mapping[int, int | None]) -> int:
-    parent = tree[slot]
-    return 0 if parent is None else 1 + _depth(parent, tree)
+class _naming:
+    """Around what is exchanged with a member: notes why it was given up."""
+
+    def __init__(self, leader: _Leader, attempt: _Attempt, slot: int) -> None:
+        self._leader, self._attempt, self._slot = leader, attempt, slot
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, StalledError | GoneError):
+            self._leader.give_up(self._attempt, self._slot)
+
+
+def _reached(attempt: _Attempt) -> set[int]:
+    """Return the slots that hang below the root; a proposal may have a circle, or be too deep."""
+    found, level = set[int](), {attempt.root.slot}
+    for _ in range(_MOST_LEVELS):
+        found |= level
+        level = {child for slot in level for child in attempt.children(slot)} - found
+    return found

@@ -5,14 +5,13 @@ The leader, rank 0, alone is connected to other replicas. In a transfer each ran
 rank holds its own part of a vector, and the leader a few buckets besides.
 
     follower    sends its part of bucket after bucket       receives its part of bucket after bucket
-    leader      await transfer.content(bucket)            await transfer.hand_out(bucket, result)
+    leader      transfer.content(bucket)                    transfer.hand_out(bucket, result)
 
 A follower does both in threads, at the pace of the leader. What a conversation on the leader has not asked for,
 `wait` gathers and hands out, so that followers come to the end whatever happened. Where a rank is lost, the others
 raise RuntimeError. A replica of one rank copies nothing: contents and results are parts of its vectors.
 """
 
-import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -150,33 +149,30 @@ class Follower(Transfer):
 
 
 class Leader(Transfer):
-    """A transfer on the leader. Its coroutines are called by one event loop, for bucket after bucket."""
+    """A transfer on the leader. Its methods are called for bucket after bucket; their futures may raise
+    RuntimeError where a rank of the replica is lost.
+    """
 
     def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
         super().__init__(movement, interval, tag, vectors)
         self._gathered = self._handed = 0  # buckets; used by the workers
 
-    async def content(self, at: int) -> Tensor:
-        """Return bucket number `at`, fp32 in host memory, not to be written.
-
-        Raises RuntimeError where a rank of the replica is lost.
-        """
+    def content(self, at: int) -> "Future[Tensor]":
+        """Gather bucket number `at`, fp32 in host memory, not to be written."""
         if self._is_alone and (inside := self._inside(self._gives, self.buckets[at])) is not None:
-            return inside
-        return await _done(self._gathering.submit(self._gather, at))
+            return _done(inside)
+        return self._gathering.submit(self._gather, at)
 
     def result(self, at: int) -> Tensor:
         """Return memory for the result of bucket number `at`."""
         inside = self._inside(self._gets, self.buckets[at])
         return _memory(len(self.buckets[at])) if inside is None else inside
 
-    async def hand_out(self, at: int, result: Tensor) -> None:
-        """Hand out the result of bucket number `at`, which lies in the memory of `result(at)`.
-
-        Raises RuntimeError where a rank of the replica is lost.
-        """
-        if not (self._is_alone and self._inside(self._gets, self.buckets[at]) is not None):
-            await _done(self._handing.submit(self._hand_out, at, result))
+    def hand_out(self, at: int, result: Tensor) -> "Future[None]":
+        """Hand out the result of bucket number `at`, which lies in the memory of `result(at)`."""
+        if self._is_alone and self._inside(self._gets, self.buckets[at]) is not None:
+            return _done(None)
+        return self._handing.submit(self._hand_out, at, result)
 
     def _last_jobs(self) -> "list[Future[None]]":
         return [] if self._is_alone else self._submit(self._gather_rest, self._hand_out_rest)
@@ -272,9 +268,10 @@ class _Worker:
             del job  # with its tensors
 
 
-async def _done(future: "Future[Any]") -> Any:
-    """Wait for a job; a cancellation does not end it, since followers take part in it."""
-    return await asyncio.shield(asyncio.wrap_future(future))
+def _done(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 def _wait(futures: "Sequence[Future[None]]") -> None:
@@ -285,11 +282,6 @@ def _wait(futures: "Sequence[Future[None]]") -> None:
 
 def _memory(elements: int) -> Tensor:
     return torch.empty(elements, dtype=torch.float32, device=HOST)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor on the host."""
-    return tensor.view(-1).view(torch.uint8).numpy().data if len(tensor) else memoryview(b"")
 
 
 def _size(blocks: Sequence[Block]) -> int:

@@ -1,215 +1,374 @@
-"""The key of a federation, which all its members have, and what it encrypts: connections, and files of a folder.
+"""The key of a federation, member files, and the identity that a process takes from either.
 
-It is a file with a private key and its self-signed certificate.
+| file | holds | lets its holder |
+|---|---|---|
+| key file | private key and certificate of the authority | run any slot, write member files |
+| member file | private key and certificate of a slot, certificate of the authority, folder key | run that slot |
 
-Both sides of each connection between members show that they have the key (TLS 1.3). A newcomer has no key yet: it
-knows only the fingerprint of the certificate, and shows no certificate.
-
-A file in a shared folder is encrypted and authenticated (AES-256-GCM) together with its name. Who owns the folder
-can neither read it, nor change it, nor give it another name. Without a key, a checksum of name and content shows
-damage, and nothing else.
+Both sides of a connection show a certificate of their slot, which the authority has issued (TLS 1.3). A process
+signs its status with the certificate's private key. Two processes derive a secret from both of their keys.
 """
 
+import base64
+import datetime
 import hashlib
+import hmac
 import os
 import ssl
+import tempfile
+import time
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from megatron_noloco.errors import UserError
+from megatron_noloco.settings import MOST_SLOTS
 
-_NAME = "megatron_noloco federation"
-_BEGIN = "-----BEGIN CERTIFICATE-----"
-_MARK = b"NL"  # then: which wrapping
-_NONCE_BYTES = 12  # drawn; the key is good for 2**32 files
-_CHECKSUM_BYTES = 4
-MOST_ADDED = 64  # bytes; more than a wrapping adds
-_OLD = '{"'  # up to version 0.2 the file was JSON, with keys for ZeroMQ
+VISITOR = MOST_SLOTS  # the slot of commands that read, and are no member
+ANY_MEMBER = "member.noloco"  # the host name that every certificate of a slot has
+_CURVE = ec.SECP256R1()
+_SIGNATURE = ec.ECDSA(hashes.SHA256())
+_FIRST = datetime.datetime(1970, 1, 1)  # machines without a clock of their own begin there
+_LAST = datetime.datetime(9999, 12, 31, 23, 59, 59)
+_BEGIN_FOLDER_KEY, _END_FOLDER_KEY = "-----BEGIN NOLOCO FOLDER KEY-----", "-----END NOLOCO FOLDER KEY-----"
+_BEGIN_OLD = '{"'  # up to version 0.2 the file was JSON
+_MOST_CERTIFICATES = 2 * MOST_SLOTS  # whose checks are remembered
+_MOST_CERTIFICATE_BYTES = 2**12
 
 
-@dataclass(frozen=True)
+class _Checked(NamedTuple):
+    """What a certificate says that the authority has issued."""
+
+    public: ec.EllipticCurvePublicKey
+    slot: int
+    ends: float
+
+
 class Keys:
-    """What encrypts the connections that this process opens, and those of others.
+    """The content of a key file or of a member file.
 
     Attributes:
-        dials: for connections that this process opens.
-        admits: for connections of members, and of processes that show no certificate.
-        fingerprint: of the certificate that the other side must show.
-        path: of the key file; "." of a newcomer, which has none.
+        can_invite: whether it can write member files.
+        fingerprint: SHA-256 of the authority's certificate, hexadecimal.
+        slot: of a member file; None for a key file.
     """
 
-    dials: ssl.SSLContext
-    admits: ssl.SSLContext
-    fingerprint: str
-    path: Path = Path()
-
-    @classmethod
-    def of_newcomer(cls, fingerprint: str) -> "Keys":
-        """Return what a process needs that has no key, and knows the fingerprint of the federation's.
-
-        Nobody can connect to it.
-        """
-        return cls(_context(ssl.PROTOCOL_TLS_CLIENT), _context(ssl.PROTOCOL_TLS_SERVER), fingerprint)
-
-    def matches(self, certificate: bytes | None) -> bool:
-        """Whether a certificate (DER) is that of the federation."""
-        return hashlib.sha256(certificate or b"").hexdigest() == self.fingerprint
-
-    @classmethod
-    def make(cls, path: Path) -> "Keys":
-        """Draw a new key and write it to a file that only its owner can read.
-
-        Raises FileExistsError where there is a file: a key in use is not overwritten.
-        """
-        content = _drawn()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        return cls.read(path)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        text = path.read_text(errors="replace")
+        if text.startswith(_BEGIN_OLD):
+            raise _EarlierVersionError
+        certificates = x509.load_pem_x509_certificates(text.encode())
+        self._private = _private_in(text)
+        self._authority = certificates[-1]
+        is_authority = self._authority.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        if len(certificates) == 1 and not is_authority:
+            raise _EarlierVersionError
+        if (
+            len(certificates) > 2
+            or not is_authority
+            or certificates[0].public_key() != self._private.public_key()
+        ):
+            raise ValueError
+        self._certificate = certificates[0]
+        self.can_invite = len(certificates) == 1
+        self.fingerprint = hashlib.sha256(self._authority.public_bytes(Encoding.DER)).hexdigest()
+        self.slot = None if self.can_invite else _checked(self._certificate, self._authority).slot
+        self._folder_key = (
+            _derive(_der(self._private), b"folder") if self.can_invite else _folder_key_in(text)
+        )
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Read a key; raises UserError, with one clear line, for a file that is missing or holds no key."""
-        why = "holds no key"
+        """Read a key file or a member file; raises UserError."""
         try:
-            if path.read_text(errors="replace").startswith(_OLD):
-                why = "is a key of an earlier version"
-            dials, admits = (
-                _context(role, path) for role in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
-            )
-            admits.verify_mode = ssl.CERT_OPTIONAL
-            return cls(dials, admits, fingerprint_of(path), path)
-        except ssl.SSLError:
-            pass
+            return cls(path)
         except OSError as error:
             raise UserError(f"federation.key_file: {path}: {error.strerror}") from None
+        except _EarlierVersionError:
+            why = "is a key of an earlier version"
+        except (ValueError, TypeError, x509.ExtensionNotFound):  # TypeError: a key with a password
+            why = "holds no key"
         raise UserError(
             f"federation.key_file: {path} {why}; `megatron-noloco keys FILE` makes a new one, for all replicas"
         )
 
+    @classmethod
+    def make(cls, path: Path) -> "Keys":
+        """Draw a key and write it to a file that only its owner can read.
 
-def fingerprint_of(path: Path) -> str:
-    """Return the SHA-256 of the certificate in a key file, hexadecimal. Raises UserError and OSError."""
-    certificate = path.read_text().partition(_BEGIN)
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert("".join(certificate[1:]))).hexdigest()
+        Raises FileExistsError where there is a file: a key in use is not overwritten.
+        """
+        key = ec.generate_private_key(_CURVE)
+        name = _name("megatron_noloco federation")
+        certificate = _signed(name, key.public_key(), name, key, _LAST, [])
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(_pem(key) + certificate.public_bytes(Encoding.PEM).decode())
+        return cls.read(path)
+
+    def identity(self, slot: int) -> "Identity":
+        """Return the identity of this process, which runs this slot.
+
+        Raises UserError where a member file is of another slot, or its time is over.
+        """
+        if self.can_invite:
+            private = ec.generate_private_key(_CURVE)
+            certificate = self._issue(slot, private.public_key(), _LAST)
+            return Identity(private, certificate, self._authority, self._folder_key)
+        where = f"federation.key_file: {self._path}"
+        if slot != self.slot:
+            raise UserError(
+                f"{where} is the member file of replica {self.slot}, and cannot run replica {slot}"
+            )
+        ends = self._certificate.not_valid_after_utc
+        if ends.timestamp() < time.time():
+            raise UserError(
+                f"{where} was good until {ends:%Y-%m-%d %H:%M} UTC; ask for a new one (`megatron-noloco invite`)"
+            )
+        return Identity(self._private, self._certificate, self._authority, self._folder_key)
+
+    def member_file(self, slot: int, ends: float) -> str:
+        """Return a member file, whose holder can be this slot until a Unix time."""
+        if not self.can_invite:
+            raise UserError(
+                f"federation.key_file: {self._path} is a member file, and cannot invite; use the key file"
+            )
+        private = ec.generate_private_key(_CURVE)
+        last = datetime.datetime.fromtimestamp(ends, datetime.UTC).replace(microsecond=0, tzinfo=None)
+        certificates = self._issue(slot, private.public_key(), last), self._authority
+        texts = (certificate.public_bytes(Encoding.PEM).decode() for certificate in certificates)
+        folder_key = base64.b64encode(self._folder_key).decode()
+        return f"{_pem(private)}{''.join(texts)}{_BEGIN_FOLDER_KEY}\n{folder_key}\n{_END_FOLDER_KEY}\n"
+
+    def _issue(self, slot: int, key: ec.EllipticCurvePublicKey, last: datetime.datetime) -> x509.Certificate:
+        names = [ANY_MEMBER, host_name(slot)]
+        return _signed(_name(f"slot {slot}"), key, self._authority.subject, self._private, last, names)
 
 
-def _context(role: int, path: Path | None = None) -> ssl.SSLContext:
-    """Return a context with a key; None: without a key, and any certificate is accepted."""
-    context = ssl.SSLContext(role)
+class Identity:
+    """The identity of one process.
+
+    Attributes:
+        slot: that its certificate names.
+        certificate: DER.
+        ends: Unix time after which the certificate is not good.
+        folder_key: 32 bytes that all members have, and nobody else.
+        server: for connections that others open; they must show a certificate of this authority.
+        client: for connections that this process opens; `server_hostname` is `host_name(slot)` or `ANY_MEMBER`.
+    """
+
+    def __init__(
+        self,
+        private: ec.EllipticCurvePrivateKey,
+        certificate: x509.Certificate,
+        authority: x509.Certificate,
+        folder_key: bytes,
+    ) -> None:
+        self._private, self.folder_key = private, folder_key
+        _, self.slot, self.ends = _checked(certificate, authority)
+        self.certificate = certificate.public_bytes(Encoding.DER)
+        self._check = lru_cache(_MOST_CERTIFICATES)(lambda der: _checked(_parsed(der), authority))
+        with _chain_file(private, certificate) as chain:
+            self.server = _context(ssl.PROTOCOL_TLS_SERVER, chain, authority)
+            self.client = _context(ssl.PROTOCOL_TLS_CLIENT, chain, authority)
+
+    def sign(self, text: bytes) -> bytes:
+        """Return the signature of a text."""
+        return self._private.sign(text, _SIGNATURE)
+
+    def check(self, certificate: bytes, slot: int, text: bytes, signature: bytes) -> None:
+        """Raise ValueError where a text is not signed by a process of a slot."""
+        public, owner, ends = self._check(certificate)
+        if owner != slot:
+            raise ValueError(f"is signed by slot {owner}, not by slot {slot}")
+        if ends < time.time():
+            raise ValueError("has a certificate whose time is over")
+        try:
+            public.verify(signature, text, _SIGNATURE)
+        except InvalidSignature:
+            raise ValueError("has a wrong signature") from None
+
+    def pair_key(self, certificate: bytes) -> bytes:
+        """Return 32 bytes that only this process and the holder of a certificate can compute.
+
+        Raises ValueError for a certificate that is not of this federation.
+        """
+        secret = self._private.exchange(ec.ECDH(), self._check(certificate).public)
+        return _derive(secret, b"pair")
+
+
+def host_name(slot: int) -> str:
+    """Return the host name in the certificates of a slot."""
+    return f"slot-{slot}.noloco"
+
+
+def slot_of(certificate: bytes) -> int:
+    """Return the slot that a certificate (DER) names, which TLS has checked. Raises ValueError."""
+    return _slot_in(_parsed(certificate))
+
+
+class _EarlierVersionError(ValueError):
+    pass
+
+
+def _parsed(certificate: bytes) -> x509.Certificate:
+    if len(certificate) > _MOST_CERTIFICATE_BYTES:
+        raise ValueError("has too large a certificate")
+    return x509.load_der_x509_certificate(certificate)
+
+
+def _checked(certificate: x509.Certificate, authority: x509.Certificate) -> _Checked:
+    """Return what a certificate says; raises ValueError where the authority has not issued it for a slot."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, TypeError):
+        raise ValueError("has a certificate of another key") from None
+    public = certificate.public_key()
+    if not isinstance(public, ec.EllipticCurvePublicKey):
+        raise ValueError("has a certificate of another kind")
+    return _Checked(public, _slot_in(certificate), certificate.not_valid_after_utc.timestamp())
+
+
+def _slot_in(certificate: x509.Certificate) -> int:
+    found = certificate.extensions
+    try:
+        is_authority = found.get_extension_for_class(x509.BasicConstraints).value.ca
+        names = found.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
+            x509.DNSName
+        )
+    except x509.ExtensionNotFound:
+        raise ValueError("has a certificate of no slot") from None
+    text = names[-1].removeprefix("slot-").removesuffix(".noloco")
+    slot = int(text) if text.isascii() and text.isdecimal() else -1
+    if is_authority or names != [ANY_MEMBER, host_name(slot)] or slot > VISITOR:
+        raise ValueError("has a certificate of no slot")
+    return slot
+
+
+def _signed(
+    subject: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer: x509.Name,
+    by: ec.EllipticCurvePrivateKey,
+    last: datetime.datetime,
+    hosts: list[str],
+) -> x509.Certificate:
+    """Return a certificate: of a slot, or without hosts of the authority."""
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_FIRST)
+        .not_valid_after(last)
+        .add_extension(x509.BasicConstraints(ca=not hosts, path_length=None if hosts else 0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key()), critical=False)
+    )
+    if hosts:
+        names = x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts])
+        builder = builder.add_extension(names, critical=False)
+    return builder.sign(by, hashes.SHA256())
+
+
+def _context(role: int, chain: str, authority: x509.Certificate) -> ssl.SSLContext:
+    context = ssl.SSLContext(role)  # one for a client checks the host name
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE if path is None else ssl.CERT_REQUIRED
-    if path is not None:
-        context.load_cert_chain(path, password="")  # never asks at the terminal
-        context.load_verify_locations(path)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(chain)
+    context.load_verify_locations(cadata=authority.public_bytes(Encoding.PEM).decode())
     if role == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # nothing is sent that nobody waits for
     return context
 
 
-def _drawn() -> bytes:
-    """Return a new key and its certificate, as PEM. It is valid for ever: clocks of members may be wrong.
-
-    Machines without a clock of their own begin at 1970.
-    """
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime.datetime(1970, 1, 1))
-        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return private + certificate.public_bytes(serialization.Encoding.PEM)
+@contextmanager
+def _chain_file(private: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> Iterator[str]:
+    """Write what the ssl module reads from files only, for as long as it reads."""
+    with tempfile.NamedTemporaryFile("w", prefix="noloco-") as file:  # of mode 0600
+        file.write(_pem(private) + certificate.public_bytes(Encoding.PEM).decode())
+        file.flush()
+        yield file.name
 
 
-class Sealing(Protocol):
-    """Wraps files. `open` raises ValueError, whose text ends a sentence that begins with the file."""
-
-    def seal(self, name: str, content: bytes) -> bytes: ...
-
-    def open(self, name: str, sealed: bytes) -> bytes: ...
-
-
-class Checksum:
-    """Wraps files without a key."""
-
-    mark = _MARK + b"p"
-
-    def seal(self, name: str, content: bytes) -> bytes:
-        return self.mark + self._sum(name, content) + content
-
-    def open(self, name: str, sealed: bytes) -> bytes:
-        if sealed.startswith(Cipher.mark):
-            raise ValueError("is encrypted, and this process has no key (federation.encryption)")
-        start = len(self.mark) + _CHECKSUM_BYTES
-        content = sealed[start:]
-        if sealed[:start] != self.mark + self._sum(name, content):
-            raise ValueError("is damaged, or of another version")
-        return content
-
-    @staticmethod
-    def _sum(name: str, content: bytes) -> bytes:
-        return zlib.crc32(content, zlib.crc32(name.encode())).to_bytes(_CHECKSUM_BYTES)
+def _private_in(text: str) -> ec.EllipticCurvePrivateKey:
+    private = load_pem_private_key(text.encode(), None)
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise ValueError("no key of a federation")
+    return private
 
 
-class Cipher:
-    """Encrypts files with a key that follows from the private key of the federation."""
+def _folder_key_in(text: str) -> bytes:
+    key = base64.b64decode(text.partition(_BEGIN_FOLDER_KEY)[2].partition(_END_FOLDER_KEY)[0])
+    if len(key) != 32:
+        raise ValueError("no folder key")
+    return key
 
-    mark = _MARK + b"e"
 
-    def __init__(self, private: bytes) -> None:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+def _derive(secret: bytes, purpose: bytes) -> bytes:
+    return HKDF(hashes.SHA256(), 32, salt=None, info=b"megatron_noloco " + purpose).derive(secret)
 
-        derived = HKDF(SHA256(), 32, salt=None, info=b"megatron_noloco files in a shared folder")
-        self._key = AESGCM(derived.derive(private))
 
-    @classmethod
-    def read(cls, path: Path) -> "Cipher":
-        """Read a key file, which `Keys.read` has checked."""
-        from cryptography.hazmat.primitives import serialization
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
-        private = serialization.load_pem_private_key(path.read_bytes(), None)
-        return cls(
-            private.private_bytes(
-                serialization.Encoding.DER, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
 
-    def seal(self, name: str, content: bytes) -> bytes:
-        nonce = os.urandom(_NONCE_BYTES)
-        return self.mark + nonce + self._key.encrypt(nonce, content, name.encode())
+def _pem(private: ec.EllipticCurvePrivateKey) -> str:
+    return private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
-    def open(self, name: str, sealed: bytes) -> bytes:
-        from cryptography.exceptions import InvalidTag
 
-        if sealed.startswith(Checksum.mark):
-            raise ValueError("is not encrypted, and this process expects encryption (federation.encryption)")
-        start = len(self.mark) + _NONCE_BYTES
+def _der(private: ec.EllipticCurvePrivateKey) -> bytes:
+    return private.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
+
+
+class Seal:
+    """Wraps content so that it is good at one place only: encrypted; without a key, with a checksum."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key_of_names = hmac.digest(key or b"-", b"names", "sha256")
+        self._cipher: Any = None
+        if key is not None:
+            self._cipher = AESGCM(key)
+
+    def close(self, place: str, content: bytes) -> bytes:
+        nonce = os.urandom(12)
+        if self._cipher is None:
+            return nonce + _checksum(place, content) + content
+        return nonce + bytes(self._cipher.encrypt(nonce, content, place.encode()))
+
+    def open(self, place: str, sealed: bytes) -> bytes:
+        """Return what was sealed for a place; raises ValueError for anything else."""
+        if self._cipher is None:
+            if sealed[12:16] != _checksum(place, content := sealed[16:]):
+                raise ValueError("is damaged")
+            return content
         try:
-            if not sealed.startswith(self.mark) or len(sealed) < start:
-                raise InvalidTag
-            return self._key.decrypt(sealed[len(self.mark) : start], sealed[start:], name.encode())
+            return bytes(self._cipher.decrypt(sealed[:12], memoryview(sealed)[12:], place.encode()))
         except InvalidTag:
-            raise ValueError(
-                "is of a process with another key (all need the same key_file), or was changed"
-            ) from None
+            raise ValueError("was not sealed with this key for this place") from None
+
+    def mac(self, *texts: str) -> str:
+        """Return 32 characters that follow from texts without line ends, and the key."""
+        return hmac.digest(self._key_of_names, "\n".join(texts).encode(), "sha256").hex()[:32]
+
+
+def _checksum(place: str, content: bytes) -> bytes:
+    return zlib.crc32(content, zlib.crc32(place.encode())).to_bytes(4, "big")

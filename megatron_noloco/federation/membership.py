@@ -1,25 +1,25 @@
 """How a job enters a federation: the one way in, for the trainer and for `attach`."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.catch_up import CatchUp
-from megatron_noloco.federation.compatibility import RunIdentity, run_number
+from megatron_noloco.federation.compatibility import RunIdentity, digests_of, run_number
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.messages import Member
+from megatron_noloco.federation.members import Members, PeerStatus
 from megatron_noloco.federation.movement import Held, movement_of
-from megatron_noloco.federation.network import Network, open_node
-from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.network import Network, meeting_place, place_to_advertise, place_to_listen
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
-from megatron_noloco.federation.rendezvous import rendezvous_of
+from megatron_noloco.federation.recovery import States
 from megatron_noloco.federation.rounds import Leading, Replica
-from megatron_noloco.federation.takeover import TakeOver
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import Weights
@@ -28,6 +28,8 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
 FIRST_SECONDS = 5.0  # for another job, which may have a state to give
 TOGETHER_SECONDS = 30.0  # for others that are started again with this job
+START_SECONDS = 600.0  # for `start_with` jobs
+_BACK_SECONDS = range(20, 120)  # for a job that was lost to start again, while others are at their end
 
 
 class Membership:
@@ -42,6 +44,7 @@ class Membership:
 
     Attributes:
         catch_up: of the leader: which local step comes next.
+        back_seconds: for a job that was lost to come back, once this one is at its end: twice the time of a start.
         states: gives the state of this replica to others, and takes theirs.
         say: called on the leader with lines about states that could not be taken over.
     """
@@ -58,10 +61,11 @@ class Membership:
     ) -> None:
         self.leading, self.place = leading, place
         self.noloco, self.federation = noloco, federation
-        thread = None if leading is None else leading.thread
-        self.catch_up = None if thread is None else CatchUp(thread, noloco, federation, steps)
-        self.states = TakeOver(thread)
+        members = None if leading is None else leading.members
+        self.catch_up = None if members is None else CatchUp(members, noloco, federation, steps)
+        self.states = States(members, steps)
         self.steps = steps
+        self.back_seconds = _seconds_to_come_back()
         self.say: Callable[[str], object] = lambda line: None
 
     def replica(self, weights: Weights, seed: int, held: Held | None = None) -> Replica:
@@ -76,7 +80,7 @@ class Membership:
         return Replica(Gather(movement), self.place, Pairing(self.noloco, seed), self.leading)
 
     def wait_for_start(self, done: int) -> bool:
-        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to end.
+        """Wait for `start_with` jobs, ten minutes at most; return whether they came, or this job is to end.
 
         A job that finds others past their first round waits for five seconds at most, in which those that start
         with it get links to it. A job that continues from a checkpoint waits for half a minute at most, in which
@@ -94,40 +98,54 @@ class Membership:
             raise UserError(refusal)
         return came
 
+    def finds_trained(self) -> bool:
+        """Wait half a minute for a replica that has trained; return whether it came, or this job is to stop.
+
+        A collective of the job.
+        """
+
+        def wait() -> bool:
+            members = self._members
+            now.part("looking for another replica")
+
+            def is_there() -> bool:
+                there = members.present().values()
+                return any(status.begun >= 0 and status.phase != "left" for status in there)
+
+            return members.wait(is_there, TOGETHER_SECONDS) or members.is_leaving
+
+        return computed_by_rank_0(wait)
+
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
         """Wait for others at the start; return whether enough came, and why no other can."""
-        thread, others = self._thread, self.federation.start_with - 1
+        members, others = self._members, self.federation.start_with - 1
         self._wait_for(max(1, others), FIRST_SECONDS)
-        seconds = self.noloco.deadline_seconds
-        is_alone = len(thread.node.directory.addresses) == 1  # who is refused has no address there
-        refusal = thread.node.dialling.refusal if is_alone else ""
-        if done:
-            seconds, refusal = min(seconds, TOGETHER_SECONDS), ""
+        refusal = members.refusal if not members.peers() and not done else ""
+        seconds = TOGETHER_SECONDS if done else START_SECONDS
         came = not refusal and self._wait_for(others, seconds, trained=True)
         return came or done > 0, refusal
 
     def _wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
         """Wait until this many replicas are there, or this job is to stop; returns False when time is up.
 
-        Replicas count that have a link to this one, and of two hidden replicas each for the other.
-
         Args:
             trained: whether a replica that is past its first round ends the wait as well.
         """
-        node = self._thread.node
+        members = self._members
 
         def enough() -> bool:
-            present, hidden = node.present(), node.hidden()
-            there = len({*present} | hidden - {node.slot} if node.slot in hidden else present)
-            now.part(f"{there + 1} of {others + 1} replicas are there")
-            return there >= others or (trained and any(status.begun > 0 for status in present.values()))
+            present = members.present()
+            now.part(f"{len(present) + 1} of {others + 1} replicas are there")
+            return len(present) >= others or (
+                trained and any(status.begun > 0 for status in present.values())
+            )
 
-        return self._thread.wait(enough, seconds) or node.is_leaving
+        return members.wait(enough, seconds) or members.is_leaving
 
     @property
-    def _thread(self) -> NodeThread:
+    def _members(self) -> Members:
         assert self.leading is not None
-        return self.leading.thread
+        return self.leading.members
 
     def announce(self, done: int) -> None:
         """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
@@ -138,7 +156,13 @@ class Membership:
         """Disconnect, so that no replica waits for this one. The ranks need not call it together."""
         self.states.close()
         if self.leading is not None:
-            self.leading.thread.close()
+            self.leading.members.close()
+
+
+def _seconds_to_come_back() -> float:
+    """Return twice the time that this process has taken so far, to its start."""
+    seconds = 2 * (time.time() - psutil.Process().create_time())
+    return min(max(seconds, _BACK_SECONDS.start), _BACK_SECONDS.stop)
 
 
 def join_federation(
@@ -156,7 +180,7 @@ def join_federation(
         place: of the replica.
         alike: what all jobs must have alike besides the settings, such as the model.
         steps: local steps of the whole training, the last of which is never left out; None: not known.
-        stopped: see `open_node`.
+        stopped: see `Network.open`.
 
     Raises UserError for a rendezvous or a key file that is none, for a folder that it may not write, and where it
     cannot listen; OSError where its address cannot be announced for another reason.
@@ -164,10 +188,10 @@ def join_federation(
     leading, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            thread = open_node(network_of(federation, noloco, alike), place.replica, stopped)
+            members = network_of(federation, noloco, alike).open(place.replica, stopped)
             seconds = federation.shortest_deadline_seconds, noloco.deadline_seconds
             behind = federation.rounds_behind * noloco.fragments
-            leading = Leading(thread, Partners(thread.node, *seconds, behind))
+            leading = Leading(members, Partners(members, *seconds, behind))
         except (ValueError, OSError) as error:
             problem = UserError(str(error)) if isinstance(error, PermissionError) else error
     if (found := broadcast_from_rank_0(problem)) is not None:
@@ -179,14 +203,16 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ru
     """Return how this job's ranks reach the others; opens nothing. Raises UserError as `join_federation` does."""
     assert federation.rendezvous is not None
     alike = alike._replace(shared={"noloco": shared(noloco), **alike.shared})
-    run, digests = run_number(alike.shared), alike.digests
-    rendezvous = rendezvous_of(federation.rendezvous, run, digests)
+    seeds, folder = meeting_place(federation.rendezvous)
+    listen = place_to_listen(federation.listen, seeds)
     key_file = Path(str(federation.key_file)) if federation.encryption == "tls" else None
     return Network(
-        rendezvous,
-        Member(run, digests, alike.kind),
-        None if federation.listen == "off" else federation.listen or rendezvous.listen,
+        run_number(alike.shared),
+        alike.digests,
+        seeds,
+        folder,
+        listen,
         None if key_file is None else Keys.read(key_file),
-        federation.advertise,
-        federation.site or "",
+        place_to_advertise(federation.advertise, listen),
+        PeerStatus(site=federation.site or "", kind=alike.kind, digests=digests_of(alike.own)),
     )

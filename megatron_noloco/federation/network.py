@@ -1,41 +1,32 @@
-"""How a replica reaches the others, and how they reach it."""
+"""How a job reaches the others, and how they reach it: the settings of `federation`, as a mesh of members."""
 
 import errno
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.dialling import Carriers
-from megatron_noloco.federation.directory import (
-    can_listen,
-    endpoint_of,
-    host_of,
-    is_endpoint,
-    split,
-)
+from megatron_noloco.federation.folder_carrier import FolderCarrier
+from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.messages import Address, Member
-from megatron_noloco.federation.node import Node
-from megatron_noloco.federation.node_thread import NodeThread
-from megatron_noloco.federation.rendezvous import (
-    ADVERTISE,
-    PLACES,
-    Folder,
-    Rendezvous,
-    Seeds,
-    check_not_link_local,
-    reachable,
-)
-from megatron_noloco.federation.tcp import TcpCarrier
+from megatron_noloco.federation.members import Members, PeerStatus
+from megatron_noloco.federation.mesh import Carrier, Member, Mesh
+from megatron_noloco.federation.statuses import is_address, split_address
+from megatron_noloco.federation.store import Store
 from megatron_noloco.job.join import is_link_local, reachable_address
+from megatron_noloco.settings import TCP
 
+PLACES = "with a HOST that is a name, an IPv4 address, or an IPv6 address in [], and a PORT from 1 to 65535"
+ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
+_ANY = "*"
 _PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
+_FIRST_SECONDS = 5.0  # to learn whether an earlier process of this slot had a later number
 _NO_ADDRESS = "; it must be an address of this host, or * for all"
 _LINK_LOCAL = ", a link-local address, which leads there from the same cable or switch only"
 _BACKLOG = 1024
@@ -44,149 +35,247 @@ _LISTENERS = WeakSet[socket.socket]()  # of this process
 
 @dataclass(frozen=True)
 class Network:
-    """How a replica reaches the others, and how they reach it.
+    """How a job reaches the others, and how they reach it.
 
     Attributes:
-        member: what the others must have alike.
-        site: see `Address`.
-        listen: port 0: any. None: no other job can connect to this one.
+        run: number of the run.
+        digests: of what all jobs of the run have alike.
+        seeds: addresses of members, "HOST:PORT"; none where the jobs meet in a folder.
+        folder: where the jobs meet; None where they have addresses.
+        listen: "HOST:PORT", HOST "*": all interfaces, PORT 0: any. None: no other job can dial this one.
         keys: None: nothing is authenticated or encrypted.
-        advertise: where the others reach this replica; None: where it listens.
-
-    Raises UserError for an address to listen at or to advertise that is not one, or leads to no known port.
+        advertise: where the others reach this job; None: where it listens.
+        first: what the others are told of this job.
     """
 
-    rendezvous: Rendezvous
-    member: Member
-    listen: str | None = "tcp://*:0"
+    run: int
+    digests: Mapping[str, str]
+    seeds: Sequence[str] = ()
+    folder: Store | None = None
+    listen: str | None = "*:0"
     keys: Keys | None = None
     advertise: str | None = None
-    site: str = ""
+    first: PeerStatus = field(default_factory=PeerStatus)
 
-    def __post_init__(self) -> None:
-        if self.listen is not None and not can_listen(self.listen):
-            raise UserError(
-                f'federation.listen: "{self.listen}" is not "tcp://HOST:PORT", with a HOST that is a name, an '
-                "IPv4 address, an IPv6 address in [], or * for all, and a PORT up to 65535, or 0 for any, such as "
-                '"tcp://*:0"'
-            )
-        for field, endpoint in (("listen", self.listen), ("advertise", self.advertise)):
-            check_not_link_local(field, host_of(endpoint or ""))
-        if self.advertise is None or self.listen is None:
-            return
-        if not is_endpoint(self.advertise):
-            raise UserError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT", {PLACES}')
-        if not split(self.listen)[1]:
-            raise UserError(
-                f"federation.advertise {self.advertise} must lead to a known port, but this replica listens at "
-                'any; set federation.listen, such as "tcp://*:29600"'
-            )
+    def open(self, slot: int, stopped: Callable[[], bool] = lambda: False) -> Members:
+        """Connect a replica to the others.
 
+        Args:
+            stopped: returns whether this job was asked to stop; from several threads.
 
-def open_node(network: Network, slot: int, stopped: Callable[[], bool] = lambda: False) -> NodeThread:
-    """Connect a replica to the others.
+        Raises UserError where it cannot listen, or the folder cannot be used.
+        """
+        incarnation = time.time_ns()
+        while True:
+            members = self._open(Member(slot, incarnation), stopped)
+            later = [
+                one.incarnation for one in members.mesh.known() if one.slot == slot and one > members.mesh.me
+            ]
+            if not later or any(one.slot == slot and one > members.mesh.me for one in members.mesh.members()):
+                threading.Thread(target=members.watch, name="noloco-members", daemon=True).start()
+                return members
+            members.close()  # the clock of an earlier process was ahead
+            incarnation = max(later) + 1
 
-    Args:
-        stopped: returns whether this job was asked to stop; from several threads.
-
-    Raises UserError when it cannot listen, OSError when its address cannot be published.
-    """
-    listener = None if network.listen is None else _listening(network, network.listen, slot)
-    endpoint = _announced(network, listener)
-
-    def make() -> Node:
-        def tell(line: str) -> None:  # a connection may come before `open_node` has the thread
-            node.warn(line)
-
-        carriers = Carriers(TcpCarrier(network.keys, listener, tell))
-        own = endpoint
-        if listener is None and isinstance(network.rendezvous, Folder):
-            folder = network.rendezvous.carrier(slot, network.keys, tell)
-            carriers, own = carriers._replace(folder=folder), folder.endpoint
-        address = Address(own, time.time_ns(), network.site)
-        node = Node(slot, address, network.member, carriers, stopped)
-        return node
-
-    thread = NodeThread(make, network.rendezvous)
-    for line in _doubts(network, endpoint):
-        thread.node.warn(line)
-    try:
-        network.rendezvous.publish(slot, thread.node.directory.own)
-    except BaseException:
-        thread.close()
-        raise
-    return thread
-
-
-def _doubts(network: Network, endpoint: str) -> Iterator[str]:
-    """Yield a line for each address that may not lead where it should.
-
-    Args:
-        endpoint: where the others reach this replica.
-    """
-    for host in filter(is_link_local, network.rendezvous.hosts):
-        yield f"federation.rendezvous has {host}{_LINK_LOCAL}"
-    host, name = host_of(endpoint), socket.gethostname()
-    if is_link_local(host):
-        yield f"others look for this job at {host}{_LINK_LOCAL}; where they are elsewhere, {ADVERTISE}"
-    if host == name and network.advertise is None:
-        yield (
-            f"no address of this host is known, as it has no default route, so others look for {name}: where "
-            f"they do not know that name, {ADVERTISE}"
-        )
-
-
-def _announced(network: Network, listener: socket.socket | None) -> str:
-    """Return where the others reach this replica; "" where they do not."""
-    if listener is None:
-        return ""
-    listens = endpoint_of(*listener.getsockname()[:2])
-    return network.advertise or reachable(listens, lambda: reachable_address(network.rendezvous.hosts))
-
-
-def _listening(network: Network, endpoint: str, slot: int) -> socket.socket:
-    """Listen at an endpoint; waits for a port that a job holds which was killed. Raises UserError."""
-    host, port = split(endpoint)
-    deadline, told = time.monotonic() + _PORT_SECONDS, False
-    while True:
+    def _open(self, me: Member, stopped: Callable[[], bool]) -> Members:
+        listener = None if self.listen is None else self._listening(self.listen, me.slot)
         try:
-            return listening(host, port)
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-            problem = f"federation.listen: cannot listen at {endpoint}: {why}"
-            if error.errno == errno.EADDRINUSE and any(_port_of(one) == port for one in _LISTENERS):
-                problem += (
-                    ", by this process: close() what attach returned before; attach several models, such as those "
-                    "of a GAN, at once, as one torch.nn.ModuleDict"
+            return self._open_at(listener, me, stopped)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
+
+    def _open_at(self, listener: socket.socket | None, me: Member, stopped: Callable[[], bool]) -> Members:
+        identity = None if self.keys is None else self.keys.identity(me.slot)
+        made, early = list[Members](), list[str]()
+
+        def warn(line: str) -> None:
+            if not made:  # the carriers begin before
+                early.append(line)
+            elif line.startswith("refused: "):
+                made[0].refuse(line)
+            else:
+                made[0].warn(line)
+
+        addresses = self._addresses(listener)
+        for line in self._doubts(addresses):
+            warn(line)
+        carriers, folder = list[Carrier](), None
+        if self.folder is not None:
+            folder = FolderCarrier(self.folder, self.run, self.digests, identity, warn)
+            carriers.append(folder)
+        seeds = list(self.seeds)
+
+        def to_try() -> Sequence[str]:
+            return seeds if folder is None else folder.addresses()
+
+        https = HttpsCarrier(self.run, self.digests, identity, listener, to_try, warn)
+        carriers.insert(0, https)
+        mesh = Mesh(me, carriers)
+        is_hidden = not addresses and folder is None
+        members = Members(mesh, replace(self.first, addresses=addresses, hidden=is_hidden), stopped)
+        members.run = self.run
+        made.append(members)
+        for line in early:
+            warn(line)
+        mesh.wait(lambda: any(one != me for one in mesh.known()), mesh.clock() + _FIRST_SECONDS * bool(seeds))
+        return members
+
+    def _addresses(self, listener: socket.socket | None) -> list[str]:
+        """Return where the others reach this replica."""
+        if listener is None:
+            return []
+        if self.advertise is not None:
+            return [self.advertise]
+        host, port = listener.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = reachable_address([split_address(seed)[0] for seed in self.seeds])
+        return [address_of(host, port)]
+
+    def _doubts(self, addresses: Sequence[str]) -> Iterator[str]:
+        """Yield a line for each address that may not lead where it should."""
+        for seed in self.seeds:
+            if is_link_local(host := split_address(seed)[0]):
+                yield f"federation.rendezvous has {host}{_LINK_LOCAL}"
+        for address in addresses:
+            host, name = split_address(address)[0], socket.gethostname()
+            if is_link_local(host):
+                yield f"others look for this job at {host}{_LINK_LOCAL}; where they are elsewhere, {ADVERTISE}"
+            if host == name and self.advertise is None:
+                yield (
+                    f"no address of this host is known, as it has no default route, so others look for {name}: "
+                    f"where they do not know that name, {ADVERTISE}"
                 )
-                raise UserError(problem) from None
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                remedy = _free_port(network, port) if error.errno == errno.EADDRINUSE else _NO_ADDRESS
-                raise UserError(problem + remedy) from None
-            if not told:
-                sys.stderr.write(f"replica {slot}: {problem}; trying for {_PORT_SECONDS} s\n")
-                told = True
-            time.sleep(0.2)
+
+    def _listening(self, place: str, slot: int) -> socket.socket:
+        """Listen; waits for a port that a job holds which was killed. Raises UserError."""
+        host, port = split_address(place)
+        deadline, told = time.monotonic() + _PORT_SECONDS, False
+        while True:
+            try:
+                return listening(host, port)
+            except OSError as error:
+                why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+                problem = f"federation.listen: cannot listen at {TCP}{place}: {why}"
+                if error.errno == errno.EADDRINUSE and any(_port_of(one) == port for one in _LISTENERS):
+                    raise UserError(
+                        f"{problem}, by this process: close() what attach returned before; attach several models, "
+                        "such as those of a GAN, at once, as one torch.nn.ModuleDict"
+                    ) from None
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    remedy = self._free_port(port) if error.errno == errno.EADDRINUSE else _NO_ADDRESS
+                    raise UserError(problem + remedy) from None
+                if not told:
+                    sys.stderr.write(f"replica {slot}: {problem}; trying for {_PORT_SECONDS} s\n")
+                    told = True
+                time.sleep(0.2)
+
+    def _free_port(self, port: int) -> str:
+        """Return the remedy for a port that is in use: others may know this replica by it."""
+        if port in {split_address(seed)[1] for seed in self.seeds}:
+            return (
+                '; if another job of this federation has it, set federation.listen to "tcp://*:0"; else end the '
+                "process that has it, or give federation.rendezvous of all jobs another port"
+            )
+        if self.advertise is not None:
+            return (
+                "; end the process that has it, or choose another port, which federation.advertise leads to"
+            )
+        return "; port 0 takes any that is free"
 
 
-def _free_port(network: Network, port: int) -> str:
-    """Return the remedy for a port that is in use: others may know this replica by it."""
-    if isinstance(network.rendezvous, Seeds) and port in network.rendezvous.ports:
-        return (
-            '; if another job of this federation has it, set federation.listen to "tcp://*:0"; else end the '
-            "process that has it, or give federation.rendezvous of all jobs another port"
+def seeds_in(text: str) -> list[str]:
+    """Return the addresses of "HOST:PORT,HOST:PORT". Raises UserError."""
+    seeds = [entry.strip() for entry in text.split(",")]
+    for entry in seeds:
+        if not is_address(entry):
+            raise UserError(f'federation.rendezvous: "{entry}" is not HOST:PORT, {PLACES}')
+        _check_not_link_local("rendezvous", split_address(entry)[0])
+    return seeds
+
+
+def meeting_place(text: str) -> tuple[list[str], Store | None]:
+    """Return the addresses or the folder of `federation.rendezvous`. Raises UserError.
+
+    Args:
+        text: "tcp://HOST:PORT,...", or a folder ("file:///a/folder", "s3://bucket/run"); "~" is the home folder.
+    """
+    if text.startswith(TCP):
+        return seeds_in(text.removeprefix(TCP)), None
+    scheme, separator, path = text.partition("://")
+    if not (scheme and separator and path):
+        raise UserError(
+            f'federation.rendezvous: "{text}" is neither "file://FOLDER" or "s3://BUCKET/FOLDER", which all '
+            'jobs can write, nor "tcp://HOST:PORT,...", addresses of one or more replicas'
         )
-    if network.advertise is not None:
-        return "; end the process that has it, or choose another port, which federation.advertise leads to"
-    return "; port 0 takes any that is free"
+    try:
+        return [], Store.of(text)
+    except UserError as error:
+        raise UserError(f"federation.rendezvous: {error}") from None
+
+
+def place_to_listen(text: str | None, seeds: Sequence[str]) -> str | None:
+    """Return where to listen, "HOST:PORT"; None: nowhere. Raises UserError.
+
+    Args:
+        text: `federation.listen`.
+    """
+    if text == "off":
+        return None
+    if text is None:
+        ports = sorted({split_address(seed)[1] for seed in seeds})
+        if len(ports) > 1:
+            raise UserError(
+                f"federation.listen is missing: the addresses in federation.rendezvous have the ports {ports}, so "
+                'say where this replica listens, such as "tcp://*:0" for any port'
+            )
+        return f"{_ANY}:{ports[0] if ports else 0}"
+    if not can_listen(text):
+        raise UserError(
+            f'federation.listen: "{text}" is not "tcp://HOST:PORT", with a HOST that is a name, an IPv4 address, '
+            "an IPv6 address in [], or * for all, and a PORT up to 65535, or 0 for any, such as "
+            '"tcp://*:0"'
+        )
+    place = text.removeprefix(TCP)
+    _check_not_link_local("listen", split_address(place)[0])
+    return place
+
+
+def place_to_advertise(text: str | None, listen: str | None) -> str | None:
+    """Return the address that `federation.advertise` names. Raises UserError."""
+    if text is None or listen is None:
+        return None
+    place = text.removeprefix(TCP)
+    if not (text.startswith(TCP) and is_address(place)):
+        raise UserError(f'federation.advertise: "{text}" is not "tcp://HOST:PORT", {PLACES}')
+    _check_not_link_local("advertise", split_address(place)[0])
+    if listen.endswith(":0"):
+        raise UserError(
+            f"federation.advertise {text} must lead to a known port, but this replica listens at any; set "
+            'federation.listen, such as "tcp://*:29600"'
+        )
+    return place
+
+
+def can_listen(text: str) -> bool:
+    """Return whether a text is "tcp://HOST:PORT", or * for all hosts and 0 for any port."""
+    host, _, port = text.removeprefix(TCP).rpartition(":")
+    probe = f"{'any' if host == _ANY else host}:{'1' if port == '0' else port}"
+    return text.startswith(TCP) and is_address(probe)
+
+
+def address_of(host: str, port: int) -> str:
+    """Return "HOST:PORT"."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens at a port: with the host "*" of IPv4, and of IPv6 where there is IPv6."""
-    both = host == "*" and socket.has_dualstack_ipv6()
+    both = host == _ANY and socket.has_dualstack_ipv6()
     family: int = socket.AF_INET6 if both else socket.AF_INET
     place: Any = ("", port)
-    if host != "*":
+    if host != _ANY:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     _LISTENERS.add(made)
@@ -195,3 +284,12 @@ def listening(host: str, port: int) -> socket.socket:
 
 def _port_of(listener: socket.socket) -> int:
     return listener.getsockname()[1] if listener.fileno() >= 0 else -1
+
+
+def _check_not_link_local(name: str, host: str) -> None:
+    """Raise UserError for an IPv6 address that leads to another host from each interface."""
+    if is_link_local(host) and ":" in host:
+        raise UserError(
+            f"federation.{name}: {host} is an IPv6 link-local address, which leads elsewhere from each network "
+            "interface, so other jobs cannot use it; give another address of that host"
+        )

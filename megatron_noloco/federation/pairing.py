@@ -37,7 +37,6 @@ class Candidates:
         free: those of them that have no other partner in it.
         waiting: those of the free ones that have begun the round with this replica.
         hidden: those of all replicas, this one included, that no other can connect to.
-        elsewhere: the hidden ones that others see. A hidden replica sees no other itself.
         sites: where replicas are, as far as that is known, this one included.
     """
 
@@ -46,7 +45,6 @@ class Candidates:
     free: Set[int]
     waiting: Set[int]
     hidden: Set[int] = frozenset()
-    elsewhere: Set[int] = frozenset()
     sites: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -80,7 +78,7 @@ class Pairing:
             return planned[replica]
         if candidates.waiting:
             return min(candidates.waiting, key=lambda other: rows.row(replica, other))
-        there = {replica, *candidates.present, *candidates.elsewhere}
+        there = {replica, *candidates.present}
         left_over = {other for other in candidates.free if planned.get(other) not in there - {replica}}
         return rows.pairs({replica, *left_over}, there).get(replica)
 

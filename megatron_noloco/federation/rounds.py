@@ -5,37 +5,41 @@ place: if one partner used the mean and the other did not, the mean over the rep
 DiLoCo's recursion (docs/method.md). The ranks of one replica must not differ either: some of them hold copies of
 the same weights.
 
+    decides (the lower member)                      follows
+    offers and fetches buckets                      offers and fetches buckets
+    fetches "done"                                  has the mean: offers "done"
+    decides, and offers the verdict for good        fetches the verdict
+
+Only the side that decides ever says that a round counts, and only when both have the mean. The other side cannot
+count without that word. Where the word does not come, the round is *in doubt* there: the replica goes on with its
+own vector, keeps how far the mean is from it, and asks again before its next rounds. If the round counts after
+all, the difference is added to the vector of its next round. So nothing of a round that counts is lost, unless one
+side is gone with its weights.
+
     leader:      chooses the partner: the planned one, or another replica without a partner (`pairing`)
     all ranks:   learn the partner, and begin to gather and to hand out (`gather`)
-    leader:      one stream: buckets both ways (`swap`), then "prepared" both ways
+    leader:      a thread runs the round (`_Round.run`), beside the training
     all ranks:   learn at `finish` whether the round counts, and use the mean, or their own vector
-
-A leader says "prepared" when it has the whole mean, and the mean is plausible (`check_plausible`). `ledger` says
-who may count the round, and who may skip it. A leader that is prepared, and does not hear it of the other, asks
-over the link. Where no way is left the round stays in doubt: it is skipped here, and reported. If the partner did
-use the mean, the mean of c over the R replicas is off, once, by the pair's difference over 2 R.
 """
 
-import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_noloco.federation.codes import Coding, Phases
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.ledger import Ledger
-from megatron_noloco.federation.links import NO_PART
-from megatron_noloco.federation.messages import Verdict
+from megatron_noloco.federation.members import NO_PART, STOPPED, Members
+from megatron_noloco.federation.mesh import Blob, LostError, Member, Mesh, Patience, RefusedError
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.federation.node_thread import NodeThread
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
-from megatron_noloco.federation.streams import StreamEndedError
-from megatron_noloco.federation.swap import Swap
+from megatron_noloco.files import outside
 from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.payload import UnequalError
@@ -44,9 +48,14 @@ from megatron_noloco.outer.vectors import NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 
-_PREPARED = b"P"
-_NOT_ACCEPTED = "does not accept the mean"
-_DOUBT_SECONDS = 20.0
+_YES = b"+"
+_NOT_ACCEPTED, _GAVE_UP = "does not accept the mean", "gave the round up"
+_UNDER_WAY_BYTES = 2**24  # fill a fast link of a long way
+_LEAST_AHEAD = 4  # buckets
+_LENGTH_BYTES = 8
+_MOST_WORD_BYTES = 1000
+_REMEMBERED = 64  # verdicts
+_DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
 _FARTHEST = 10.0  # norms of the own vector
 
@@ -87,8 +96,52 @@ def check_plausible(norm: float, report: ExchangeReport) -> None:
 class Leading(NamedTuple):
     """What the leader of a replica has beside the other ranks."""
 
-    thread: NodeThread
+    members: Members
     partners: Partners
+
+
+class _Outcome(NamedTuple):
+    """How a round has ended. Why it does not count continues "replica K"; "" where it counts.
+
+    Attributes:
+        wait_seconds: until the partner had begun, since this replica began to wait.
+    """
+
+    counts: bool
+    why: str = ""
+    in_doubt: bool = False
+    wait_seconds: float = 0.0
+
+
+class _Doubt(NamedTuple):
+    """A round whose verdict has not come, on the leader."""
+
+    number: int
+    partner: Member
+    since: float
+
+
+@dataclass
+class _Ledger:
+    """What is open or remembered of earlier rounds; one for each rank of a replica.
+
+    Attributes:
+        doubts: on the leader.
+        changes: from the own vector to the mean, of each round in doubt; what this rank has of it.
+        late: of rounds that count after all, by fragment: to be added to the next vector.
+        verdicts: names of pieces that are offered for partners in doubt, the oldest first.
+    """
+
+    doubts: list[_Doubt] = field(default_factory=list)
+    changes: dict[int, Tensor] = field(default_factory=dict)
+    late: dict[int, Tensor] = field(default_factory=dict)
+    verdicts: deque[str] = field(default_factory=deque)
+
+    def clear(self) -> None:
+        """Forget what is open: this replica goes on from the state of another."""
+        self.doubts.clear()
+        self.changes.clear()
+        self.late.clear()
 
 
 @dataclass(frozen=True)
@@ -106,6 +159,7 @@ class Replica:
     place: Place
     pairing: Pairing
     leading: Leading | None
+    ledger: _Ledger = field(default_factory=_Ledger)
 
     @property
     def movement(self) -> Movement:
@@ -128,19 +182,6 @@ class Replica:
         return PairExchange(self)
 
 
-class _Outcome(NamedTuple):
-    """How a round has ended. Why it does not count continues "replica K"; "" where it counts.
-
-    Attributes:
-        ended: on the monotonic clock, without the time to ask whether it counts.
-    """
-
-    counts: bool
-    why: str = ""
-    in_doubt: bool = False
-    ended: float = 0.0
-
-
 class PairExchange:
     """An exchange that yields its mean only where the round counts, and lets no failure of a partner out.
 
@@ -156,29 +197,31 @@ class PairExchange:
         self._replica = replica
         self._buffers = Buffers()
         self._vector = self._mean = NOTHING
-        self._partner: int | None = None
+        self._number, self._partner = 0, None
         self._transfer: Transfer
+        self._round: _Round
         self._outcome: Future[_Outcome]
-        self._timeout: asyncio.Timeout | None = None
-        self._deadline: float | None = None  # on the clock of the leader's thread
+
+    _partner: int | None
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         replica, leading = self._replica, self._replica.leading
-        self._vector, self._deadline = vector, None
-        self._partner, missed = computed_by_rank_0(lambda: self._choice(number))
+        self._vector, self._number = vector, number
+        settled, self._partner, missed = computed_by_rank_0(lambda: self._choice(number))
+        self._settle(settled)
         if self._partner is None:
             self.report = ExchangeReport((replica.place.replica,), missed=missed)
             if leading is not None:
-                leading.thread.do(leading.thread.node.begin_round, number, None)
+                leading.members.begin_round(number, None)
             return
         self.report = ExchangeReport(tuple(sorted((replica.place.replica, self._partner))))
         self._mean = self._buffers.get("mean", vector.dtype, len(vector))
-        fragment = number % len(replica.movement.intervals)
-        self._transfer = replica.gather.fragment(fragment, vector, self._mean)
+        self._transfer = replica.gather.fragment(self._fragment(number), vector, self._mean)
         if leading is not None:
             assert isinstance(self._transfer, Leader)
-            self._outcome = leading.thread.call(self._run(leading, self._transfer, number))
+            self._round = _Round(replica, leading, self._partner, number, self._transfer, self.report)
+            self._outcome = leading.members.mesh.spawn(self._round.run, "noloco-round")
 
     def progress(self, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield nothing: the leader's thread moves everything, and `finish` yields the mean."""
@@ -190,106 +233,255 @@ class PairExchange:
         if self._partner is not None:
             outcome = computed_by_rank_0(self._wait)
             self._transfer.wait()
+            if outcome.in_doubt:
+                self._replica.ledger.changes[self._number] = self._mean - self._vector.to(self._mean.device)
             if not outcome.counts:
                 self.report.skip(self._replica.place.replica, f"replica {self._partner}{outcome.why}")
                 self.report.in_doubt = outcome.in_doubt
-        if self._replica.leading is not None:
-            self.report.deadline_seconds = self._replica.leading.partners.deadline_seconds
         yield MeanPiece(0, len(self._vector), self._mean if outcome.counts else self._vector)
 
-    def _choice(self, number: int) -> tuple[int | None, str]:
-        """Return the partner, or None and why the planned one is none, as far as there is one."""
+    def _fragment(self, number: int) -> int:
+        return number % len(self._replica.movement.intervals)
+
+    def _choice(self, number: int) -> tuple[dict[int, bool], int | None, str]:
+        """Return earlier rounds that were settled, the partner, and why the planned one is none."""
         replica, leading = self._replica, self._replica.leading
         assert leading is not None
-        leading.thread.check()
+        leading.members.check()
+        settled = dict(_verdicts(leading.members.mesh, replica.ledger.doubts))
         at = divmod(number, len(replica.movement.intervals))
         candidates, why_not = leading.partners.candidates(number)
         partner = replica.pairing.choose(replica.place.replica, at, candidates)
         if partner is not None:
-            return partner, ""
+            return settled, partner, ""
         planned = replica.pairing.planned(at, candidates).get(replica.place.replica)
         why = "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}"
-        return None, why
+        return settled, None, why
+
+    def _settle(self, settled: dict[int, bool]) -> None:
+        """Add what earlier rounds of this fragment have changed that count after all."""
+        ledger = self._replica.ledger
+        for number, counts in settled.items():
+            change = ledger.changes.pop(number)
+            if counts:
+                fragment = self._fragment(number)
+                ledger.late[fragment] = change + ledger.late.pop(fragment, 0)
+        late = ledger.late.pop(self._fragment(self._number), None)
+        if late is not None:
+            self._vector += late.to(self._vector.device)
 
     def _wait(self) -> _Outcome:
         """Wait for the end of the round; from now on the partner has until the deadline."""
-        assert self._replica.leading is not None
-        thread, partners = self._replica.leading
-        started = time.monotonic()
-        seconds = thread.node.seconds_to_leave or partners.deadline_seconds
-        thread.do(self._set_deadline, seconds)
+        leading, partner = self._replica.leading, self._partner
+        assert leading is not None
+        assert partner is not None
+        started, mesh = time.monotonic(), leading.members.mesh
+        self.report.deadline_seconds = leading.partners.seconds(partner)
+        self._round.set_deadline(self.report.deadline_seconds)
+        mesh.wait(self._outcome.done)
         outcome = self._outcome.result()
         self.report.wait_seconds += time.monotonic() - started
-        waited = max(0.0, outcome.ended - started)
-        if outcome.counts or waited >= seconds:
-            partners.record(waited)
+        leading.partners.record(partner, outcome.wait_seconds)
         return outcome
 
-    def _set_deadline(self, seconds: float) -> None:
-        self._deadline = asyncio.get_running_loop().time() + seconds
-        if self._timeout is not None:
-            self._timeout.reschedule(self._deadline)
 
-    async def _run(self, leading: Leading, transfer: Leader, number: int) -> _Outcome:
-        """Run a round to its end, in the leader's thread."""
-        node, partner = leading.thread.node, self._partner
-        assert partner is not None
-        link = node.links[partner]
-        ledger, failure = link.ledger, None
-        ledger.begin(number)
-        node.begin_round(number, partner)
-        try:
-            async with asyncio.timeout_at(self._deadline) as self._timeout:
-                try:
-                    await self._exchange(leading, transfer, number, ledger)
-                finally:
-                    self._timeout = None
-        except (ConnectionError, TimeoutError, UnequalError, ImplausibleError) as error:
-            failure = error
-        ended = time.monotonic()
-        if ledger.verdict(number) is None and ledger.is_prepared(number):
-            await link.settle(number, ledger, _DOUBT_SECONDS)
-        in_doubt = ledger.verdict(number) is None and ledger.is_prepared(number)
-        counts = ledger.close(number, False)
-        if not counts:
-            await link.say(Verdict(number, False))
-        node.end_round(number)
-        self.report.seconds = time.perf_counter() - self.report.started
-        if counts:
-            return _Outcome(True, ended=ended)
-        self._avoid(leading.partners, partner, failure)
-        return _Outcome(False, _why(failure), in_doubt, ended)
+class _Round:
+    """A round on the leader, in a thread of its own."""
 
-    async def _exchange(self, leading: Leading, transfer: Leader, number: int, ledger: Ledger) -> None:
-        assert self._partner is not None
-        bits = self._replica.pairing.noloco.payload_bits
-        async with leading.thread.node.links[self._partner].meet(number) as stream:
-            swap = Swap(stream, transfer, leading.thread.arithmetic, bits, number)
-            squared_norm = await swap.run(self.report)
+    def __init__(
+        self,
+        replica: Replica,
+        leading: Leading,
+        partner: int,
+        number: int,
+        transfer: Leader,
+        report: ExchangeReport,
+    ) -> None:
+        self._replica, self._number, self._transfer, self.report = replica, number, transfer, report
+        self._members, self._partners = leading
+        self._mesh = self._members.mesh
+        peer = self._members.peer(partner)
+        assert peer is not None
+        self._partner = peer.member
+        self._waits_since = self._begin_by = self._end_by = self._began = math.inf
+        self._coding = Coding(replica.pairing.noloco.payload_bits, number, transfer.movement.exact)
+        self._members.begin_round(number, partner)
+
+    def set_deadline(self, seconds: float) -> None:
+        """Give the partner so many seconds to begin, and the round `noloco.deadline_seconds` to end."""
+        limit = self._members.seconds_to_leave or math.inf
+        now = self._waits_since = self._mesh.clock()
+        self._begin_by = now + min(seconds, limit)
+        self._end_by = now + min(self._partners.longest_seconds, limit)
+        self._mesh.wake()
+
+    def run(self) -> _Outcome:
+        """Run the round to its end."""
+        mesh, name = self._mesh, f"round/{self._number}/"
+        decides, has_mean, failure, error = mesh.me < self._partner, False, "", None
+        patience = Patience(mesh, self._partner, lambda: self._begin_by, lambda: self._end_by)
+        word = mesh.begin(self._partner, name + ("done" if decides else "verdict"), is_sent=True)
+
+        def why_not() -> str:
+            if isinstance(word.outcome, Blob) and bytes(word.outcome) != _YES:
+                return outside(bytes(word.outcome[:_MOST_WORD_BYTES]).decode(errors="replace"))
+            if not patience.has_begun and self._is_past():
+                return NO_PART
+            return self._members.why_stopped()
+
+        def hear(counts: bool | None) -> bool | None:
+            """Return what the partner's word says of the round: `counts` while no word has come."""
+            nonlocal failure
             try:
-                check_plausible(math.sqrt(squared_norm), self.report)
-            except ImplausibleError:
-                stream.abort(_NOT_ACCEPTED)  # the error is a sentence about the partner
-                raise
-            ledger.prepare(number)
-            await stream.send(_PREPARED)
-            if await stream.receive(1) != _PREPARED:
-                raise StreamEndedError(_NOT_ACCEPTED)
-            ledger.hear(number)
+                counts = bytes(mesh.result(word, patience, self._members.why_stopped)) == _YES
+                failure = "" if counts else why_not()
+            except LostError as lost:
+                failure = str(lost)
+            return counts
 
-    def _avoid(self, partners: Partners, partner: int, failure: Exception | None) -> None:
-        if isinstance(failure, TimeoutError):
-            partners.avoid(partner, 1, "missed its last deadline")
-        elif isinstance(failure, ImplausibleError) and not failure.is_ours:
-            partners.avoid(partner, _AVOIDED_ROUNDS, str(failure))
+        try:
+            squared_norm = self._swap(name, patience, why_not)
+            check_plausible(math.sqrt(squared_norm), self.report)
+            has_mean = True
+        except (LostError, UnequalError, ImplausibleError) as caught:
+            error, failure = caught, getattr(caught, "why", str(caught))
+        if decides:
+            counts: bool | None = has_mean and hear(False)
+            self._say(name + "verdict", bool(counts), error)
+        else:
+            self._say(name + "done", has_mean, error)
+            counts = has_mean and hear(None)
+        mesh.cancel(word)
+        mesh.withdraw(name + "b/")
+        if counts is None:
+            self._replica.ledger.doubts.append(_Doubt(self._number, self._partner, mesh.clock()))
+        self._members.end_round(self._number)
+        self.report.seconds = time.perf_counter() - self.report.started
+        waited = min(self._began, mesh.clock()) - self._waits_since
+        wait_seconds = max(0.0, waited) if math.isfinite(waited) else 0.0
+        if counts:
+            return _Outcome(True, wait_seconds=wait_seconds)
+        self._avoid(error)
+        why = f"{':' * (failure == STOPPED)} {failure or 'skipped the round'}"
+        return _Outcome(False, why, counts is None, wait_seconds)
+
+    def _swap(self, name: str, patience: Patience, why_not: Callable[[], str]) -> float:
+        """Hand out the mean, bucket by bucket; return the squared norm of the own vector.
+
+        Both sides send in one order: phase 0 of bucket t, phase 1 of bucket t - ahead, and so on. What a phase
+        needs of the partner was sent `ahead` buckets before, so a slow link is full after one round trip. Whatever
+        a side waits for comes earlier in this order, so no two sides wait for each other.
+
+        Raises LostError, UnequalError.
+        """
+        mesh, transfer, buckets = self._mesh, self._transfer, self._transfer.buckets
+        length = sum(map(len, buckets)).to_bytes(_LENGTH_BYTES)
+        ahead = min(
+            len(buckets), max(_LEAST_AHEAD, _UNDER_WAY_BYTES // (4 * max(map(len, buckets), default=1)))
+        )
+        running: dict[int, tuple[Phases, Tensor, ExchangeReport]] = {}
+        sent = deque[tuple[int, int]]()
+        handed_out = list[Future[None]]()
+        squared_norm = 0.0
+
+        def offer(at: int, phase: int, content: Blob) -> None:
+            self.report.bytes_sent += len(content)
+            if at == phase == 0:
+                content = b"".join((length, content))
+            mesh.offer(f"{name}b/{at}/{phase}", content, self._partner)
+            sent.append((at, phase))
+
+        def start(at: int) -> None:
+            nonlocal squared_norm
+            if at < len(buckets):
+                own, mean = transfer.content(at).result(), transfer.result(at)
+                squared_norm += float(own.dot(own))
+                report = ExchangeReport(self.report.group)
+                phases = self._coding.exchange(buckets[at], own, mean, report)
+                running[at] = phases, mean, report
+                offer(at, 0, next(phases))
+
+        order = list(_order(len(buckets), self._coding.phases, ahead))
+        for at in range(ahead):
+            start(at)
+        window = ahead * self._coding.phases
+        names = (f"{name}b/{at}/{phase}" for at, phase in order)
+        pieces = mesh.fetch_all(self._partner, names, window, patience, True, why_not)
+        for (at, phase), piece in zip(order, pieces, strict=True):
+            self._began = min(self._began, mesh.clock())
+            if at == phase == 0:
+                piece = _without_length(piece, length)
+            phases, mean, report = running[at]
+            try:
+                offer(at, phase + 1, phases.send(piece))
+            except StopIteration:
+                del running[at]
+                self.report.add(report)
+                handed_out.append(transfer.hand_out(at, mean))
+            if phase == 0:
+                start(at + ahead)
+                self._release(name, sent, at - ahead)
+        for future in handed_out:
+            future.result()
+        return squared_norm
+
+    def _release(self, name: str, sent: "deque[tuple[int, int]]", at: int) -> None:
+        """Free what was sent until phase 0 of a bucket: the partner sends what comes after only when it has
+        that.
+        """
+        while at >= 0 and (at, 0) in sent:
+            first = sent.popleft()
+            self._mesh.release(f"{name}b/{first[0]}/{first[1]}")
+
+    def _say(self, name: str, counts: bool, error: Exception | None) -> None:
+        """Offer a word for good, so that a partner in doubt can ask later."""
+        verdicts = self._replica.ledger.verdicts
+        why = _NOT_ACCEPTED if isinstance(error, ImplausibleError) else _GAVE_UP
+        word = _YES if counts else getattr(error, "why", why).encode()
+        self._mesh.offer(name, word, self._partner)
+        verdicts.append(name)
+        while len(verdicts) > _REMEMBERED:
+            self._mesh.withdraw(verdicts.popleft())
+
+    def _is_past(self) -> bool:
+        """Return whether the partner will not begin this round any more."""
+        peer = self._members.peer(self._partner.slot)
+        return peer is not None and peer.status.is_without(self._members.slot, self._number)
+
+    def _avoid(self, error: Exception | None) -> None:
+        if isinstance(error, ImplausibleError) and not error.is_ours:
+            self._partners.avoid(self._partner.slot, _AVOIDED_ROUNDS, str(error))
+        elif self._began == math.inf and self._mesh.clock() >= self._begin_by:
+            self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
 
 
-def _why(failure: Exception | None) -> str:
-    """Return why a round does not count; continues "replica K"."""
-    if isinstance(failure, TimeoutError):
-        return " missed the deadline"
-    if isinstance(failure, UnequalError):
-        return f" {failure.why}"
-    text = str(failure or "skipped the round")
-    is_of_stream = isinstance(failure, ConnectionError) and text not in (NO_PART, _NOT_ACCEPTED)
-    return f": {text}" if is_of_stream else f" {text}"
+def _verdicts(mesh: Mesh, doubts: list[_Doubt]) -> Iterator[tuple[int, bool]]:
+    """Yield the rounds in doubt that are settled, and whether each counts."""
+    for doubt in list(doubts):
+        counts = False
+        try:
+            name = f"round/{doubt.number}/verdict"
+            counts = bytes(mesh.fetch(doubt.partner, name, 1.0)) == _YES
+        except RefusedError:  # it has forgotten
+            pass
+        except LostError:
+            is_followed = any(
+                other.slot == doubt.partner.slot and other > doubt.partner for other in mesh.known()
+            )
+            if mesh.clock() < doubt.since + _DOUBT_SECONDS and not is_followed:
+                continue  # its weights may come again
+        doubts.remove(doubt)
+        yield doubt.number, counts
+
+
+def _order(buckets: int, phases: int, ahead: int) -> Iterator[tuple[int, int]]:
+    for turn in range(buckets + (phases - 1) * ahead):
+        for phase in range(phases):
+            if 0 <= (bucket := turn - phase * ahead) < buckets:
+                yield bucket, phase
+
+
+def _without_length(piece: Blob, length: bytes) -> Blob:
+    if bytes(piece[:_LENGTH_BYTES]) != length:
+        raise UnequalError
+    return memoryview(piece)[_LENGTH_BYTES:]

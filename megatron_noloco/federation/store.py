@@ -9,15 +9,16 @@ What is relied on, and nothing more:
 No conditional write, no lock, no rename in a bucket, no clock, and no order of two files that are written.
 """
 
-import asyncio
 import errno
 import os
+import random
+import secrets
 import shutil
+import stat
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
 
 _LOCAL = "file://"
-_THREADS = 32  # calls under way; a large file must not keep a small one waiting
+_MOST_NAMES = 20_000  # of a list, which may have names of strangers
 _Result = TypeVar("_Result")
 
 
@@ -80,44 +81,54 @@ class Store:
             if not self.is_local:
                 self._files.pipe_file(path, content)
                 return
-            partial = Path(f"{path}.{uuid.uuid4().hex}.partial")
+            partial = Path(f"{path}.{secrets.token_hex(4)}")
             try:
-                partial.write_bytes(content)
+                with partial.open("xb") as file:
+                    file.write(content)
                 partial.replace(path)
             except OSError:
-                partial.unlink(missing_ok=True)
+                with suppress(OSError):
+                    partial.unlink()
                 raise
 
         self._call("put", "write", name, write)
 
     def get(self, name: str, most: int) -> bytes:
-        """Return the first `most` bytes of a file that is not empty."""
+        """Return a file of so many bytes at most: of a larger object in a bucket, its beginning."""
         path = f"{self._path}/{name}"
-        return self._call("get", "read", name, lambda: bytes(self._files.cat_file(path, start=0, end=most)))
+
+        def read() -> bytes:
+            if self.is_local:
+                return _read_file(path, most)
+            return bytes(self._files.cat_file(path, start=0, end=most))
+
+        return self._call("get", "read", name, read)
 
     def names(self) -> list[str]:
-        """Return the names of the files and folders here, sorted; [] for a folder that is missing."""
+        """Return names, [] for a folder that is missing; of too many, others each time."""
 
         def look() -> list[str]:
-            try:
+            with suppress(FileNotFoundError):
                 if self.is_local:
                     os.utime(self._path)  # on NFS, brings what other machines have changed
-                    return sorted(os.listdir(self._path))
+                    return os.listdir(self._path)
                 found = self._files.ls(self._path, detail=False)
-                return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
-            except FileNotFoundError:
-                return []
+                return [path.rstrip("/").rpartition("/")[2] for path in found]
+            return []
 
-        return self._call("list", "list", "", look)
+        names = self._call("list", "list", "", look)
+        return sorted(names if len(names) <= _MOST_NAMES else random.sample(names, _MOST_NAMES))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, if they are there, in one request for a thousand."""
         paths = [f"{self._path}/{name}" for name in names]
 
         def remove() -> None:
-            for batch in [[path] for path in paths] if self.is_local else [paths]:
+            if self.is_local:
+                _remove_files(paths)
+            else:
                 with suppress(FileNotFoundError):
-                    self._files.rm(batch)
+                    self._files.rm(paths)
 
         if paths:
             self._call("remove", "remove files", "", remove)
@@ -150,47 +161,56 @@ class Store:
             raise kind_of_error(f"cannot {verb} {'in ' if not name else ''}{place}: {why}") from None
 
 
+def _read_file(path: str, most: int) -> bytes:
+    """Read a regular file: opening a pipe or following a link could block, or lead anywhere."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("is not a regular file")
+        if status.st_size > most:
+            raise OSError(f"is larger than {most} bytes")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_files(paths: Iterable[str]) -> None:
+    """Remove all that can be removed; raise the first error."""
+    errors = []
+    for path in paths:
+        try:
+            os.remove(path)
+        except (FileNotFoundError, IsADirectoryError):
+            pass
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def seconds_of_calls(folder: Store) -> dict[str, float]:
     """Write a file, list it, read it and remove it; return the seconds of each. Raises OSError.
 
-    The folder is there.
+    The folder must exist.
     """
     name, content = f"try-{uuid.uuid4().hex}", os.urandom(2**20)
-
-    def found() -> None:
-        if name not in folder.names():
-            raise OSError(f"a file that was written is not listed in {folder.url}")
-
-    def read() -> None:
-        if folder.get(name, len(content)) != content:
-            raise OSError(f"a file that was written is read otherwise in {folder.url}")
-
-    def remove() -> None:
-        folder.remove([name])
-
+    calls = {
+        "write": (lambda: folder.put(name, content), None, ""),
+        "list": (lambda: name in folder.names(), True, "not listed"),
+        "read": (lambda: folder.get(name, len(content)), content, "read otherwise"),
+        "remove": (lambda: folder.remove([name]), None, ""),
+    }
     seconds = {}
-    calls = {"write": lambda: folder.put(name, content), "list": found, "read": read, "remove": remove}
     try:
-        for verb, call in calls.items():
+        for verb, (call, expected, problem) in calls.items():
             began = time.perf_counter()
-            call()
+            if call() != expected:
+                raise OSError(f"a file that was written is {problem} in {folder.url}")
             seconds[verb] = time.perf_counter() - began
     except OSError:
         with suppress(OSError):
-            remove()
+            folder.remove([name])
         raise
     return seconds
-
-
-class Caller:
-    """Calls what may block, in threads, for one event loop."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "store")
-
-    async def call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-
-    def close(self) -> None:
-        """Wait for no call that is under way."""
-        self._threads.shutdown(wait=False, cancel_futures=True)

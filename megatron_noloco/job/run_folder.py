@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_noloco.files import write_text, writing
+from megatron_noloco.files import outside, write_text, writing
 from megatron_noloco.job.activity import now
 
 _LEAVE = " leave"
@@ -39,8 +39,9 @@ def occupy(folder: Path) -> str:
         _lock(file)
     except BlockingIOError:
         os.close(file)
+        name = outside(path.read_text(errors="replace").strip())
         return (
-            f"{folder}: another job writes there ({path.read_text().strip() or 'it is starting'}); "
+            f"{folder}: another job writes there ({name or 'it is starting'}); "
             "stop it first, or give this one another training.output_dir"
         )
     except OSError:  # a file system without locks
@@ -110,7 +111,7 @@ def is_under_way(output_dir: Path) -> bool:
     """Return whether a job writes there; true also where only another host can know."""
     for path in (output_dir / "running", *output_dir.glob("replica_*/running")):
         try:
-            with path.open("r+") as file:
+            with path.open("r+", errors="replace") as file:
                 name = file.read()
                 if not name:
                     continue
@@ -136,7 +137,7 @@ def ask_to_stop(output_dir: Path, leave: bool = False) -> None:
 def stop_request(output_dir: Path) -> str:
     """Return the last request to stop, or "". A request stays in the folder: only a change is a new request."""
     try:
-        return (output_dir / "stop").read_text()
+        return (output_dir / "stop").read_text(errors="replace")
     except OSError:
         return ""
 

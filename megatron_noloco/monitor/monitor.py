@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.files import outside
 from megatron_noloco.monitor.console import Console
 from megatron_noloco.monitor.evaluation import Evaluation
 from megatron_noloco.monitor.metrics import Metrics, Record
@@ -141,7 +142,7 @@ class Monitor:
             if exchange.in_doubt:
                 record("total/rounds_in_doubt", 1)
             if exchange.missed != self._missed:  # else each round of a job that is alone would have a line
-                self.say(f" round {report.round_index} skipped | {exchange.missed} |")
+                self.say(f" round {report.round_index} skipped | {outside(exchange.missed)} |")
         self._missed = exchange.missed
 
     def say(self, *lines: str) -> None:

@@ -52,6 +52,37 @@ def _with_partner(value: Any, row: Row) -> bool:
     return bool(row.get("round/partners"))
 
 
+# What a value may be that was read from a file
+
+_LARGEST = {int: 2**63, float: 2.0**128}  # as loggers and charts have them
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, or null, which stands for NaN."""
+    return value is None or (type(value) in _LARGEST and abs(value) < _LARGEST[type(value)])
+
+
+def _is_finite(value: Any) -> bool:
+    return value is None or (type(value) in _LARGEST and abs(value) < _LARGEST[int] ** 16)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a number from 0."""
+    return value is not None and is_number(value) and bool(value >= 0)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_number, values))
+
+
+def _are_replicas(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int) and is_count(value) for value in values)
+
+
 def _partners_in_words(replicas: list[int]) -> str:
     return f" partner{'s' * (len(replicas) > 1)} {f.partners(replicas)}" if replicas else " skipped"
 
@@ -74,6 +105,7 @@ class Number:
         label: its name in the chart; "": that of the replica.
         of_all: whether it is about all replicas, and alike in their rows.
         part_of: in a chart of parts: the number that contains it.
+        holds: returns whether a value read from a file is one of this number.
     """
 
     name: str
@@ -88,6 +120,7 @@ class Number:
     label: str = ""
     of_all: bool = False
     part_of: str = ""
+    holds: Callable[[Any], bool] = is_number
 
 
 # fmt: off
@@ -122,7 +155,7 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
            "with [routing](routing.md#labels-and-losses): of the data of replica N"),
     Number("origin/microbatches of N", SUM, str, "with routing: microbatches of the data of replica N"),
     Number("total/skipped_ahead", TOTAL_MAX, "{:.0f}".format, "in a federation: local steps left out",
-           "iterations left out: {}", where=_positive),
+           "iterations left out: {}", where=_positive, holds=is_count),
     Number("routing/share", MEAN, f.percent, "microbatches that came from another replica",
            "routed: {}", where=_positive),
     Number("routing/wait_seconds", MEAN, f.milliseconds,
@@ -144,7 +177,7 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
     Number("round/fragment", LAST, str, "its [fragment](exchange.md#fragments) where there are several",
            " fragment {}"),
     Number("round/partners", LAST, f.partners, "replicas that it averaged with",
-           _partners_in_words, column="with"),
+           _partners_in_words, column="with", holds=_are_replicas),
     Number("round/exchange_seconds", LAST_MAX, f.milliseconds, "duration of the exchange", "exchange (ms): {}"),
     Number("round/wait_seconds", LAST_MAX, f.milliseconds,
            "its wait for messages ([late partners](#late-partners))", " wait (ms): {}"),
@@ -163,26 +196,28 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
            "poisoned elements: {}", where=_positive, note="poisoned elements"),
     Number("round/resent_elements", LAST_SUM, str,
            "elements in blocks that did not fit the integers, and were sent with more bits"),
-    Number("round/missed", LAST, str, "why the round was skipped"),
+    Number("round/missed", LAST, str, "why the round was skipped", holds=is_text),
     Number("round/deadline_seconds", LAST, f.whole, "in a federation: how long a partner would be waited for"),
     Number("handover/giver", LAST, str, "in a federation: the replica whose state was taken over"),
     Number("total/sent_bytes", TOTAL, f.megabytes, "sent in exchanges", chart=BYTES, label="exchanges"),
     Number("total/routed_bytes", TOTAL, f.megabytes, "sent along routes", chart=BYTES, label="routed activations"),
     Number("total/pause_seconds", TOTAL_MAX, f.duration, "how long rounds stopped training"),
-    Number("total/missed_rounds", TOTAL_MAX, str, "in a federation: rounds skipped though the plan had a partner"),
+    Number("total/missed_rounds", TOTAL_MAX, str, "in a federation: rounds skipped though the plan had a partner",
+           holds=is_count),
     Number("total/rounds_in_doubt", TOTAL_MAX, str,
            "of these the rounds that the partner may have counted"),
     Number("validation/loss", None, f.loss, "of this replica, nats per token", column="valid.", chart=LOSS,
            label="validation"),
-    Number("validation/perplexity", None, "{:.2f}".format, "of this replica"),
-    Number("validation/replica_losses", None, f.losses, "of all replicas of the job", "replicas: {}"),
+    Number("validation/perplexity", None, "{:.2f}".format, "of this replica", holds=_is_finite),
+    Number("validation/replica_losses", None, f.losses, "of all replicas of the job", "replicas: {}",
+           holds=_are_numbers),
     Number("validation/mean_model_loss", None, f.loss, "of the mean of all replicas; null in a federation",
            "mean model: {}", where=_measured, chart=LOSS, label="mean model, validation", of_all=True),
     Number("validation/spread", None, f.scientific,
            "standard deviation of the slow weights over all replicas; null in a federation",
            "spread: {}", where=_measured),
     Number("validation/loss of N", None, f.loss, "of a blend: on dataset N"),
-    Number("validation/replica_losses of N", None, f.losses, "of a blend: on dataset N"),
+    Number("validation/replica_losses of N", None, f.losses, "of a blend: on dataset N", holds=_are_numbers),
     Number("validation/mean_model_loss of N", None, f.loss, "of a blend: on dataset N"),
     Number("time/evaluation_seconds", None, f.duration, "of the evaluation"),
     Number("time/save_seconds", None, f.milliseconds, "for which saving a checkpoint stopped training",
@@ -192,10 +227,15 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
 TABLE = {number.name: number for number in _NUMBERS}
 
 
+def find_number(name: str) -> Number | None:
+    """Return the entry of a number; None for a name that is not in the table."""
+    return TABLE.get(name) or TABLE.get(f"{name.partition(' of ')[0]} of N")
+
+
 @cache
 def number_of(name: str) -> Number:
-    """Return the entry of a number; raises ValueError where the table has none."""
-    number = TABLE.get(name) or TABLE.get(f"{name.partition(' of ')[0]} of N")
+    """Return the entry of a number. Raises ValueError for a name that is not in the table."""
+    number = find_number(name)
     if number is None:
         raise ValueError(f"the number {name!r} is not declared in megatron_noloco/monitor/numbers.py")
     return number
@@ -207,20 +247,14 @@ def numbers_in(chart: str) -> list[Number]:
 
 
 def shown(row: Row, name: str) -> str:
-    """Format a number of a row: "" where the row has none or does not show it, "nan" where that is null.
-
-    A value of another kind, which another job may have written, is shown as it is.
-    """
+    """Format a number of a row: "" where the row has none or does not show it, "nan" where that is null."""
     if name not in row:
         return ""
     value, number = row[name], TABLE[name]
     is_null = value is None
-    try:
-        if not number.where(math.nan if is_null else value, row):
-            return ""
-        return "nan" if is_null else number.shown(value)
-    except (TypeError, ValueError):
-        return str(value)
+    if not number.where(math.nan if is_null else value, row):
+        return ""
+    return "nan" if is_null else number.shown(value)
 
 
 def line_parts(row: Row, of_round: bool | None = None) -> list[str]:

@@ -3,19 +3,20 @@
 import math
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.monitor.numbers import TABLE, Row
-from megatron_noloco.monitor.writers import METRICS, OTHERS, is_row, parsed
+from megatron_noloco.monitor.numbers import TABLE, Row, is_count, is_text
+from megatron_noloco.monitor.writers import METRICS, OTHERS, parsed, read_row
 
 RUN_FACTS = ("parallel", "batch in total", "method", "optimizer", "schedule")  # facts in words
-_FACTS = {  # of `run.json` that readers rely on, if they are there
-    **dict.fromkeys(("steps", "replicas", "parameters", "synchronous_bytes_per_step"), (int, float)),
-    **dict.fromkeys(RUN_FACTS, (str,)),
-    "config": (dict,),
+_FACTS: dict[str, Callable[[Any], bool]] = {  # of `run.json` that readers rely on, if they are there
+    **dict.fromkeys(("steps", "replicas", "parameters", "synchronous_bytes_per_step"), is_count),
+    **dict.fromkeys(RUN_FACTS, is_text),
+    "config": lambda value: isinstance(value, dict) and isinstance(value.get("federation", {}), dict),
 }
 
 
@@ -88,7 +89,7 @@ class ReplicaLog:
                 if not line.endswith(b"\n"):
                     break
                 self._read += len(line)
-                if is_row(row := parsed(line)):
+                if (row := read_row(line)) is not None:
                     self._add(row)
 
     def _add(self, row: Row) -> None:
@@ -135,8 +136,7 @@ def _are_facts(found: Any) -> bool:
     """Return whether a run writes this to `run.json`, as far as readers rely on it; facts may be missing."""
     if not isinstance(found, dict):
         return False
-    sound = all(isinstance(found[name], kinds) for name, kinds in _FACTS.items() if name in found)
-    return sound and isinstance(found.get("config", {}).get("federation", {}), dict)
+    return all(holds(found[name]) for name, holds in _FACTS.items() if name in found)
 
 
 class RunLog:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeGuard
+from typing import Any, Protocol, TextIO
 
-from megatron_noloco.files import write_text, write_whole
+from megatron_noloco.files import outside, write_text, write_whole
 from megatron_noloco.job.activity import line_of
-from megatron_noloco.monitor.numbers import Row
+from megatron_noloco.monitor.numbers import Row, find_number, is_count, is_number, is_text
 
 METRICS = "metrics.jsonl"
 OTHERS = "others"  # below a replica's folder: rows of other jobs
@@ -145,8 +145,8 @@ def _scalars(row: Row) -> dict[str, float]:
 
 def _step_of(row: bytes) -> float:
     """Return the step of a line of `metrics.jsonl`; infinity for one that a crash has damaged."""
-    found = parsed(row) if row.endswith(b"\n") else None
-    return found["step"] if is_row(found) else math.inf
+    found = read_row(row) if row.endswith(b"\n") else None
+    return math.inf if found is None else found["step"]
 
 
 def parsed(text: bytes) -> Any:
@@ -157,13 +157,34 @@ def parsed(text: bytes) -> Any:
         return None
 
 
-def is_row(row: Any) -> TypeGuard[Row]:
-    """Return whether this is a row with what readers rely on; other numbers may be missing, or null."""
-    if not isinstance(row, dict):
-        return False
-    seconds, partners = row.get("speed/seconds_per_step"), row.get("round/partners", [])
-    is_whole = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
-    return is_whole and (row["kind"] != "step" or isinstance(seconds, int | float))
+def read_row(line: bytes | str) -> Row | None:
+    """Return the row in a line of `metrics.jsonl`, which another job or a person may have written; None: no row.
+
+    A row has a kind and a step, and a row of steps has their seconds. Each value is one that the table of numbers
+    allows for its name, and each text a short line of ASCII. Names that are not in the table are left out.
+    """
+    try:
+        found = without_nan(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+    row = dict[str, Any]()
+    for name, value in found.items() if isinstance(found, dict) else ():
+        number = find_number(name)
+        holds = _PLACES.get(name) if number is None else number.holds
+        if holds is not None and not holds(value):
+            return None
+        if holds is not None:
+            row[name] = value
+    is_row = {"kind", "step"} <= row.keys()
+    is_timed = row.get("kind") != "step" or row.get("speed/seconds_per_step") is not None
+    return outside(row) if is_row and is_timed else None
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= 2**53
+
+
+_PLACES = {"kind": is_text, "step": _is_step, "replica": is_count, "unix_seconds": is_number}  # of a row
 
 
 def without_nan(value: Any) -> Any:

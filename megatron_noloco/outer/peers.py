@@ -1,6 +1,6 @@
 """The other replicas of a training, as the loop of one rank meets them: in one job, or as separate jobs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from megatron_noloco.outer.finite_mean import ExchangeReport
@@ -34,12 +34,14 @@ class Average(NamedTuple):
         seconds: of all of it, with the wait for the last replicas.
         stopped: whether nothing was averaged because the job was asked to stop meanwhile.
         lines: for the log.
+        replicas: separate jobs that have this model, as far as is known; empty where nothing was averaged.
     """
 
     reports: Sequence[ExchangeReport] = ()
     seconds: float = 0.0
     stopped: bool = False
     lines: tuple[str, ...] = ()
+    replicas: Collection[int] = ()
 
 
 class Peers(Protocol):
@@ -67,6 +69,11 @@ class Peers(Protocol):
         Args:
             trained: whether this process has computed a local step; if not, the replicas of a job are averaged.
             before_waiting: called before what may take as long as the training of another replica.
+        """
+
+    def stay(self, done: int) -> None:
+        """Give the final model to replicas that were lost before their end and may come back. Call it when it is
+        saved.
         """
 
     def leave(self, done: int) -> Boundary:
@@ -103,6 +110,9 @@ class JobPeers:
             return Average()
         reports = self.outer.average_all(done)
         return Average(reports, sum(report.seconds for report in reports))
+
+    def stay(self, done: int) -> None:
+        """Do nothing: the replicas of a job end together."""
 
     def leave(self, done: int) -> Boundary:
         return Boundary(done)

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.joining import LinkSpeed
 from megatron_noloco.federation.store import Store, seconds_of_calls
+from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.settings import TCP
 
 _SHARED_MEMORY = Path("/dev/shm")

@@ -1,12 +1,14 @@
-"""What a job offers to a machine that joins with an invitation, and the config that the machine writes of it."""
+"""What an invitation offers to a machine that joins, and the config that the machine writes."""
 
 import base64
+import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,47 +19,54 @@ from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.directory import can_listen
-from megatron_noloco.federation.invitation import DATA, JoinBundle, JoinRequirements, Offer
-from megatron_noloco.federation.joining import LinkSpeed
-from megatron_noloco.federation.keys import Keys, fingerprint_of
+from megatron_noloco.federation.invitation import (
+    DATA,
+    DIGEST_DIGITS,
+    Invitation,
+    JoinRequirements,
+)
+from megatron_noloco.federation.statuses import is_address
+from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.files import outside, write_text
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
 from megatron_noloco.preflight.plan import architecture_of_run, plan_of
 from megatron_noloco.preflight.plan_text import memory_lines, time_lines
 from megatron_noloco.preflight.schemes import Network
+from megatron_noloco.settings import TCP
+
+TOKENIZER = "tokenizer"  # the piece that each job offers
 
 
-def offered(config: RunConfig, tokenizer: Tokenizer, fingerprint: str) -> Offer:
-    """Return what a job of a federation with a key has for newcomers.
+def offered(config: RunConfig) -> tuple[JoinRequirements, dict[str, Any]]:
+    """Return what a newcomer of a run must have itself, and the fields of the config that it copies.
 
     The batch is given whole, however the layout divides it here.
-
-    Args:
-        fingerprint: of the key with which the job runs.
-
-    Raises OSError, and UserError where the file of the key has another one by now.
     """
-    key_file = Path(str(config.federation.key_file))
-    if fingerprint_of(key_file) != fingerprint:
-        raise UserError(
-            "the key file was replaced, and this job still has the key before: start all jobs again"
-        )
-    shared, _ = divided(config.to_dict())
+    shared, _ = divided(config.given())
     shared.pop(STEPS, None)
     shared |= {TRAIN: config.replica_batch, MICRO: config.micro_batch_size}
     fields = [name for name in DATA if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
-    requirements = JoinRequirements(fields, config.training.pretrained is not None)
-    return Offer(requirements, shared, key_file.read_text(), _files_of(tokenizer))
+    return JoinRequirements(fields, config.training.pretrained is not None), shared
 
 
-def _files_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the files of a tokenizer in base64, by name."""
+def tokenizer_piece(tokenizer: Tokenizer) -> bytes:
+    """Return the files of a tokenizer as a piece, which is the same for the same files; none for bytes."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.copy_to(kept := Path(folder) / "tokenizer")
-        files = [path for path in kept.rglob("*") if path.is_file()]
-        return {str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in files}
+        paths = [path for path in kept.rglob("*") if path.is_file()]
+        files = {str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in paths}
+    return json.dumps(files, sort_keys=True).encode()
+
+
+def digest_of_piece(piece: bytes) -> str:
+    """Return the digest by which an invitation names a piece."""
+    return hashlib.sha256(piece).hexdigest()[:DIGEST_DIGITS]
+
+
+def file_of_piece(digest: str) -> str:
+    """Return the name of the file that holds a piece in a rendezvous folder."""
+    return f"{TOKENIZER}-{digest}"
 
 
 class Local(NamedTuple):
@@ -78,7 +87,7 @@ class Local(NamedTuple):
 
 def check_local(requirements: JoinRequirements, local: Local) -> None:
     """Raise UserError where this machine lacks what it must have itself, or what is said of it is wrong."""
-    if local.listen != "off" and not can_listen(local.listen):
+    if local.listen != "off" and not _can_listen(local.listen):
         raise UserError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
     for name, path in _data(requirements, local).items():
         if name not in DATA:
@@ -99,6 +108,12 @@ def check_local(requirements: JoinRequirements, local: Local) -> None:
         )
 
 
+def _can_listen(text: str) -> bool:
+    """Return whether a text is tcp://HOST:PORT, with * for all hosts, and 0 for any port."""
+    place = re.sub(r"^\*", "all", text.removeprefix(TCP))
+    return text.startswith(TCP) and is_address(re.sub(":0$", ":1", place))
+
+
 def _data(requirements: JoinRequirements, local: Local) -> dict[str, str]:
     """Return what this machine reads, by field of the block `data`."""
     elsewhere = requirements.data[0] if requirements.data else "text"
@@ -106,19 +121,19 @@ def _data(requirements: JoinRequirements, local: Local) -> dict[str, str]:
 
 
 def write_job(
-    bundle: JoinBundle, requirements: JoinRequirements, local: Local, tell: Callable[[str], object]
+    invitation: Invitation, tokenizer: Mapping[str, bytes], local: Local, tell: Callable[[str], object]
 ) -> tuple[Path, int]:
-    """Write config, key and tokenizer; return the config's file, and how many ranks the job has.
+    """Write config, member file and tokenizer; return the config's file, and how many ranks the job has.
 
     Raises UserError for a malformed config.
 
     Args:
-        tell: is called with a line that says what is taken from the machine that invites, and what is not.
+        tell: is called with a line that says what is taken from the invitation, and what is not.
     """
     folder = local.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    raw, left_out = divided(bundle.config)
-    tell(f"Taken from the machine that invites: {', '.join(names_in(raw))}")
+    raw, left_out = divided(invitation.config)
+    tell(f"Taken from the invitation: {', '.join(names_in(raw))}")
     if left_out:
         tell(outside(f"Left out, since each machine has its own: {', '.join(left_out)}"))
     for block in ("training", "federation", "data"):
@@ -126,21 +141,19 @@ def write_job(
     raw["training"] |= {"output_dir": str(folder / "run")}
     if local.pretrained is not None:
         raw["training"]["pretrained"] = _from_anywhere(local.pretrained)
-    raw["federation"] |= {"rendezvous": bundle.rendezvous, "listen": local.listen}
+    rendezvous = invitation.folder or TCP + ",".join(invitation.addresses)
+    raw["federation"] |= {"rendezvous": rendezvous, "listen": local.listen}
     if local.data:
         raw["data"].pop("text", None)
-    for name, path in _data(requirements, local).items():
+    for name, path in _data(invitation.requirements, local).items():
         raw["data"][name] = _from_anywhere(path)
-    if bundle.tokenizer:
-        for name, content in bundle.tokenizer.items():
-            (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(base64.b64decode(content))
+    for name, content in tokenizer.items():
+        (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
         raw["data"]["tokenizer_model"] = str(folder / "tokenizer")
-    key = folder / "federation.key"
-    with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(bundle.key)
-    Keys.read(key)
-    raw["federation"]["key_file"] = str(key)
+    member_file = folder / "member.pem"
+    write_private(member_file, invitation.member_file)
+    raw["federation"]["key_file"] = str(member_file)
     try:
         gpus = range(torch.cuda.device_count())
         memory = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
@@ -149,6 +162,13 @@ def write_job(
         raise UserError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
     write_text(folder / "config.json", json.dumps(config.given(), indent=2) + "\n")
     return local.folder / "config.json", ranks
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)  # of a file that was there
+        file.write(text)
 
 
 def _from_anywhere(path: str) -> str:
@@ -183,11 +203,11 @@ def proposed(config: RunConfig, gpus: Sequence[int]) -> tuple[RunConfig, int]:
     return best, ranks
 
 
-def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:
+def looked_at(path: Path, way: str, speed: LinkSpeed) -> tuple[bool, list[str]]:
     """Return whether this machine is ready for the job of a config, and what `doctor` and `plan` say of it.
 
     Args:
-        speed: of the link to the machine that invites.
+        way: what was measured, such as the link to a member.
     """
     findings = [*check_machine(speed)]
     config = load_config(path)
@@ -200,8 +220,7 @@ def looked_at(path: Path, speed: LinkSpeed) -> tuple[bool, list[str]]:
     )
     return is_ready(findings), [
         "",
-        f"The link to the machine that invites: {speed.rate * 8 / 1e6:.3f} Mbit/s the slower way, "
-        f"{speed.latency * 1e3:.3f} ms one way",
+        f"{way}: {speed.rate * 8 / 1e6:.3f} Mbit/s the slower way, {speed.latency * 1e3:.3f} ms one way",
         "",
         "This machine, as `megatron-noloco doctor` says:",
         *map(str, findings),

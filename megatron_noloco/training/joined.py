@@ -43,6 +43,7 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.settings import shared
+from megatron_noloco.training import finished
 from megatron_noloco.training.prepare import Prepared, read_data
 from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
@@ -72,13 +73,14 @@ class Joined(NamedTuple):
 
 
 class StoppedAtStartError(Exception):
-    """The job was asked to stop before its first local step. The message says by what."""
+    """The job ends before its first local step, which is no failure. The message says why."""
 
 
 def join_job(prepared: Prepared) -> Joined:
     """Join the job, open the transport, find where to start.
 
-    Raises StoppedAtStartError, on all ranks, where a job of a federation was asked to stop while it waited.
+    Raises StoppedAtStartError, on all ranks, where a job of a federation was asked to stop while it waited, or
+    comes when the run has ended.
     Raises UserError when the other ranks or the transport cannot be reached, or the checkpoint to continue from
     does not fit, OSError when it cannot be read. Other ranks may then wait for this one: see
     `job.leaving.abandon_job`.
@@ -108,17 +110,24 @@ def join_job(prepared: Prepared) -> Joined:
     link: Transport | Membership
     if topology.separate_jobs:
         link = meet(prepared, config, stopping)
+        ended = computed_by_rank_0(partial(finished.why_ended, settings, start, config.training.train_iters))
+        if ended and not link.finds_trained():
+            link.leave()
+            stopping.close(start.step)
+            raise StoppedAtStartError(ended)
         if not link.wait_for_start(start.step):
             notes.append("started, though fewer replicas than federation.start_with are there")
         if any(gather_from_all_ranks(stopping.is_requested())):
             link.leave()
             stopping.close(start.step)
-            raise StoppedAtStartError(stopping.reason)
+            raise StoppedAtStartError(f"stopped before the first local step ({stopping.reason})")
     else:
         link = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
     if dist.get_rank() == 0:
         prepared.tokenizer.copy_to(tokenizer_copy)
+        if start.step < config.training.train_iters:
+            finished.remove(settings.folder.parent)
     start = replace(start, notes=notes + start.notes)
     return Joined(config, by_recipe, link, start, stopping, data, validation, settings)
 

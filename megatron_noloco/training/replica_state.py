@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.states import FAST_WEIGHTS, Facts, Numbers, State, read_facts
+from megatron_noloco.federation.states import FAST_WEIGHTS, Facts, Numbers, State, check_numbers, read_facts
 from megatron_noloco.files import outside
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import table_of
@@ -71,12 +71,12 @@ class ReplicaState:
 
     def load(self, state: State) -> None:
         vectors = state.vectors
-        found = read_facts(state.facts, vectors)
+        found = check_numbers(state)
         inner, line = self._known_inner(found, vectors)
         if line:
             self._say(f" the inner optimizer {outside(line)} |")
         own = self._engine.numbers()  # a loss scale belongs to a precision, which may be another
-        scale = {**own["loss_scale"], **_known(found.engine.get("loss_scale"), own["loss_scale"])}
+        scale = {**own["loss_scale"], **_known(found.engine.get("loss_scale") or {}, own["loss_scale"])}
         numbers = {**own, **_known(found.engine, own), "loss_scale": scale}
         self._engine.restore(self._tensors(inner, vectors), numbers)
         outer = {name: vectors[name] for name in VECTORS if name in vectors}
@@ -95,7 +95,16 @@ class ReplicaState:
             name, _, group = full_name.rpartition(".")
             if name != FAST_WEIGHTS:
                 fields[self._kinds[int(group)]][name] = tensor.dim() > 0
-        return known_fields(fields, facts.inner, vectors)
+        first = {kind: fields[kind] or self._first_fields(kind) for kind in fields}
+        return known_fields(first, facts.inner, vectors)
+
+    def _first_fields(self, kind: str) -> dict[str, bool]:
+        """Return the fields without which an optimizer that keeps nothing yet cannot go on; see `known_fields`."""
+        if kind == "muon":
+            return {"inner.step": False, "inner.momentum_buffer": True}
+        if self._optimizer == "sgd":
+            return {}
+        return {"inner.step": False, "inner.exp_avg": True, "inner.exp_avg_sq": True}
 
     def _tensors(
         self, inner: Mapping[str, Numbers], vectors: Mapping[str, Tensor]

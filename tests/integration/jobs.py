@@ -20,9 +20,8 @@ from megatron_noloco.attach.inner import Inner, Stateful
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.shards import Engine
 from megatron_noloco.federation.federation_peers import FederationPeers
-from megatron_noloco.federation.messages import Member
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.network import Network
-from megatron_noloco.federation.node import Node
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
@@ -117,24 +116,24 @@ class Reached(Exception):
     """What a job would compare."""
 
 
-def member_of_attach(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> Member:
+def network_of_attach(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> Network:
     """Return what `attach` would compare with these arguments; nothing is opened."""
 
     def reached(network: Network, *_: object) -> NoReturn:
-        raise Reached(network.member)
+        raise Reached(network)
 
-    monkeypatch.setattr("megatron_noloco.federation.membership.open_node", reached)
+    monkeypatch.setattr(Network, "open", reached)
     with pytest.raises(Reached) as caught:
         attach(*arguments, **options)
-    member: Member = caught.value.args[0]
-    return member
+    network: Network = caught.value.args[0]
+    return network
 
 
-def node_of(noloco: Attached) -> Node:
-    """Return the node of a job's leader."""
+def members_of(noloco: Attached) -> Members:
+    """Return what a job's leader sees of the others."""
     assert isinstance(noloco._peers, FederationPeers)
     assert noloco._peers._membership.leading is not None
-    return noloco._peers._membership.leading.thread.node
+    return noloco._peers._membership.leading.members
 
 
 def assert_inner_optimizer_is_handed_over(

@@ -21,7 +21,7 @@ from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
 from megatron_noloco.federation import membership
 from tests.harness import REPOSITORY, run_script, run_torchrun, slow, until
-from tests.integration.jobs import federation, node_of, paper, run_jobs
+from tests.integration.jobs import federation, members_of, paper, run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
 FSDP_ON_CPU = REPOSITORY / "tests" / "integration" / "fsdp_on_cpu.py"
@@ -126,7 +126,7 @@ def interrupted(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor, 
 
     noloco = loop.begin(folder / "second").noloco
     steps = [loop.state.global_step, noloco.done]
-    until(node_of(noloco).present)
+    until(members_of(noloco).present)
     loop.steps(6)
     loop.folder.mkdir()  # which the Trainer has written
     loop.call("on_save")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_noloco.federation.invitation import invitation_in, line_of
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.monitor.run_log import RunLog
 from tests.harness import launch_environ, network_lab
@@ -96,25 +97,28 @@ def test_three_commands_lead_to_one_model(tmp_path: Path) -> None:
 
         stack.enter_context(first.runs("train", config, "--replica", "0"))
         first.until(r"iteration +\d", "train")
-        lines = list[str]()
-        for _ in range(3):
-            command = there.on(first.name, sys.executable, "-m", "megatron_noloco", "invite", config)
-            output = subprocess.run(command, cwd=first.folder, capture_output=True, text=True, check=True)
-            lines.append(output.stdout.strip())
+        lines, join = list[str](), dict[str, list[str]]()
+        for host in (leaves, dies, late):
+            file = str(host.folder / "invitation.noloco")
+            options = ("invite", config, "--file", file)
+            command = there.on(first.name, sys.executable, "-m", "megatron_noloco", *options)
+            subprocess.run(command, cwd=first.folder, capture_output=True, text=True, check=True)
+            lines.append(line_of(invitation_in(Path(file).read_text())))
+            join[host.name] = ["join", file, "--data", text]
 
-        leaving = stack.enter_context(leaves.runs("join", lines[0], "--data", text, "--start"))
-        dying = stack.enter_context(dies.runs("join", lines[1], "--data", text, "--start"))
+        leaving = stack.enter_context(leaves.runs(*join[leaves.name], "--start"))
+        dying = stack.enter_context(dies.runs(*join[dies.name], "--start"))
         for host in (leaves, dies):
-            host.until(r"taken over from replica", "join")
-        with late.runs("join", lines[2], "--data", text) as join:
-            assert join.wait(SECONDS) == 0, late.log("join")
+            host.until(r"recovered from replica", "join")
+        with late.runs(*join[late.name]) as joining:
+            assert joining.wait(SECONDS) == 0, late.log("join")
         path = late.folder / "joined" / "config.json"
         own = json.loads(path.read_text()) | {"parallel": {"pipeline_model_parallel_size": 2}}
         path.write_text(json.dumps(own))
         slot = late.until(r"config of replica \d", "join")[-1]
         launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_noloco", "train")
         last = stack.enter_context(late.runs(*launcher, str(path), "--replica", slot))
-        late.until(r"taken over from replica", launcher[0])
+        late.until(r"recovered from replica", launcher[0])
 
         leaving.send_signal(signal.SIGTERM)
         assert leaving.wait(SECONDS) == 0

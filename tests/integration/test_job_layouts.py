@@ -23,11 +23,11 @@ from megatron_noloco.attach.shards import Engine, copies_in, held, reshard, shap
 from megatron_noloco.attach.torch_module import torch_engine
 from megatron_noloco.federation import membership
 from megatron_noloco.federation.compatibility import differences
-from megatron_noloco.federation.messages import Member
+from megatron_noloco.federation.network import Network
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks, until
 from tests.integration import test_attach, test_fully_shard
-from tests.integration.jobs import by_the_equations, federation, member_of_attach, paper, run_jobs
+from tests.integration.jobs import by_the_equations, federation, network_of_attach, paper, run_jobs
 from tests.integration.test_fully_shard import SEED
 
 Rank = tuple[StartReport, Tensor]  # and its weights
@@ -259,10 +259,10 @@ def without_places(model: nn.Module) -> Engine:
 def test_engines_whose_ranks_must_be_the_same_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As two jobs do whose engine has no place for its weights in the canonical vector."""
 
-    def compared(sizes: Sequence[int]) -> Member:
+    def compared(sizes: Sequence[int]) -> Network:
         model = nn.ParameterList(torch.ones(size) for size in sizes)
         monkeypatch.setattr(attaching, "_engine_of", without_places)
-        return member_of_attach(monkeypatch, model, paper(), **federation(tmp_path, 0, 2))
+        return network_of_attach(monkeypatch, model, paper(), **federation(tmp_path, 0, 2))
 
     assert differences(compared([4, 6]).digests, compared([4, 6]).digests) == ""
     assert differences(compared([4, 6]).digests, compared([10]).digests) == (

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation import membership
 from megatron_noloco.federation.compatibility import differences
-from megatron_noloco.federation.messages import Member
-from megatron_noloco.federation.node import Node
+from megatron_noloco.federation.members import Members
+from megatron_noloco.federation.network import Network
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -34,8 +34,8 @@ from tests.integration.jobs import (
     SECONDS,
     by_the_equations,
     federation,
-    member_of_attach,
-    node_of,
+    members_of,
+    network_of_attach,
     paper,
     refusal,
     run_jobs,
@@ -148,7 +148,7 @@ def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) ->
     there = federation(folder / "second", slot, 2)
     noloco = attach(loop.model, settings, **there, seed=SEED, state=saved)
     if rank == 0:  # it leads the job; a job that continues waits for no other
-        until(node_of(noloco).present)
+        until(members_of(noloco).present)
     train(loop, noloco)
     noloco.close()
     return loop.weights()
@@ -241,8 +241,8 @@ def test_a_rank_that_fails_during_a_round_does_not_wait_for_it(tmp_path: Path) -
     assert [groups[1:] for groups in second] == [[(1,)]] * 2, "the first may have come to its end"
 
 
-def others_are_in(node: Node, round_index: int) -> bool:
-    return [one.begun for one in node.present().values()] == [round_index]
+def others_are_in(members: Members, round_index: int) -> bool:
+    return [one.begun for one in members.present().values()] == [round_index]
 
 
 def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
@@ -254,7 +254,7 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     steps, missed = 0, []
     for index in range(3):
         if slot == 1:
-            until(partial(others_are_in, node_of(noloco), index))
+            until(partial(others_are_in, members_of(noloco), index))
         while noloco.done < 8 * (index + 1):
             loop.step(noloco.done)
             missed += [report.exchange.missed for report in noloco.step()]
@@ -331,7 +331,7 @@ def with_no_messages(slot: int, rank: int, folder: Path) -> Tensor:
         noloco.step()
         if noloco.done == STEPS and slot == rank == 0:
             (folder / "trained").touch()
-            until(node_of(noloco).present)
+            until(members_of(noloco).present)
     (report,) = noloco.average()
     assert report.group == (0, 1)
     weights = noloco.outer.weights.read()
@@ -368,7 +368,7 @@ def test_jobs_that_differ_at_start_are_refused(tmp_path: Path, monkeypatch: pyte
         loop: Loop, settings: NolocoSettings = SETTINGS, slot: int = 0, slots: int = 2, **options: Any
     ) -> object:
         there = federation(tmp_path, slot, slots)
-        return member_of_attach(monkeypatch, loop.model, settings, **there, **options).run
+        return network_of_attach(monkeypatch, loop.model, settings, **there, **options).run
 
     wider = of_job(0, 0)
     wider.model = nn.Linear(4, 1)
@@ -408,13 +408,15 @@ def test_jobs_with_other_buffers_are_refused(
 ) -> None:
     """As attach compares it; wrappers make no difference."""
 
-    def member_of(model: nn.Module) -> Member:
-        return member_of_attach(monkeypatch, model, SETTINGS, **federation(tmp_path, 0, 2))
+    def network_of(model: nn.Module) -> Network:
+        return network_of_attach(monkeypatch, model, SETTINGS, **federation(tmp_path, 0, 2))
 
-    first, second = member_of(Partly()), member_of(other)
+    first, second = network_of(Partly()), network_of(other)
     assert differences(first.digests, second.digests) == named
     wrapped: Any = torch.compile(Partly())
-    run, of_same, of_other = ((one.run, one.kind, one.digests) for one in (first, member_of(wrapped), second))
+    run, of_same, of_other = (
+        (one.run, one.first.kind, one.digests) for one in (first, network_of(wrapped), second)
+    )
     assert run == of_same != of_other
 
 

@@ -18,14 +18,14 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.membership import network_of
-from megatron_noloco.federation.messages import Member
+from megatron_noloco.federation.network import Network
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import family_of
 from megatron_noloco.training.prepare import _alike, first_weights
 from tests.harness import run_ranks, slow
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, begin_alone
-from tests.integration.jobs import SECONDS, member_of_attach
+from tests.integration.jobs import SECONDS, network_of_attach
 from tests.integration.tiny import FAMILY_MODELS, MIXTURES, TINY, VOCABULARY, tiny, write_text
 
 STEPS = 9  # the last one is after the last round
@@ -176,7 +176,7 @@ def test_the_trainer_takes_over_the_state_of_an_attached_job(
             time.sleep(0.05)
         loop.noloco.close()
         federation.stop()
-    (done,) = re.findall(r"taken over from replica 1: its state after local step (\d+)", federation.log(0))
+    (done,) = re.findall(r"recovered from replica 1: its state after local step (\d+)", federation.log(0))
     assert "anew" not in federation.log(0)
     first = federation.rows(0, "checkpoint")[0]["step"]
     assert first == int(done) + 1
@@ -184,16 +184,16 @@ def test_the_trainer_takes_over_the_state_of_an_attached_job(
     assert counts == {first}
 
 
-def compared_by_attach(model: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Member:
+def compared_by_attach(model: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Network:
     there = {"federation": config.federation, "slot": 1, "seed": config.training.seed}
-    return member_of_attach(monkeypatch, model, config.noloco, **there)
+    return network_of_attach(monkeypatch, model, config.noloco, **there)
 
 
-def compared_by_trainer(config: RunConfig) -> Member:
+def compared_by_trainer(config: RunConfig) -> Network:
     architecture = config.architecture(VOCABULARY)
     alike = _alike(config, ByteTokenizer(), architecture)
     alike = alike._replace(shared={**alike.shared, "first weights": [first_weights(config, architecture)]})
-    return network_of(config.federation, config.noloco, alike).member
+    return network_of(config.federation, config.noloco, alike)
 
 
 @pytest.mark.parametrize("family", FAMILY_MODELS)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 300.0
 _MICROBATCH_SECONDS = 0.02
+_PORT = 29500  # on every host
 _POLL_SECONDS = 0.005
 
 
@@ -74,10 +75,12 @@ def round_of_federation(elements: int, folder: Path) -> Way:
     if world.rank == 0:
         Keys.make(folder / "key")
     world.Barrier()
-    thread = open_replica(world.rank, folder, "tcp://*:0", Keys.read(folder / "key"))
-    wait_for_all(thread, world.size)
+    first = f"{world.bcast(socket.gethostname())}:{_PORT}"
+    seeds = [first] * (world.rank > 0)
+    members = open_replica(world.rank, f"*:{_PORT}", seeds, Keys.read(folder / "key"))
+    wait_for_all(members, world.size)
     world.Barrier()
-    return training_round(outer_of(thread, TorchWeights([_ones(elements)]), _settings()))
+    return training_round(outer_of(members, TorchWeights([_ones(elements)]), _settings()))
 
 
 def _settings() -> "NolocoSettings":

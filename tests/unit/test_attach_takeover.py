@@ -117,7 +117,7 @@ def test_model_parts_of_equal_names_are_all_compared() -> None:
 
 def test_other_buffers_are_left_out_of_a_state() -> None:
     own = Job(0.0, model=normalised(0.0))
-    with pytest.warns(UserWarning, match="the model's buffers begins anew: cannot load it: KeyError"):
+    with pytest.warns(UserWarning, match="the model's buffers begins anew: cannot load it: UserError"):
         own.take(Job(2.0, model=nn.BatchNorm1d(3)).state.copy(20))
     assert (own.engine.read() == 2.0).all()
 
@@ -209,7 +209,8 @@ class Refuses(torch.optim.lr_scheduler.ConstantLR):
     [
         (lambda inner: inner.pop("others"), None, "inner is adamw here, and adamw for "),
         (lambda inner: inner.update(settings={"0": 7}), None, "its state cannot be read"),
-        (lambda inner: inner["others"].update({"inner.step": "7"}), None, "its step cannot be read"),
+        (lambda inner: inner["others"].update({"inner.sum": 7.0}), None, "its sum cannot be read"),
+        (lambda inner: inner["others"].pop("inner.step"), None, "its step is missing"),
         (
             lambda inner: inner.update(named={"x": {"inner.exp_inf": None}}),
             None,

@@ -1,9 +1,7 @@
 """Where a replica of a federation goes on, and from what."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -11,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation import catch_up as module
 from megatron_noloco.federation.catch_up import CatchUp, UntrainedError
-from megatron_noloco.federation.links import PeerStatus
-from megatron_noloco.federation.messages import Phase, Status
+from megatron_noloco.federation.members import FinalStatus, Peer, PeerStatus, Phase
+from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.partners import Availability, Partners
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -20,47 +18,45 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings
 ENDED, LEFT = -2, -3  # in place of the round that a replica has begun last
 
 
-def seen_at(begun: int, present: bool = True) -> PeerStatus:
+def peer_at(begun: int, present: bool = True, slot: int = 1, **status: Any) -> Peer:
     """A replica that has begun a round, is at its end or has left."""
     phase: Phase = {ENDED: "ended", LEFT: "left"}.get(begun, "training")  # type: ignore[assignment]
-    return PeerStatus(1, present, Status(phase, max(begun, -1), max(begun, -1) + 1))
+    status = {"phase": phase, "begun": max(begun, -1)} | status
+    return Peer(Member(slot, 1), PeerStatus(**status), present, present)
 
 
-class Candidates:
-    """The thread of a leader, and its node, where the others have begun these rounds."""
+class Others:
+    """Stands for `Members`, where the others have begun these rounds."""
 
     slot = 0
-    pulse_seconds = 2.0
+    status = PeerStatus()
 
     def __init__(self, begun: list[int]) -> None:
-        self.numbers, self.node = begun, self
+        self.numbers, self.at, self.mesh = begun, 0.0, self
         self.told: list[tuple[Any, ...]] = []
+
+    def clock(self) -> float:
+        return self.at
 
     def check(self) -> None: ...
 
-    def do(self, change: Callable[..., object], *arguments: Any) -> None:
-        change(*arguments)
-
-    def go_on(self, *told: Any) -> None:
+    def go_on(self, *told: Any, **changes: Any) -> None:
         self.told.append(told)
 
-    def seen(self) -> dict[int, PeerStatus]:
-        return {slot: seen_at(begun) for slot, begun in enumerate(self.numbers, 1)}
+    def peers(self) -> dict[int, Peer]:
+        return {slot: peer_at(begun, slot=slot) for slot, begun in enumerate(self.numbers, 1)}
 
-    def present(self) -> dict[int, Status]:
-        return {slot: seen.status for slot, seen in self.seen().items() if seen.present}
-
-    def links_of_ended(self) -> dict[int, set[int]]:
-        return {}
+    def present(self) -> dict[int, PeerStatus]:
+        return {slot: peer.status for slot, peer in self.peers().items() if peer.present}
 
 
 def catch_up(
     begun: list[int], fragments: int = 1, adapts: bool = False, steps: int | None = 95
-) -> tuple[CatchUp, Candidates]:
-    others = Candidates(begun)
+) -> tuple[CatchUp, Others]:
+    others: Any = Others(begun)
     noloco = NolocoSettings(local_steps=10, fragments=fragments, deadline_seconds=1.0)
     federation = FederationSettings(rounds_behind=2, skip_local_steps=adapts)
-    return CatchUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
+    return CatchUp(others, noloco, federation, steps), others
 
 
 @pytest.mark.parametrize(
@@ -131,13 +127,12 @@ def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragment
         return round_index * fragments + fragment - 1
 
     def is_waited_for(ahead: int, behind: int) -> bool:
-        seen = seen_at(last_exchange(behind))
-        node: Any = SimpleNamespace(seen=lambda: {1: seen})
-        partners = Partners(node, 1.0, 1.0, federation.rounds_behind * fragments)
-        return partners._availability(1, seen, last_exchange(ahead))[0] != Availability.AWAY
+        peer, members = peer_at(last_exchange(behind)), SimpleNamespace(slot=0)
+        partners = Partners(members, 1.0, 1.0, federation.rounds_behind * fragments)  # type: ignore[arg-type]
+        return partners._availability(1, peer, last_exchange(ahead))[0] != Availability.AWAY
 
     def goes_on(ahead: int, behind: int) -> bool:
-        others: Any = Candidates([last_exchange(ahead)])
+        others: Any = Others([last_exchange(ahead)])
         return CatchUp(others, noloco, federation).next_step(behind) != behind
 
     for lag in range(6 * k + 1):
@@ -207,55 +202,111 @@ def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pyt
     assert own.next_step(20) is None
 
 
-class AtTheEnd(Candidates):
-    """What slot 0 of two sees of the other in one look after the other, again and again."""
+def test_after_a_state_a_replica_leaves_out_steps_once() -> None:
+    """While the state travelled the others went on. So a slow transfer is not followed by another, for ever."""
+    own, others = catch_up([50, 50], steps=None)
+    assert own.next_step(10) is None
+    own.recovered(500)
+    others.numbers = [60, 60]
+    assert own.next_step(500) == 609, "the last step before the round that the others have begun"
+    others.numbers = [90, 90]
+    assert own.next_step(610) is None, "from then on it is behind as any other"
 
-    def __init__(self, looks: list[tuple[int, bool]]) -> None:
+
+class AtTheEnd(Others):
+    """What slot 0 sees of another in one look after the other, again and again."""
+
+    def __init__(self, looks: list[tuple[int, bool]], slot: int = 1) -> None:
         super().__init__([])
-        self._looks, self.at = looks, 0.0
+        self._looks, self._slot = looks, slot
 
-    def seen(self) -> dict[int, PeerStatus]:
-        return {1: seen_at(*self._looks[round(self.at) % len(self._looks)])}
+    def peers(self) -> dict[int, Peer]:
+        return {self._slot: peer_at(*self._looks[round(self.at) % len(self._looks)], slot=self._slot)}
 
 
-def end_with(looks: list[tuple[int, bool]], deadline_seconds: float) -> tuple[float, tuple[int, ...]]:
-    """Return for how many looks, one a second, rank 0 waits at its end, and with whom it averages."""
-    there = AtTheEnd(looks)
+def end_with(
+    looks: list[tuple[int, bool]], deadline_seconds: float, behind: int = 4
+) -> tuple[float, dict[int, str]]:
+    """Return for how many looks, one a second, slot 0 waits at its end, and who is not in its mean."""
+    there: Any = AtTheEnd(looks)
     noloco = NolocoSettings(local_steps=10, deadline_seconds=deadline_seconds)
-    own = CatchUp(there, noloco, FederationSettings(), 95)  # type: ignore[arg-type]
-    with patch.object(module, "time", SimpleNamespace(monotonic=lambda: there.at)):
-        waiting = own.at_end(30)
-        while (end := waiting.look()) is None:
-            there.at += 1
-            assert there.at < 1000
-    return there.at, end.group
+    waiting = CatchUp(there, noloco, FederationSettings(rounds_behind=behind), 95).at_end(30)
+    while (end := waiting.look()) is None:
+        there.at += 1
+        assert there.at < 1000
+    assert not end.is_final
+    return there.at, dict(end.left_out)
 
 
 @given(st.lists(st.tuples(st.integers(-1, 5), st.booleans()), min_size=1, max_size=20), st.integers(1, 20))
 def test_one_that_comes_and_goes_holds_no_other_up(looks: list[tuple[int, bool]], deadline: int) -> None:
-    """Each exchange that it begins for the first time is worth two deadlines at most."""
-    waited, members = end_with(looks, deadline)
-    assert waited <= 2 * deadline * len({exchange for exchange, _ in looks})
-    assert members == (0,)
+    """Each round that it begins for the first time is worth two deadlines at most."""
+    waited, left_out = end_with(looks, deadline)
+    assert waited <= 2 * deadline * len({number for number, _ in looks})
+    assert left_out.keys() == {1}
 
 
 @pytest.mark.parametrize(
-    ("links", "waited"),
+    ("looks", "waited", "left_out"),
     [
-        (lambda at: {0: {1}, 1: {0}}, 0),
-        (lambda at: {0: {1}, 1: {0, 2}, 2: {1}}, 5),  # it does not change
-        (lambda at: {0: {1}, 1: {0, 2}}, 7),  # replica 2 may still come
-        (lambda at: {0: {1}, 1: {0, 2 + at}} if at < 4 else {0: {1}, 1: {0}}, 4),
-        (lambda at: {0: {1}, 1: {0, 2 + at}}, 7),  # it always changes
+        ([(3, True)] * 5 + [(3, False)] * 2 + [(ENDED, True)], 7.0, {}),
+        ([(3, True)] * 5 + [(3, False)] * 99, 11.0, {1: "is not there"}),
+        ([(3, True)] * 99, 6.0, {1: "began no round for 6 s"}),
+        ([(3, True)] * 3 + [(LEFT, False)] * 99, 3.0, {1: "has left"}),
+        ([(3, False)] * 99, 0.0, {1: "is not there"}),  # it was lost before
     ],
 )
-def test_who_is_connected_to_whom_is_waited_for_a_while(links: Callable[[int], Any], waited: int) -> None:
-    with patch.object(AtTheEnd, "links_of_ended", lambda there: links(int(there.at))):
-        assert end_with([(ENDED, True)], 6.0)[0] == waited
+def test_who_trains_or_is_lost_is_waited_for_once(
+    looks: list[tuple[int, bool]], waited: float, left_out: dict[int, str]
+) -> None:
+    assert end_with(looks, 6.0) == (waited, left_out)
 
 
-def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
-    at_end, lost = (ENDED, True), (ENDED, False)
-    there = [(3, True)] * 5
-    assert end_with([*there, lost, lost, at_end], 6.0) == (7.0, (0, 1))
-    assert end_with([*there, *[lost] * 100], 6.0) == (11.0, (0,))
+def ends(own: int, *peers: Peer, behind: int = 4) -> Any:
+    """Return what a replica in this slot, which has ended after round 2, learns in its first look."""
+    there: Any = Others([])
+    there.slot, there.peers = own, lambda: {peer.member.slot: peer for peer in peers}
+    return (
+        CatchUp(there, NolocoSettings(local_steps=10), FederationSettings(rounds_behind=behind))
+        .at_end(30)
+        .look()
+    )
+
+
+def test_a_higher_slot_waits_for_a_proposal_of_the_lowest() -> None:
+    assert ends(2, peer_at(2, slot=1, phase="ended")) is None
+    proposed = ends(2, peer_at(2, slot=1, phase="ended", mean=FinalStatus(attempt=1)))
+    assert (proposed.is_final, proposed.left_out) == (False, {})
+    is_over = ends(2, peer_at(2, slot=3, phase="ended", mean=FinalStatus(attempt=1, final=1)))
+    assert is_over.is_final
+
+
+def test_who_ended_far_behind_half_of_the_others_is_left_out() -> None:
+    """A single member that claims to be far ahead puts nobody out."""
+
+    def left_out(*rounds: int) -> set[int]:
+        peers = [peer_at(number, slot=slot, phase="ended") for slot, number in enumerate(rounds, 1)]
+        return set(ends(0, *peers, behind=2).left_out)
+
+    assert left_out(2) == set()
+    assert left_out(5) == {0}
+    assert left_out(9, 2) == set()
+    assert left_out(9, 9) == {0}
+    assert left_out(2, 2, -1) == {3}
+
+
+def test_a_slot_whose_process_is_refused_is_not_there() -> None:
+    """A later process of the lowest slot at its end differs from the others."""
+    there: Any = Others([])
+    there.slot = 2
+    peers = {1: peer_at(2, slot=1, phase="ended"), 3: peer_at(2, slot=3, phase="ended")}
+    there.peers = lambda: peers
+    noloco = NolocoSettings(local_steps=10, deadline_seconds=6.0)
+    waiting = CatchUp(there, noloco, FederationSettings()).at_end(30)
+    assert waiting.look() is None
+    del peers[1]
+    assert waiting.look() is None
+    there.at = 6.0
+    end = waiting.look()
+    assert end is not None
+    assert end.left_out == {1: "is not there"}

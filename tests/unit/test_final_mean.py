@@ -1,235 +1,247 @@
-"""The mean at the end: the same tree on all replicas, the same bits for all, whatever streams are lost."""
+"""At their end all replicas have the same bits, whatever is lost, cut or killed meanwhile."""
 
-import asyncio
-import random
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from megatron_noloco.federation.catch_up import MeanGroup
-from megatron_noloco.federation.final_mean import FINAL, FinalMean, parents
-from megatron_noloco.federation.gather import Gather
+from megatron_noloco.federation.catch_up import CatchUp
+from megatron_noloco.federation.final_mean import FINAL, FinalMean, _Leader, tree
+from megatron_noloco.federation.members import FinalStatus, Members
+from megatron_noloco.federation.mesh import LostError, Member
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.node import Node
-from megatron_noloco.federation.pairing import Pairing
-from megatron_noloco.federation.rounds import Leading, Replica
-from megatron_noloco.outer import ExchangeReport
-from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import NolocoSettings
-from tests.unit.fleet import noise
-from tests.unit.memory_streams import Faults
-from tests.unit.nodes import NodeOfWorkers, Nodes, Worker, address_of, run, until
+from megatron_noloco.federation.passing import Passed, contents, pass_on
+from megatron_noloco.settings import FederationSettings, NolocoSettings
+from tests.unit.memory_mesh import Message, World
+from tests.unit.worlds import members_of, pause, replica_of, run_all
 
-LENGTH = 50
-Links = Mapping[int, Set[int]]
+LENGTH, BUCKET = 64, 16
+DEADLINE = 60.0
+SETTINGS = NolocoSettings(local_steps=10, deadline_seconds=DEADLINE), FederationSettings()
 
 
-@st.composite
-def connected(draw: st.DrawFn, most: int = 12) -> dict[int, set[int]]:
-    """Draw slots, and who names links to whom, so that all reach each other."""
-    slots = sorted(draw(st.sets(st.integers(0, 40), min_size=1, max_size=most)))
-    links: dict[int, set[int]] = {slot: set() for slot in slots}
-    order = draw(st.permutations(slots))
-    for number, slot in enumerate(order[1:], 1):
-        links[slot].add(draw(st.sampled_from(order[:number])))
-    for one in slots:
-        links[one] |= draw(st.sets(st.sampled_from(slots), max_size=3)) - {one}
-    return links
+class End(NamedTuple):
+    """What a replica has at its end."""
+
+    mean: float
+    group: tuple[int, ...]
+    missed: str
+    is_late: bool
 
 
-def root_of(slot: int, tree: Mapping[int, int | None]) -> int:
-    for _ in tree:
-        above = tree[slot]
-        if above is None:
-            return slot
-        slot = above
-    raise AssertionError("a circle")
-
-
-def reached(first: int, links: Links) -> set[int]:
-    found = {first}
-    while True:
-        more = (
-            {slot for slot in links if links[slot] & found}
-            | found
-            | set().union(*(links[one] for one in found))
-        )
-        if more == found:
-            return found
-        found = more
-
-
-@given(st.integers(0, 2**12), connected())
-def test_parents_are_a_tree_along_links(seed: int, links: dict[int, set[int]]) -> None:
-    tree = parents(links.keys(), links)
-    assert tree.keys() == links.keys()
-    for slot, above in tree.items():
-        assert above is None or above in links[slot] or slot in links[above]
-        assert root_of(slot, tree) == min(reached(slot, links))
-    order = list(links)
-    random.Random(seed).shuffle(order)
-    assert parents(set(order), {slot: links[slot] for slot in order}) == tree, "all compute the same"
-
-
-@given(st.integers(1, 100), st.sets(st.integers(0, 99)))
-def test_linked_tree_has_logarithmic_shape(count: int, gone: set[int]) -> None:
-    for members in ({*range(count)}, {*range(count)} - gone):
-        tree = parents(members, {slot: members - {slot} for slot in members})
-        assert sum(above is None for above in tree.values()) == min(1, len(members))
-        for slot in members:
-            depth, at = 0, tree[slot]
-            while at is not None:
-                depth, at = depth + 1, tree[at]
-            assert depth <= count.bit_length()
-    tree = parents({*range(count)}, {slot: {*range(count)} - {slot} for slot in range(count)})
-    assert max(map([*tree.values()].count, range(count))) <= (count - 1).bit_length()
-
-
-def final(thread: Any, vector: Tensor, end: MeanGroup) -> tuple[Tensor, ExchangeReport]:
-    """Return what a replica of one rank gets."""
-    partners: Any = None
-    replica = Replica(
-        Gather(alone(LENGTH)),
-        Place(thread.node.slot, 64),
-        Pairing(NolocoSettings(), 1),
-        Leading(thread, partners),
-    )
-    mean = FinalMean(replica, end, 60.0)
-    mean.begin(vector, end.group, FINAL, "a test")
+def end(members: Members, weight: float, done: int = 100, length: int = LENGTH) -> End:
+    """Come to the end, as the trainer does: wait for the others, and average."""
+    replica = replica_of(members, alone(length, bucket=BUCKET), deadline=DEADLINE)
+    waiting, found = CatchUp(members, *SETTINGS, 1000).at_end(done), None
+    while found is None:
+        found = waiting.look()
+        pause(members.mesh, 0.2)
+    mean = FinalMean(replica, found.left_out)
+    mean.begin(torch.full((length,), weight), (members.slot,), FINAL, "a test")
     (piece,) = mean.finish()
-    return piece.mean, mean.report
+    assert bool((piece.mean == piece.mean[0]).all())
+    return End(float(piece.mean[0]), mean.report.group, mean.report.missed, mean.is_late)
 
 
-def means(
-    vectors: Mapping[int, Tensor],
-    end: MeanGroup,
-    faults: Faults,
-    absent: Sequence[int] = (),
-    late_seconds: float = 0.0,
-) -> dict[int, tuple[Tensor, ExchangeReport]]:
-    """Return what each replica gets, but for some that leave when all know who averages.
+def at_their_end(world: World, count: int = 4, body: Callable[[Members], Any] | None = None) -> list[Any]:
+    """Let replicas with weights 1, 2, 4, 8 come to their end, and stay until the others have it."""
+    members = [members_of(world, slot) for slot in range(count)]
 
-    Args:
-        late_seconds: after which the first replica comes to its mean.
-    """
+    def one(own: Members) -> Any:
+        found = end(own, float(2**own.slot)) if body is None or own.slot != 1 else body(own)
+        pause(own.mesh, 300.0)
+        return found
 
-    async def main() -> dict[int, tuple[Tensor, ExchangeReport]]:
-        first = min(vectors)
-        async with Nodes(faults) as nodes:
-            made = [await nodes.add(slot, address_of(first) if slot != first else {}) for slot in vectors]
-            others = len(vectors) - 1
-            await until(lambda: all(len(node.present()) == others for node in made), 1000.0)
-            for node in made:
-                node.go_on(5, "ended")
-            await until(
-                lambda: all(
-                    sum(status.phase == "ended" for status in node.present().values()) == others
-                    for node in made
-                ),
-                1000.0,
-            )
-            for node in list(made):
-                if node.slot in absent:
-                    made.remove(node)
-                    nodes.nodes.remove(node)
-                    await node.close()
-            loop, workers = asyncio.get_running_loop(), [Worker() for _ in made]
-
-            async def average(worker: Worker, node: Node) -> tuple[Tensor, ExchangeReport]:
-                await asyncio.sleep(late_seconds if node.slot == first else 0.0)
-                thread = NodeOfWorkers(node)
-                return await loop.run_in_executor(worker, final, thread, vectors[node.slot], end)
-
-            found = await asyncio.gather(*map(average, workers, made))
-            for worker in workers:
-                worker.shutdown()
-            return {node.slot: one for node, one in zip(made, found, strict=True)}
-
-    return run(main())
+    return run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
 
 
-def nothing_lost(number: int) -> tuple[int | None, int | None]:
-    return None, None
+def test_all_have_the_mean_of_all() -> None:
+    assert at_their_end(World()) == [End(15 / 4, (0, 1, 2, 3), "", False)] * 4
 
 
-def all_have(found: Mapping[int, tuple[Tensor, ExchangeReport]], vectors: Mapping[int, Tensor]) -> None:
-    """All have the mean of these vectors, to the last bit alike."""
-    first, *others = (mean for mean, _ in found.values())
-    assert all(torch.equal(first, other) for other in others)
-    torch.testing.assert_close(first, torch.stack([*vectors.values()]).mean(0))
-    assert all(report.group == tuple(sorted(vectors)) for _, report in found.values())
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["kill receiver", "lose", "cut"])
+def test_a_fault_at_any_message_leaves_one_model(fault: str, every: int) -> None:
+    """The mean of the same replicas is the same everywhere, and only a killed replica is not in it."""
+    seen: list[Message] = []
+    at_their_end(World(lease=3.0, on_message=lambda world, number, message: seen.append(message)))
+    assert len(seen) > 60
+    for at in range(0, len(seen), every):
+
+        def on_message(world: World, number: int, message: Message, at: int = at) -> Any:
+            if number != at:
+                return None
+            if fault == "lose":
+                return False
+            if fault == "cut":
+                return world.cut(message.sender, message.receiver)
+            return world.kill(message.receiver)
+
+        found = [one for one in at_their_end(World(at, lease=3.0, on_message=on_message)) if one]
+        assert all(one[:2] == found[0][:2] for one in found), (at, seen[at], found)
+        if fault != "kill receiver":
+            assert found[0].mean == 15 / 4, (at, seen[at], found)
 
 
-def vectors_of(slots: Set[int]) -> dict[int, Tensor]:
-    base = noise(LENGTH, seed=0)
-    return {slot: base + 0.01 * noise(LENGTH, seed=1 + slot) for slot in sorted(slots)}
+def test_a_slow_line_is_no_reason_to_give_up() -> None:
+    """A vector takes 160 s of steady sending, the deadline of a round is 60 s."""
+    world = World(rate=LENGTH * 4 / 160.0)
+    assert at_their_end(world, 2) == [End(1.5, (0, 1), "", False)] * 2
+    assert world.now > 300
 
 
-@settings(max_examples=20)
-@given(connected(6), st.integers(0, 2**12))
-def test_all_get_one_mean_over_any_graph_with_losses(links: dict[int, set[int]], seed: int) -> None:
-    draws = random.Random(seed)
+def test_hidden_replicas_have_the_mean_by_way_of_a_third() -> None:
+    def stays(own: Members) -> End:
+        found = end(own, float(2**own.slot))
+        pause(own.mesh, 60.0)
+        return found
 
-    def faults(number: int) -> tuple[int | None, int | None]:
-        """Lose a stream that begins late, twice at most for each carrier."""
-        cut = draws.randrange(1, 600) if 3 <= number < 6 and draws.random() < 0.5 else None
-        return (cut, None) if draws.random() < 0.5 else (None, cut)
-
-    vectors = vectors_of(links.keys())
-    all_have(means(vectors, MeanGroup(tuple(vectors), {}, links), faults), vectors)
-
-
-def complete(slots: int) -> dict[int, set[int]]:
-    return {slot: {*range(slots)} - {slot} for slot in range(slots)}
+    world = World()
+    members = [members_of(world, slot, hidden=slot > 0) for slot in range(3)]
+    found = run_all(
+        world,
+        [(own, lambda own=own: stays(own)) for own in members],  # type: ignore[misc]
+    )
+    assert [one.group for one in found] == [(0, 1, 2)] * 3
+    assert {round(one.mean, 5) for one in found} == {round(7 / 3, 5)}
 
 
-def test_a_child_that_is_early_asks_twice_a_second() -> None:
-    vectors, streams = vectors_of({0, 1}), list[int]()
+def test_a_replica_that_never_ends_is_waited_for_and_named() -> None:
+    def trains(members: Members) -> None:
+        members.go_on(3)
 
-    def counted(number: int) -> tuple[None, None]:
-        streams.append(number)
-        return None, None
-
-    found = means(vectors, MeanGroup((0, 1), {}, complete(2)), counted, late_seconds=10.0)
-    all_have(found, vectors)
-    assert 20 <= len(streams) < 30
-    assert found[1][1].bytes_sent == 4 * LENGTH, "of the sum that counts"
+    found = at_their_end(World(), 3, trains)
+    assert found[0] == End(
+        5 / 2, (0, 2), f"without replica 1, which began no round for {DEADLINE:g} s", False
+    )
+    assert found[2].mean == 5 / 2
 
 
-def test_a_child_that_is_lost_is_left_out_and_reported() -> None:
-    vectors = vectors_of({*range(4)})
-    found = means(vectors, MeanGroup((0, 1, 2, 3), {}, complete(4)), nothing_lost, absent=[3])
-    del vectors[3]
-    all_have(found, vectors)
-    missed = "without replica 3, which was lost, or is not finite"
-    assert {report.missed for _, report in found.values()} == {missed}
+def test_a_replica_that_ended_far_behind_is_not_in_the_mean() -> None:
+    found = at_their_end(World(), 3, lambda members: end(members, 1e3, done=10))
+    assert {one.mean for one in found} == {5 / 2}
+    assert "ended at local step 10, more than federation.rounds_behind (3)" in found[0].missed
 
 
-def test_replica_without_parent_roots_its_own_tree() -> None:
-    vectors = vectors_of({*range(4)})
-    found = means(vectors, MeanGroup((0, 1, 2, 3), {}, complete(4)), nothing_lost, absent=[0])
-    all_have({1: found[1]}, {1: vectors[1]})
-    all_have({slot: found[slot] for slot in (2, 3)}, {slot: vectors[slot] for slot in (2, 3)})
+@pytest.mark.parametrize("weight", [float("nan"), 1e6])
+def test_a_sum_that_must_not_be_used_is_left_out(weight: float) -> None:
+    found = at_their_end(World(), 3, lambda members: end(members, weight))
+    assert found[0].mean == found[2].mean == 5 / 2
+    assert found[0].group == (0, 2)
 
 
-@pytest.mark.parametrize("slot", range(4))
-def test_replica_far_behind_gets_mean_without_being_in_it(slot: int) -> None:
-    vectors = vectors_of({*range(4)})
-    found = means(vectors, MeanGroup((0, 1, 2, 3), {slot: "ended early"}, complete(4)), nothing_lost)
-    del vectors[slot]
-    all_have(found, vectors)
-    assert {report.missed for _, report in found.values()} == {f"without replica {slot}, which ended early"}
+def test_a_hostile_child_counts_once_at_most() -> None:
+    """It sends seven times its weights, of which the guard of ten norms lets some pass."""
+
+    def lies(members: Members) -> None:
+        members.go_on(9, "ended")
+        mesh, root = members.mesh, Member(0, 1)
+        attempt = 0
+        while attempt < 3:
+            peer = members.peer(0)
+            status = FinalStatus() if peer is None else peer.status.mean
+            if status.attempt > attempt:
+                attempt = status.attempt
+                vector = torch.full((LENGTH,), 7.0)
+                transfer: Any = replica_of(members, alone(LENGTH, bucket=BUCKET)).gather.whole(vector, None)
+                try:
+                    base = f"mean/{root}/{attempt}/"
+                    pass_on(mesh, root, f"{base}sum/1/", contents(transfer), lambda: "")
+                    back = torch.zeros(LENGTH)
+                    into: Any = replica_of(members, alone(LENGTH, bucket=BUCKET)).gather.whole(None, back)
+                    passed = Passed(mesh, root, f"{base}mean/1/", lambda: "")
+                    passed.into(into)
+                    passed.end()
+                    mesh.offer(f"{base}done/1", b"+")
+                    return
+                except LostError:
+                    pass
+            pause(mesh, 0.1)
+
+    found = at_their_end(World(), 2, lies)
+    assert found[0].mean in (1.0, 4.0), "a vote of one, or none"
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), 1e6])
-def test_absurd_numbers_are_left_out(wrong: float) -> None:
-    vectors = vectors_of({*range(3)})
-    vectors[1] = vectors[1] * wrong
-    found = means(vectors, MeanGroup((0, 1, 2), {}, complete(3)), nothing_lost)
-    del found[1], vectors[1]
-    all_have(found, vectors)
+@pytest.mark.parametrize("still", [0, 1, 3])
+def test_a_member_that_stands_still_is_left_out(still: int) -> None:
+    """It says that it is at its end, and does nothing else, though it answers."""
+    world = World()
+    members = [members_of(world, slot) for slot in range(4)]
+
+    def one(own: Members) -> Any:
+        if own.slot == still:
+            own.go_on(9, "ended")
+            return pause(own.mesh, 3000.0)
+        found = end(own, float(2**own.slot))
+        pause(own.mesh, 60.0)
+        return found.mean, own.mesh.clock()
+
+    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    honest = [one for one in found if one is not None]
+    assert {round(3 * mean, 4) for mean, _ in honest} == {15 - 2**still}
+    assert max(at for _, at in honest) < 600.0
+
+
+def test_who_comes_when_all_have_their_mean_is_told_so() -> None:
+    world = World()
+    members = [members_of(world, slot) for slot in range(3)]
+
+    def one(own: Members) -> End:
+        if own.slot == 2:
+            own.go_on(-1, "training")
+            pause(own.mesh, 100.0)
+        found = end(own, float(2**own.slot))
+        pause(own.mesh, 200.0)
+        return found
+
+    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    assert [one.mean for one in found[:2]] == [1.5, 1.5]
+    assert found[2].is_late or found[2].mean == 4.0
+
+
+def test_the_tree_goes_around_a_pair_that_is_cut() -> None:
+    members = [0, 1, 2, 3]
+    assert tree(members, set()) == {0: -1, 1: 0, 2: 0, 3: 2}
+    assert tree(members, {frozenset({2, 3})})[3] == 0
+    assert tree(members, {frozenset({2, 3}), frozenset({0, 3})})[3] == 1
+    assert tree(members, {frozenset({0, 1})})[1] == 2
+    assert tree(members, set(), {2})[3] != 2
+
+
+@given(st.sets(st.integers(0, 40), min_size=1), st.integers(0, 99))
+def test_a_tree_has_all_members_and_is_not_deep(slots: set[int], seed: int) -> None:
+    order = sorted(slots)
+    draws = torch.Generator().manual_seed(seed)
+    missed = {
+        frozenset((one, two))
+        for one in order
+        for two in order
+        if one < two and float(torch.rand(1, generator=draws)) < 0.1
+    }
+    for parents in (tree(order, set()), tree(order, missed)):
+        assert parents.keys() == slots
+
+        def depth(slot: int, parents: dict[int, int] = parents) -> int:
+            return 0 if parents[slot] < 0 else 1 + depth(parents[slot], parents)
+
+        deepest = max(map(depth, order))
+        assert parents is not tree(order, set()) or deepest <= len(order).bit_length()
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1, *range(2, 3000)], [-1, 2, 1], [0, -1]])
+def test_a_proposal_that_is_no_tree_is_left_alone(parents: list[int]) -> None:
+    """A chain is too deep to be followed."""
+    world = World()
+    hostile, own = members_of(world, 0), members_of(world, 1)
+    slots = [(slot, 1) for slot in range(len(parents))]
+    proposal = FinalStatus(attempt=1, members=slots, parents=parents)
+    status = {**world.carriers[hostile.mesh.me].status, "phase": "ended", "mean": asdict(proposal)}
+    hostile.mesh.publish(status)
+
+    assert own.present()[0].mean.attempt == 1
+    leader = _Leader(own, {}, lambda: LENGTH)
+    assert leader._proposed({0: hostile.mesh.me, 1: own.mesh.me}) is None

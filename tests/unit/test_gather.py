@@ -1,6 +1,5 @@
 """Whatever happens on the leader, all ranks come to the end of a transfer."""
 
-import asyncio
 import threading
 
 import pytest
@@ -23,13 +22,10 @@ def test_followers_end_transfer_of_failed_leader(asked: int) -> None:
     leader = transfers[0]
     assert isinstance(leader, Leader)
 
-    async def conversation() -> None:
-        for at in range(asked):
-            content = await leader.content(at)
-            assert torch.equal(content, torch.arange(10.0)[4 * at : 4 * at + 4])
-            await leader.hand_out(at, torch.add(content, 1, out=leader.result(at)))
-
-    asyncio.run(conversation())
+    for at in range(asked):
+        content = leader.content(at).result()
+        assert torch.equal(content, torch.arange(10.0)[4 * at : 4 * at + 4])
+        leader.hand_out(at, torch.add(content, 1, out=leader.result(at))).result()
     for transfer in transfers:
         transfer.wait()
     done = min(4 * asked, 10)
@@ -45,9 +41,9 @@ def test_a_lone_leader_leaves_no_thread() -> None:
     (movement,) = movements([turned], [range(10)], bucket=10)
     leader = Gather(movement).whole(gives, gets)
     assert isinstance(leader, Leader)
-    content = asyncio.run(leader.content(0))
+    content = leader.content(0).result()
     assert content.tolist() == [5.0, 6.0, 7.0, 8.0, 9.0, 0.0, 1.0, 2.0, 3.0, 4.0]
-    asyncio.run(leader.hand_out(0, leader.result(0).copy_(content)))
+    leader.hand_out(0, leader.result(0).copy_(content)).result()
     assert workers()
     leader.wait()
     assert torch.equal(gets, gives)

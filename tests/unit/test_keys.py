@@ -1,19 +1,48 @@
-"""The file of a key: who may read it, and what is refused."""
+"""Key files and member files: who may read them, what is refused, and what an identity proves."""
 
+import datetime
+import os
+import socket
+import ssl
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.keys import ANY_MEMBER, VISITOR, Identity, Keys, host_name, slot_of
+
+HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys.make(tmp_path_factory.mktemp("keys") / "key")
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys.make(tmp_path_factory.mktemp("strangers") / "key")
+
+
+def member_of(keys: Keys, folder: Path, slot: int, ends: float) -> Keys:
+    (folder / "member").write_text(keys.member_file(slot, ends))
+    return Keys.read(folder / "member")
 
 
 def test_keys_are_written_once_and_for_the_owner_only(tmp_path: Path) -> None:
-    Keys.make(tmp_path / "key")
+    made = Keys.make(tmp_path / "key")
     written = (tmp_path / "key").read_bytes()
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
         Keys.make(tmp_path / "key")
     assert (tmp_path / "key").read_bytes() == written
+    assert made.can_invite
+    assert made.slot is None
 
 
 @pytest.mark.parametrize(
@@ -33,6 +62,27 @@ def test_a_file_without_a_key_is_refused_in_one_line(tmp_path: Path, content: st
         Keys.read(tmp_path / "other")
 
 
+def test_a_key_of_version_0_4_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Its certificate is no authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "megatron_noloco federation")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(1970, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (tmp_path / "key").write_bytes(private + certificate.public_bytes(Encoding.PEM))
+    with pytest.raises(ValueError, match="is a key of an earlier version"):
+        Keys.read(tmp_path / "key")
+
+
 def test_half_a_key_is_none(tmp_path: Path) -> None:
     """Neither what only others may know nor what only the owner does."""
     Keys.make(tmp_path / "key")
@@ -41,3 +91,148 @@ def test_half_a_key_is_none(tmp_path: Path) -> None:
         (tmp_path / "half").write_text(half)
         with pytest.raises(ValueError, match="holds no key"):
             Keys.read(tmp_path / "half")
+
+
+def test_the_key_of_one_and_the_certificate_of_another_are_none(keys: Keys, strangers: Keys) -> None:
+    own, other = (made._path.read_text().split("-----BEGIN CERT") for made in (keys, strangers))
+    mixed = keys._path.with_name("mixed")
+    mixed.write_text(own[0] + "-----BEGIN CERT" + other[1])
+    with pytest.raises(ValueError, match="holds no key"):
+        Keys.read(mixed)
+
+
+def test_a_member_file_is_its_slot_only_and_cannot_invite(keys: Keys, tmp_path: Path) -> None:
+    member = member_of(keys, tmp_path, 7, time.time() + HOUR)
+    assert not member.can_invite
+    assert member.slot == 7
+    assert member.fingerprint == keys.fingerprint
+    identity = member.identity(7)
+    assert identity.slot == slot_of(identity.certificate) == 7
+    assert abs(identity.ends - time.time() - HOUR) < 60
+    assert identity.folder_key == keys.identity(1).folder_key
+    with pytest.raises(ValueError, match="is the member file of replica 7, and cannot run replica 8"):
+        member.identity(8)
+    with pytest.raises(ValueError, match="is a member file, and cannot invite"):
+        member.member_file(8, time.time() + HOUR)
+
+
+def test_a_member_file_ends(keys: Keys, tmp_path: Path) -> None:
+    member = member_of(keys, tmp_path, 7, time.time() - HOUR)
+    with pytest.raises(ValueError, match=r"was good until 20.* UTC; ask for a new one"):
+        member.identity(7)
+
+
+def test_a_member_file_with_a_part_missing_is_refused(keys: Keys, tmp_path: Path) -> None:
+    text = keys.member_file(7, time.time() + HOUR)
+    for part in ("-----BEGIN NOLOCO FOLDER KEY-----", "-----BEGIN PRIVATE KEY-----"):
+        (tmp_path / "member").write_text(text.replace(part, "-----BEGIN NOTHING-----"))
+        with pytest.raises(ValueError, match="holds no key"):
+            Keys.read(tmp_path / "member")
+
+
+def test_a_signature_is_of_one_slot_and_one_text(keys: Keys, strangers: Keys) -> None:
+    one, other = keys.identity(3), keys.identity(5)
+    signature = one.sign(b"text")
+    for checker in (one, other):
+        checker.check(one.certificate, 3, b"text", signature)
+    for slot, text, why in ((5, b"text", "slot 3, not by slot 5"), (3, b"another", "wrong signature")):
+        with pytest.raises(ValueError, match=why):
+            other.check(one.certificate, slot, text, signature)
+    stranger = strangers.identity(3)
+    with pytest.raises(ValueError, match="a certificate of another key"):
+        other.check(stranger.certificate, 3, b"text", stranger.sign(b"text"))
+    with pytest.raises(ValueError):
+        other.check(b"no certificate", 3, b"text", signature)
+
+
+def test_a_signature_is_void_once_its_certificate_has_ended(keys: Keys, tmp_path: Path) -> None:
+    member = member_of(keys, tmp_path, 7, time.time() - HOUR)
+    ended = Identity(member._private, member._certificate, member._authority, member._folder_key)
+    with pytest.raises(ValueError, match="time is over"):
+        keys.identity(1).check(ended.certificate, 7, b"text", ended.sign(b"text"))
+
+
+def test_the_authority_and_a_member_cannot_issue_for_others(keys: Keys, tmp_path: Path) -> None:
+    checker = keys.identity(1)
+    authority = keys._authority.public_bytes(Encoding.DER)
+    with pytest.raises(ValueError, match="of no slot"):
+        checker.check(authority, 3, b"text", b"")
+    member = member_of(keys, tmp_path, 7, time.time() + HOUR)
+    forged = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(member._certificate.subject)
+        .issuer_name(keys._authority.subject)
+        .public_key(forged.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime.datetime(1970, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 1, 1))
+        .sign(member._private, hashes.SHA256())
+    )
+    with pytest.raises(ValueError, match="another key"):
+        checker.check(certificate.public_bytes(Encoding.DER), 8, b"text", b"")
+
+
+def test_two_members_derive_the_same_secret_and_a_third_another(keys: Keys, strangers: Keys) -> None:
+    one, other, third = (keys.identity(slot) for slot in (1, 2, 3))
+    secret = one.pair_key(other.certificate)
+    assert len(secret) == 32
+    assert secret == other.pair_key(one.certificate)
+    assert third.pair_key(one.certificate) != secret
+    with pytest.raises(ValueError, match="another key"):
+        one.pair_key(strangers.identity(2).certificate)
+
+
+def test_each_process_of_a_key_holder_has_a_key_of_its_own(keys: Keys) -> None:
+    assert keys.identity(1).certificate != keys.identity(1).certificate
+    assert keys.identity(VISITOR).slot == VISITOR
+
+
+def handshake(server: Identity, client: Identity, name: str) -> int:
+    """Return the slot that the server has seen; raises SSLError where either side refuses."""
+    one, other = socket.socketpair()
+    seen: list[int | Exception] = []
+
+    def serve() -> None:
+        try:
+            with server.server.wrap_socket(one, server_side=True) as opened:
+                certificate = opened.getpeercert(binary_form=True)
+                assert certificate is not None
+                seen.append(slot_of(certificate))
+                opened.sendall(b"x")
+        except OSError as error:
+            seen.append(error)
+            one.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with client.client.wrap_socket(other, server_hostname=name) as opened:
+            assert opened.version() == "TLSv1.3"
+            opened.recv(1)
+    finally:
+        other.close()
+        thread.join()
+    if isinstance(seen[0], Exception):
+        raise seen[0]
+    return seen[0]
+
+
+def test_both_sides_of_a_connection_show_their_slot(keys: Keys, strangers: Keys, tmp_path: Path) -> None:
+    server, client = keys.identity(1), keys.identity(2)
+    for name in (ANY_MEMBER, host_name(1)):
+        assert handshake(server, client, name) == 2
+    assert handshake(server, member_of(keys, tmp_path, 7, time.time() + HOUR).identity(7), host_name(1)) == 7
+    for pair in ((server, client, host_name(2)), (server, strangers.identity(2), ANY_MEMBER)):
+        with pytest.raises(ssl.SSLError):
+            handshake(*pair)
+    with pytest.raises(ssl.SSLError):
+        handshake(strangers.identity(1), client, ANY_MEMBER)
+
+
+def test_no_private_key_stays_in_a_temporary_file(
+    keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    keys.identity(1)
+    assert os.listdir(tmp_path) == []

@@ -4,7 +4,6 @@ Where only places count, a vector is on torch's device "meta", which has shapes 
 count, it is a sparse file that is mapped into memory: only the pages that a test touches take space.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +20,8 @@ from megatron_noloco.checkpoint.reader import read_into
 from megatron_noloco.data.indexed import read_indexed
 from megatron_noloco.data.samples import ShuffledSamples
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.federation.gather import Gather, Leader, bytes_of
+from megatron_noloco.federation.codes import bytes_of
+from megatron_noloco.federation.gather import Gather, Leader
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.bucket_exchange import Members
@@ -104,7 +104,7 @@ def test_buckets_cover_a_vector_and_lie_where_they_say(sparse: Tensor) -> None:
     assert all(before.stop == after.start for before, after in pairwise(transfer.buckets))
     last = len(transfer.buckets) - 1
     sparse[-8:] = numbers
-    assert torch.equal(asyncio.run(transfer.content(last))[-8:], numbers)
+    assert torch.equal(transfer.content(last).result()[-8:], numbers)
     transfer.result(last)[-8:] = 2 * numbers
     assert torch.equal(sparse[-8:], 2 * numbers)
     assert bytes_of(sparse).nbytes == sparse.nbytes

@@ -1,6 +1,5 @@
 """Replicas of different layouts have the same vectors: each rank gives and gets its part."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,12 +64,9 @@ def test_a_replica_of_any_layout_gets_the_vector_of_another(
         for movement in movements(taker, [range(length)], bucket)
     ]
 
-    async def conversation() -> None:
-        for at in range(len(giving[0].buckets)):
-            result = taking[0].result(at)
-            await taking[0].hand_out(at, result.copy_(await giving[0].content(at)))
-
-    asyncio.run(conversation())
+    for at in range(len(giving[0].buckets)):
+        result = taking[0].result(at)
+        taking[0].hand_out(at, result.copy_(giving[0].content(at).result())).result()
     for transfer in (*giving, *taking):
         transfer.wait()
     for holding, part in zip(taker, found, strict=True):

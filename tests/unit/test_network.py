@@ -1,259 +1,170 @@
-"""Replicas on ports of this host find each other, and say why where they do not."""
+"""What `federation.rendezvous`, `listen` and `advertise` accept, and what a job opens with them."""
 
 import errno
 import os
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from megatron_noloco.federation import network as network_module
-from megatron_noloco.federation import node_thread, tcp
-from megatron_noloco.federation.directory import split
-from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.links import Link
-from megatron_noloco.federation.messages import Member
-from megatron_noloco.federation.network import Network, open_node
-from megatron_noloco.federation.node_thread import NodeThread
-from megatron_noloco.federation.rendezvous import Folder, Seeds
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation import https_client
+from megatron_noloco.federation import network as module
+from megatron_noloco.federation.compatibility import RunIdentity
+from megatron_noloco.federation.members import Members, PeerStatus
+from megatron_noloco.federation.membership import join_federation
+from megatron_noloco.federation.network import (
+    Network,
+    listening,
+    meeting_place,
+    place_to_advertise,
+    place_to_listen,
+    seeds_in,
+)
 from megatron_noloco.federation.store import Store
-from megatron_noloco.federation.streams import Stream
-from megatron_noloco.job.join import reachable_address
+from megatron_noloco.job.join import _address_towards, reachable_address
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.harness import free_port, until
 
-MEMBER = Member(77)
-SECONDS = 60.0  # for what takes a second
+RUN = 77
+LOCAL = "127.0.0.1:0"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for others often, and wait for none when a network is opened."""
+    monkeypatch.setattr(https_client, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.0)
+
+
+def through(path: Path, listen: str | None = LOCAL) -> Network:
+    """Return the network of a job that meets others in a folder."""
+    return Network(RUN, {}, folder=Store.of(f"file://{path}"), listen=listen)
 
 
 @contextmanager
-def replicas(*networks: Network) -> Iterator[list[NodeThread]]:
+def replicas(*networks: Network) -> Iterator[list[Members]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(closing(open_node(one, slot))) for slot, one in enumerate(networks)]
+        yield [stack.enter_context(closing(one.open(slot))) for slot, one in enumerate(networks)]
 
 
-def folder(path: Path) -> Folder:
-    return Folder(Store.of(f"file://{path}"), MEMBER.run)
+def meet(one: Members, other: Members) -> None:
+    """Have each of two replicas fetch a piece of the other."""
+    for own, theirs in ((one, other), (other, one)):
+        until(lambda own=own, theirs=theirs: own.mesh.reaches(theirs.mesh.me))
+        theirs.mesh.offer("greeting", b"hello")
+        assert own.mesh.fetch(theirs.mesh.me, "greeting") == b"hello"
 
 
-async def echo(link: Link, stream: Stream) -> None:
-    await stream.send(await stream.receive(5))
-
-
-def talk(one: NodeThread, other: NodeThread) -> None:
-    """Have a conversation that either of two replicas opens, when they have a link."""
-    for own, their in ((one, other), (other, one)):
-        until(lambda own=own, their=their: their.node.slot in own.node.present())
-        their.node.serves["echo"] = echo
-
-        async def ask(link: Link) -> bytes:
-            async with link.open("echo") as stream:
-                await stream.send(b"hello")
-                return await stream.receive(5)
-
-        assert own.call(ask(own.node.links[their.node.slot])).result(SECONDS) == b"hello"
-
-
-# Addresses of IPv6
-
-
-def test_replicas_of_a_folder_listen_at_ipv6(tmp_path: Path) -> None:
-    with replicas(*[Network(folder(tmp_path), MEMBER, "tcp://[::1]:0")] * 2) as (one, other):
-        assert all(thread.node.directory.own.endpoint.startswith("tcp://[::1]:") for thread in (one, other))
-        talk(one, other)
-
-
-@pytest.mark.parametrize("listen", ["tcp://[::1]:{}", "tcp://*:{}"])
-def test_a_seed_and_what_a_replica_advertises_may_be_ipv6(listen: str) -> None:
-    ports = free_port(), free_port()
-    seeds = Seeds.of(f"[::1]:{ports[0]}")
-    networks = [
-        Network(seeds, MEMBER, listen.format(port), advertise=f"tcp://[::1]:{port}") for port in ports
-    ]
-    with replicas(*networks) as (one, other):
-        talk(one, other)
-        assert one.node.directory.addresses[1].endpoint == f"tcp://[::1]:{ports[1]}"
-
-
-def test_a_refused_job_leaves_no_address(tmp_path: Path) -> None:
-    with replicas(*[Network(folder(tmp_path), MEMBER, "tcp://127.0.0.1:0")] * 2) as (one, other):
-        talk(one, other)
-        differs = Network(folder(tmp_path), Member(MEMBER.run, {"model": "1"}), "tcp://127.0.0.1:0")
-        with closing(open_node(differs, 2)) as refused:
-            assert {*folder(tmp_path).look().addresses} == {0, 1, 2}
-            until(lambda: refused.node.dialling.refusal)
-        assert {*folder(tmp_path).look().addresses} == {0, 1}
-    assert {*folder(tmp_path).look().addresses} == {0, 1}, "of jobs that have met others"
-
-
-# Seeds
-
-
-def visit(thread: NodeThread, seeds: Seeds) -> None:
-    """Do what a replica without others does, at once."""
-    for endpoint in seeds.look().endpoints:
-        thread.call(thread.node.dialling.visit(endpoint)).result(SECONDS)
-    thread.call(thread._name_nobody()).result(SECONDS)
-
-
-def test_own_seed_addresses_are_not_dialled(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_thread, "_CHANGES_SECONDS", SECONDS)  # nothing is said of who comes
-    port = free_port()
-    seeds = Seeds.of(f"127.0.0.1:{port},localhost:{port},[::1]:{port},{socket.gethostname()}:{port}")
-    with replicas(Network(seeds, MEMBER, f"tcp://*:{port}", advertise=f"tcp://localhost:{port}")) as (own,):
-        visit(own, seeds)
-        assert own.node.links == {}
-        assert not own.node.dialling.has_answers
-        with closing(open_node(Network(seeds, MEMBER, "tcp://127.0.0.1:0"), 1)) as other:
-            talk(own, other)
-            assert other.node.dialling.has_answers
-    assert capfd.readouterr().err == ""
-
-
-@contextmanager
-def nobody(how: str) -> Iterator[str]:
-    """Give a HOST:PORT at which nobody answers."""
-    with ExitStack() as stack:
-        backlog = 0 if how == "dropped" else 100
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=backlog))
-        place = "{}:{}".format(*listener.getsockname())
-        if how == "refused":
-            listener.close()
-        if how == "dropped":  # a full queue, whose host drops what comes
-            for _ in range(4):
-                waiting = stack.enter_context(socket.socket())
-                waiting.setblocking(False)
-                waiting.connect_ex(listener.getsockname())
-        if how == "greets":
-            threading.Thread(target=greet, args=(listener,), daemon=True).start()
-        yield "no-such-host.invalid:1" if how == "unknown" else place
-
-
-def greet(listener: socket.socket) -> None:
-    """Answer with the first bytes alone, as where the packets of a handshake are lost."""
-    greeted = []
-    with suppress(OSError):
-        while True:
-            greeted.append(listener.accept()[0])
-            greeted[-1].sendall(tcp._MAGIC + bytes([tcp.VERSION, True]))
+# What the settings accept
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("text", "problem"),
     [
-        ("refused", "nobody answers at tcp://{}: Connection refused"),
-        (
-            "dropped",
-            "nobody answers at tcp://{}: no answer, nor a refusal: its host is off, or a firewall drops",
-        ),
-        ("silent", "tcp://{} accepts connections, and says nothing"),
-        (
-            "greets",
-            "tcp://{} answers, and goes silent: is the MTU of the route smaller than that of the interface",
-        ),
-        ("unknown", "nobody answers at tcp://{}: Name or service not known"),
-        ("no route", "nobody answers at tcp://{}: No route to host"),
+        ("tcp://a:1,b", 'federation.rendezvous: "b" is not HOST:PORT'),
+        ("tcp://a:0", 'federation.rendezvous: "a:0" is not HOST:PORT'),
+        ("tcp://::1:1", 'federation.rendezvous: "::1:1" is not .* an IPv6 address in []'),
+        ("file://", 'federation.rendezvous: "file://" is neither'),
+        ("file://~nosuch/a", 'federation.rendezvous: "file://~nosuch/a": Could not determine home directory'),
+        ("/a/folder", 'federation.rendezvous: "/a/folder" is neither'),
+        ("tcp://a:10,b:20", "federation.listen is missing: .* have the ports [10, 20], so"),
     ],
 )
-def test_nobody_at_a_seed_is_named_with_the_reason(
-    how: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def no_route(endpoint: str) -> socket.socket:
-        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
-
-    monkeypatch.setattr(tcp, "_OPEN_SECONDS", 0.3)
-    if how == "no route":
-        monkeypatch.setattr(tcp, "_dialled", no_route)
-    with nobody(how) as place:
-        seeds = Seeds.of(place)
-        keys = Keys.make(tmp_path / "key") if how == "greets" else None
-        with replicas(Network(seeds, MEMBER, "tcp://127.0.0.1:0", keys)) as (own,):
-            visit(own, seeds)
-        (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"replica 0: federation.rendezvous: {why.format(place)}")
-    assert line.endswith("; does a job listen there, and is the port open?")
+def test_a_rendezvous_is_refused_in_one_line(text: str, problem: str) -> None:
+    with pytest.raises(UserError) as refused:
+        place_to_listen(None, meeting_place(text)[0])
+    assert re.match(re.escape(problem).replace(r"\.\*", ".*"), str(refused.value))
+    assert "\n" not in str(refused.value)
 
 
-def test_a_seed_that_answers_is_enough(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_thread, "_CHANGES_SECONDS", 0.01)
-    lines, come = (
-        list[str](),
-        [f"replica {slot}: replica {1 - slot} has come (2 replicas)" for slot in (0, 1)],
-    )
-    first = Network(Seeds.of("127.0.0.1:1"), MEMBER, "tcp://127.0.0.1:0")
-    with nobody("refused") as gone, replicas(first) as (one,):
-        seeds = Seeds.of(f"{gone},{one.node.directory.own.endpoint.removeprefix('tcp://')}")
-        with closing(open_node(Network(seeds, MEMBER, "tcp://127.0.0.1:0"), 1)) as own:
-            talk(one, own)
-            visit(own, seeds)
-            until(lambda: lines.extend(capfd.readouterr().err.splitlines()) or len(lines) >= len(come))
-            assert sorted(lines) == come
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    seeds, folder = meeting_place("file://~/a")
+    assert seeds == []
+    assert folder is not None
+    assert folder.url == f"file://{tmp_path}/a"
 
 
-# Addresses of this host
+def test_a_job_listens_at_the_port_of_the_rendezvous() -> None:
+    assert seeds_in("127.0.0.1:10, [::1]:10,localhost:10") == ["127.0.0.1:10", "[::1]:10", "localhost:10"]
+    assert place_to_listen(None, ["a:10", "b:10"]) == "*:10"
+    assert place_to_listen(None, []) == "*:0"
+    assert place_to_listen("tcp://[::1]:5", ["a:10"]) == "[::1]:5"
+    assert place_to_listen("off", ["a:10"]) is None
 
 
-def test_a_host_without_a_route_is_known_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("megatron_noloco.job.join._address_towards", lambda host: None)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, None, ("127.0.1.1", 0))])
-    assert reachable_address(["gone"]) == socket.gethostname()
-    monkeypatch.undo()
-    name = socket.gethostname()
-    seeds = Seeds.of("127.0.0.1:1")
-    monkeypatch.setattr(network_module, "reachable_address", lambda hosts: name)
-    for advertise in (None, f"tcp://{name}:{(port := free_port())}"):
-        network = Network(seeds, MEMBER, f"tcp://*:{port}", advertise=advertise)
-        with replicas(network) as (own,):
-            assert own.node.directory.own.endpoint == f"tcp://{name}:{port}"
-    (line,) = capfd.readouterr().err.splitlines()
-    assert f"no address of this host is known, as it has no default route, so others look for {name}" in line
-    assert "set federation.advertise" in line
+@pytest.mark.parametrize(
+    "listen", ["tcp://*:65536", "tcp://*", "29500", "ipc:///tmp/x", "tcp://:::0", "tcp://[::]"]
+)
+def test_where_no_job_can_listen_is_refused(listen: str) -> None:
+    with pytest.raises(UserError, match=r'^federation.listen: ".*" is not "tcp://HOST:PORT", with .*$'):
+        place_to_listen(listen, ["a:1"])
 
 
-def test_a_name_that_is_too_long_for_python_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "a" * 64)
-    assert reachable_address()
-
-
-def test_link_local_addresses_are_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Of a seed and of this host. Two machines with a cable between them may have no others."""
-    monkeypatch.setattr(network_module, "reachable_address", lambda hosts: "169.254.7.8")
-    network = Network(Seeds.of("169.254.7.7:9"), MEMBER, "tcp://*:0")
-    with replicas(network) as (own,):
-        assert split(own.node.directory.own.endpoint)[0] == "169.254.7.8"
-    of_seed, of_own = capfd.readouterr().err.splitlines()
-    why = "a link-local address, which leads there from the same cable or switch only"
-    assert of_seed == f"replica 0: federation.rendezvous has 169.254.7.7, {why}"
-    assert of_own.startswith(
-        f"replica 0: others look for this job at 169.254.7.8, {why}; where they are elsewhere"
-    )
-    assert "set federation.advertise" in of_own
+@pytest.mark.parametrize(
+    ("advertise", "listen", "problem"),
+    [
+        ("tcp://example.org:0", "*:29500", '"tcp://example.org:0" is not "tcp://HOST:PORT"'),
+        ("tcp://::1:29500", "*:29500", "an IPv6 address in []"),
+        ("tcp://example.org:29500", "*:0", "must lead to a known port, but this replica listens at"),
+    ],
+)
+def test_an_address_to_advertise_is_refused_in_one_line(advertise: str, listen: str, problem: str) -> None:
+    with pytest.raises(UserError, match=re.escape(problem)):
+        place_to_advertise(advertise, listen)
 
 
 @pytest.mark.parametrize("host", ["fe80::1", "fe80::1%eth0"])
 def test_link_local_addresses_of_ipv6_are_refused(host: str) -> None:
     """The name of the interface, which they need, is another one on each host."""
-    place, seeds = f"[{host}]:9", Seeds.of("a:1")
+    place = f"[{host}]:9"
     refused: dict[str, Callable[[], object]] = {
-        "rendezvous": lambda: Seeds.of(place),
-        "listen": lambda: Network(seeds, MEMBER, f"tcp://{place}"),
-        "advertise": lambda: Network(seeds, MEMBER, "tcp://*:9", advertise=f"tcp://{place}"),
+        "rendezvous": lambda: seeds_in(place),
+        "listen": lambda: place_to_listen(f"tcp://{place}", ["a:1"]),
+        "advertise": lambda: place_to_advertise(f"tcp://{place}", "*:9"),
     }
-    for field, make in refused.items():
-        with pytest.raises(
-            ValueError, match=f"federation.{field}: {host} is an IPv6 link-local address, which"
-        ):
-            make()
+    for field, accept in refused.items():
+        line = f"federation.{field}: {host} is an IPv6 link-local address, which"
+        with pytest.raises(UserError, match=line if "%" not in host else "federation"):
+            accept()
+
+
+# The address of this host
+
+
+@pytest.mark.parametrize(
+    ("routes", "expected"),
+    [
+        ({"first": "10.77.0.2"}, "10.77.0.2"),
+        ({"first": "127.0.0.1"}, "first"),  # it is this host, by a name that the others know
+        ({"first": "127.0.0.1", "second": "10.77.0.1"}, "10.77.0.1"),
+        ({"gone": None, "10.77.0.9": "10.77.0.1"}, "10.77.0.1"),
+        ({"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "gone": None}, "10.0.2.15"),
+        ({}, "10.0.2.15"),
+    ],
+)
+def test_the_address_of_a_host_is_that_of_its_way_to_the_seeds(
+    routes: dict[str, str | None], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of its default route, which may be the same on each host."""
+    ways = routes | {"10.255.255.255": "10.0.2.15"}
+    monkeypatch.setattr("megatron_noloco.job.join._address_towards", ways.__getitem__)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [(None, None, None, None, ("127.0.1.1", 0))])
+    assert reachable_address([*routes]) == expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_seed_may_have_either_kind_of_address(address: str) -> None:
+    assert _address_towards(address) == address
 
 
 def test_an_address_that_leads_further_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,3 +177,218 @@ def test_an_address_that_leads_further_is_preferred(monkeypatch: pytest.MonkeyPa
     assert reachable_address() == "10.0.0.4"
     del found[3]
     assert reachable_address() == "169.254.7.8"
+
+
+def test_a_name_that_is_too_long_for_python_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "a" * 64)
+    assert reachable_address()
+
+
+def test_a_job_announces_where_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
+    network = Network(RUN, {}, ["first:29600"])
+    for place, host in (("*", "10.77.0.2"), ("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")):
+        with listening(place, 0) as listener:
+            assert network._addresses(listener) == [f"{host}:{listener.getsockname()[1]}"]
+            advertised = Network(RUN, {}, ["first:29600"], advertise="example.org:5")
+            assert advertised._addresses(listener) == ["example.org:5"]
+    assert network._addresses(None) == []
+
+
+def test_a_host_without_a_route_is_known_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_noloco.job.join._address_towards", lambda host: None)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, None, ("127.0.1.1", 0))])
+    assert reachable_address(["gone"]) == socket.gethostname()
+    monkeypatch.undo()
+    name, port = socket.gethostname(), free_port()
+    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(module, "reachable_address", lambda hosts: name)
+    for advertise in (None, f"{name}:{port}"):
+        network = Network(RUN, {}, ["127.0.0.1:1"], listen=f"*:{port}", advertise=advertise)
+        with replicas(network) as (own,):
+            assert own.status.addresses == [f"{name}:{port}"]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"no address of this host is known, as it has no default route, so others look for {name}" in line
+    assert "set federation.advertise" in line
+
+
+def test_link_local_addresses_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a seed and of this host. Two machines with a cable between them may have no others."""
+    monkeypatch.setattr(module, "reachable_address", lambda hosts: "169.254.7.8")
+    with replicas(Network(RUN, {}, ["169.254.7.7:9"])) as (own,):
+        assert own.status.addresses[0].startswith("169.254.7.8:")
+    of_seed, of_own = capfd.readouterr().err.splitlines()
+    why = "a link-local address, which leads there from the same cable or switch only"
+    assert of_seed == f"replica 0: federation.rendezvous has 169.254.7.7, {why}"
+    where = f"replica 0: others look for this job at 169.254.7.8, {why}; where they are elsewhere"
+    assert of_own.startswith(where)
+    assert "set federation.advertise" in of_own
+
+
+# Ports and folders that cannot be used
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1", "[2001:db8::1]"])
+def test_an_address_of_another_host_is_refused_in_one_line(tmp_path: Path, host: str) -> None:
+    with pytest.raises(UserError, match=r"cannot listen at .*; it must be an address of this host"):
+        through(tmp_path, f"{host}:29511").open(0)
+
+
+@pytest.mark.parametrize(
+    ("known", "remedy"),
+    [
+        ("", "port 0 takes any that is free"),
+        (
+            "rendezvous",
+            'if another job of this federation has it, set federation.listen to "tcp://*:0"; else end the process '
+            "that has it, or give federation.rendezvous of all jobs another port",
+        ),
+        ("advertise", "end the process that has it, or choose another port, which federation.advertise leads to"),
+    ],
+)  # fmt: skip
+def test_a_port_that_is_taken_is_refused_in_one_line(
+    known: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a remedy that is good where others know this replica by its port, too."""
+    monkeypatch.setattr(module, "_PORT_SECONDS", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        seeds = ["a:1", place] if known == "rendezvous" else []
+        network = Network(RUN, {}, seeds, listen=place, advertise="a:1" if known == "advertise" else None)
+        line = f"federation.listen: cannot listen at tcp://{place}: Address already in use; {remedy}"
+        with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
+            network.open(0)
+
+
+def test_port_held_by_this_process_is_refused(tmp_path: Path) -> None:
+    """As in a notebook, where `attach` is called again."""
+    network = through(tmp_path, f"127.0.0.1:{free_port()}")
+    line = r"in use, by this process: close\(\) what attach returned before; .* one torch.nn.ModuleDict$"
+    for _ in range(2):
+        with closing(network.open(0)), pytest.raises(UserError, match=line):
+            network.open(0)
+
+
+def test_port_of_killed_job_is_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        network = through(tmp_path, "127.0.0.1:{1}".format(*taken.getsockname()))
+        threading.Timer(0.5, taken.close).start()
+        with closing(network.open(0)) as made:
+            assert made.status.addresses == [network.listen]
+    line = capfd.readouterr().err
+    assert re.fullmatch(r"replica 0: .*: Address already in use.*; trying for 20 s\n", line)
+
+
+def test_a_folder_that_cannot_be_used_leaves_nothing() -> None:
+    network, threads = through(Path("/proc/x"), f"127.0.0.1:{free_port()}"), threading.active_count()
+    for _ in range(2):  # the port is free again
+        with pytest.raises(UserError, match="rendezvous: cannot write in /proc/x: No such file"):
+            network.open(0)
+    until(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.parametrize("listen", ["off", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_may_not_be_written_is_one_line(
+    listen: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = FederationSettings(rendezvous=f"file://{tmp_path}/run", encryption="none", listen=listen)
+    monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(UserError, match=f"cannot write in {tmp_path}/run.*: {os.strerror(number)}"):
+        join_federation(settings, NolocoSettings(local_steps=1), Place(0, None), RunIdentity({}))
+
+
+# Replicas that meet
+
+
+def test_replicas_of_a_folder_meet_over_ipv6(tmp_path: Path) -> None:
+    with replicas(*[through(tmp_path, "[::1]:0")] * 2) as (one, other):
+        assert all(members.status.addresses[0].startswith("[::1]:") for members in (one, other))
+        meet(one, other)
+
+
+def test_a_job_that_does_not_listen_meets_others_in_the_folder(tmp_path: Path) -> None:
+    with replicas(*[through(tmp_path, listen=None)] * 2) as (one, other):
+        meet(one, other)
+        assert (one.status.addresses, one.hidden()) == ([], set())
+
+
+@pytest.mark.parametrize("listen", ["[::1]:{}", "*:{}"])
+def test_seeds_and_advertised_addresses_may_be_ipv6(listen: str) -> None:
+    ports = free_port(), free_port()
+    networks = [
+        Network(RUN, {}, [f"[::1]:{ports[0]}"], None, listen.format(port), advertise=f"[::1]:{port}")
+        for port in ports
+    ]
+    with replicas(*networks) as (one, other):
+        meet(one, other)
+        assert one.present()[1].addresses == [f"[::1]:{ports[1]}"]
+
+
+def test_one_seed_that_answers_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
+    """The own address among the seeds, under several names, is no other job."""
+    port = free_port()
+    own = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "[::1]", socket.gethostname())]
+    first = Network(RUN, {}, own, listen=f"*:{port}", advertise=f"localhost:{port}")
+    second = Network(RUN, {}, [f"127.0.0.1:{free_port()}", own[0]], listen=LOCAL)
+    with replicas(first) as (one,):
+        assert one.peers() == {}
+        with closing(second.open(1)) as other:
+            meet(one, other)
+    assert "federation.rendezvous" not in capfd.readouterr().err
+
+
+def test_jobs_of_one_run_that_differ_say_in_what(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As two jobs of the trainer do whose datasets differ, beside a job of another kind."""
+    firsts = [
+        PeerStatus(kind="a", digests={"data": "1", "model": "1"}),
+        PeerStatus(kind="a", digests={"data": "2", "model": "1"}),
+        PeerStatus(kind="b", digests={"data": "3"}),
+    ]
+    networks = [replace(through(tmp_path), first=first) for first in firsts]
+    with replicas(*networks) as (one, other, third):
+        until(lambda: one.refusal and other.refusal)
+        assert one.refusal == "refused: replica 1 differs from replica 0 in data"
+        assert other.refusal == "refused: replica 0 differs from replica 1 in data"
+        until(lambda: {*third.present()} == {0, 1})
+        assert (third.refusal, {*one.present()}) == ("", {2})
+    assert capfd.readouterr().err.count("refused: replica 1 differs") == 1
+
+
+@pytest.mark.parametrize("way", ["folder", "address"])
+def test_a_restart_whose_clock_is_behind_is_the_later(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would take it for a process that has ended."""
+    ends = ExitStack()
+    with ends:
+        monkeypatch.setattr(module, "_FIRST_SECONDS", 5.0)
+        stays, place = through(tmp_path), f"127.0.0.1:{free_port()}"
+        comes = stays
+        if way == "address":
+            stays, comes = Network(RUN, {}, listen=place), Network(RUN, {}, [place], listen=LOCAL)
+        other = ends.enter_context(closing(stays.open(1)))
+        earlier = comes.open(0)
+        until(lambda: 0 in other.present())
+        earlier.close()
+        until(lambda: 0 not in other.present())
+        hour_ago = time.time_ns() - 3600 * 10**9
+        monkeypatch.setattr("megatron_noloco.federation.network.time.time_ns", lambda: hour_ago)
+        own = ends.enter_context(closing(comes.open(0)))
+        assert own.mesh.me.incarnation == earlier.mesh.me.incarnation + 1
+        until(lambda: 0 in other.present())
+        own.check()
+
+
+def test_of_two_processes_of_a_slot_the_earlier_ends(tmp_path: Path) -> None:
+    with closing(through(tmp_path).open(0)) as earlier, closing(through(tmp_path).open(0)) as later:
+        until(lambda: later.mesh.me in earlier.mesh.members())
+        with pytest.raises(
+            UserError, match="another process of replica 0 has begun, and the others exchange"
+        ):
+            earlier.check()
+        later.check()

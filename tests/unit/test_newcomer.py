@@ -1,6 +1,5 @@
-"""What a machine that joins takes from the job that invites, and writes; the commands invite and join."""
+"""The commands invite and join: what an invitation offers, and what a machine takes, fetches and writes."""
 
-import asyncio
 import itertools
 import json
 import os
@@ -8,46 +7,71 @@ import re
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from megatron_noloco import __version__
 from megatron_noloco.cli import invite
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import divided, is_taken
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.federation.dialling import Carriers
-from megatron_noloco.federation.invitation import Invitations, JoinBundle, JoinRequirements
-from megatron_noloco.federation.joining import Ticket, line_of, ticket_in
-from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.messages import Address
-from megatron_noloco.federation.node import Node
-from megatron_noloco.federation.tcp import TcpCarrier
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation import visit
+from megatron_noloco.federation.folder_carrier import FolderCarrier
+from megatron_noloco.federation.https_carrier import HttpsCarrier
+from megatron_noloco.federation.invitation import Invitation, JoinRequirements, invitation_in, line_of
+from megatron_noloco.federation.keys import Identity, Keys
+from megatron_noloco.federation.mesh import Member, Mesh, StalledError, Status
+from megatron_noloco.federation.store import Store
+from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.fields import fields_of
-from megatron_noloco.preflight import machine
+from megatron_noloco.preflight import arrival, inviting, machine
+from megatron_noloco.preflight.arrival import arrive
 from megatron_noloco.preflight.machine import Finding
-from megatron_noloco.preflight.newcomer import Local, check_local, offered, proposed, write_job
+from megatron_noloco.preflight.newcomer import (
+    Local,
+    check_local,
+    digest_of_piece,
+    offered,
+    proposed,
+    tokenizer_piece,
+    write_job,
+)
 from megatron_noloco.training.prepare import network_for
 from tests.integration.tiny import tiny, write_config
 from tests.unit.test_tokenizers import write_tokenizer
 
 NOTHING = JoinRequirements([], False)
+DAY = 86400.0
 
 
 def raw(**more: Any) -> dict[str, Any]:
     federation = {"rendezvous": "tcp://10.0.0.1:5000", "key_file": "key"}
     return tiny(more, tiny({"federation": federation, "data": {"text": "python-stdlib"}}))
+
+
+def invited(keys: Keys, **fields: Any) -> Invitation:
+    """Return an invitation to slot 1."""
+    defaults: dict[str, Any] = {
+        "run": 7,
+        "slot": 1,
+        "member_file": keys.member_file(1, time.time() + DAY),
+        "folder": "",
+        "addresses": ["10.0.0.1:5000"],
+        "config": {},
+        "requirements": NOTHING,
+        "tokenizer": digest_of_piece(b"{}"),
+    }
+    return Invitation(**defaults | fields)
 
 
 def joined(
@@ -57,15 +81,12 @@ def joined(
     keys = Keys.make(folder / "key")
     content["federation"]["key_file"] = str(folder / "key")
     config = RunConfig(**content)
-    offer = offered(config, build_tokenizer(config.data.tokenizer), keys.fingerprint)
-    bundle = JoinBundle(1, offer.config, "tcp://10.0.0.1:5000", offer.key, offer.tokenizer)
+    requirements, shared = offered(config)
+    files = arrival._files_of(tokenizer_piece(build_tokenizer(config.data.tokenizer)))
+    invitation = invited(keys, config=shared, requirements=requirements)
     here = Local(folder / "joined", **{"data": {}} | local)
-    told = list[str]()
-    return (
-        config,
-        load_config(write_job(bundle, offer.requirements, here, told.append)[0]),
-        offer.requirements,
-    )
+    path, _ = write_job(invitation_in(line_of(invitation)), files, here, lambda line: None)
+    return config, load_config(path), requirements
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -84,107 +105,386 @@ def test_all_lines_that_are_pasted_are_read(closed: bool) -> None:
             os.close(descriptor)
 
 
-@contextmanager
-def running(config: RunConfig, told: Callable[[str], object]) -> Iterator[str]:
-    """Run a job that answers newcomers, in a thread; give its endpoint."""
-    network, started, ends = network_for(config), threading.Event(), asyncio.Event()
-    loop, listener = asyncio.new_event_loop(), socket.create_server(("127.0.0.1", 0))
-    endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+class FakeJobs:
+    """The jobs that a visit finds, and what each offers."""
 
-    async def run() -> None:
-        carriers = Carriers(TcpCarrier(network.keys, listener))
-        node = Node(0, Address(endpoint, 1), network.member, carriers)
-        node.warn = told
-        assert network.keys is not None
-        offer = partial(offered, config, build_tokenizer(config.data.tokenizer), network.keys.fingerprint)
-        path = Path(config.training.output_dir) / "invitations.json"
-        invitations = Invitations(offer, node, path)
-        node.strangers, node.invites = invitations.welcome, invitations.invite
-        await node.start()
-        started.set()
-        await ends.wait()
-        await node.close()
+    def __init__(self) -> None:
+        self.answers: Sequence[str] = ["10.0.0.1:5000"]
+        self.statuses: dict[Member, Status] = {}
+        self.present: set[Member] = set()
+        self.pieces: dict[int, bytes] = {}
+        self.visitors: list[tuple[int, int]] = []  # slot and run
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    try:
-        while not started.wait(timeout=0.1):
-            assert thread.is_alive(), "it has failed"
-        yield endpoint
-    finally:
-        if thread.is_alive():
-            loop.call_soon_threadsafe(ends.set)
-        thread.join()
-        loop.close()
+    def add(
+        self, slot: int, *addresses: str, piece: bytes = b"{}", present: bool = True, **status: Any
+    ) -> None:
+        member = Member(slot, 5)
+        self.statuses[member], self.pieces[slot] = {"addresses": [*addresses], **status}, piece
+        if present:
+            self.present.add(member)
+
+    def visit(self, identity: Identity, run: int, addresses: Sequence[str]) -> "FakeVisit":
+        self.visitors.append((identity.slot, run))
+        return FakeVisit(self, addresses)
 
 
+class FakeVisit:
+    def __init__(self, jobs: FakeJobs, addresses: Sequence[str]) -> None:
+        self._jobs, self._addresses, self.present = jobs, addresses, set[Member]()
+
+    def statuses(self) -> Mapping[Member, Status]:
+        if not {*self._addresses} & {*self._jobs.answers}:
+            raise UserError("; ".join(f"{address}: nobody answers\x1b[2J" for address in self._addresses))
+        self.present = self._jobs.present
+        return self._jobs.statuses
+
+    def piece(self, giver: Member, name: str) -> bytes:
+        assert name == "tokenizer"
+        if not self._jobs.pieces[giver.slot]:
+            raise StalledError("sends nothing")
+        return self._jobs.pieces[giver.slot]
+
+    def measure(self) -> LinkSpeed:
+        self.statuses()
+        return LinkSpeed(1e6, 0.01)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
+    found = FakeJobs()
+    monkeypatch.setattr(inviting, "Visit", found.visit)
+    monkeypatch.setattr(arrival, "Visit", found.visit)
+    return found
+
+
+class Place:
+    """A folder with the config of a federation."""
+
+    def __init__(self, folder: Path, **federation: Any) -> None:
+        self.folder, self.key_file = folder, folder / "key"
+        self.keys = Keys.make(self.key_file)
+        content = raw(training={"output_dir": str(folder / "run")})
+        content["federation"] |= {"key_file": str(self.key_file)} | federation
+        self.path = str(write_config(folder, content))
+
+    def invite(self, *options: str) -> int:
+        return main(["invite", self.path, *options])
+
+    @property
+    def run(self) -> int:
+        return network_for(load_config(self.path)).run
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.chdir(tmp_path)
+    return Place(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["file", "line", "stdin"])
 def test_two_commands_lead_to_a_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place,
+    jobs: FakeJobs,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(machine, "check_gpus", lambda: [Finding("GPU", "problem", "broken", "mend it")])
     monkeypatch.setattr(os, "execv", started := Mock())
-    Keys.make(tmp_path / "key")
-    content = raw(training={"output_dir": str(tmp_path / "run")})
-    content["federation"]["key_file"] = str(tmp_path / "key")
-    path, told, folder = write_config(tmp_path, content), list[str](), tmp_path / "joined"
-    with running(load_config(path), told.append) as endpoint:
-        assert main(["invite", str(path), "--at", endpoint.removeprefix("tcp://"), "--valid", "1h"]) == 0
-        line, hint = capsys.readouterr()
-        assert line.count("\n") == 1
-        assert f"while replica 0 at {endpoint} runs" in hint
-        assert main(["join", line, "--start", "--folder", str(folder)]) == 1
-    assert told == ["a machine joins with an invitation, and takes slot 1"]
+    jobs.add(0, "10.0.0.1:5000", "[2001:db8::1]:5000")
+    jobs.add(2, "10.0.0.2:5000")
+    assert place.invite("--valid", "1h") == 0
+    printed, hint = capsys.readouterr()
+    assert hint.startswith("Copy invitation-1.noloco to the other machine")
+    assert hint.count("\n") == 1
+    of_file, of_line = printed.splitlines()
+    assert of_file == "megatron-noloco join invitation-1.noloco"
+    assert Path("invitation-1.noloco").stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(invite, "_pasted", lambda: printed)
+    words = {"file": of_file.split()[2:], "line": of_line.split()[2:], "stdin": ["-"]}[way]
+    assert main(["join", *words, "--start"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Taken from the machine that invites: ")
+    assert lines[0].startswith("Taken from the invitation: ")
+    assert "The link to a member: 8.000 Mbit/s the slower way, 10.000 ms one way" in lines
     assert "Fix first: GPU: broken. mend it" in lines, "so it is not started"
-    assert lines[-1] == f"Not started: first mend the problem above. Then start it with: sh {folder}/start.sh"
+    assert lines[-1] == "Not started: first mend the problem above. Then start it with: sh joined/start.sh"
     assert not started.called
-    config = load_config(folder / "config.json")
-    assert config.federation.rendezvous == endpoint
-    assert config.training.output_dir == str(folder / "run")
-    key = Path(str(config.federation.key_file))
-    assert key.read_bytes() == (tmp_path / "key").read_bytes()
-    assert key.stat().st_mode & 0o077 == 0
-    with pytest.raises(ValueError, match="is there already, and is no empty folder"):
-        check_local(NOTHING, Local(folder, {}))
-    assert main(["invite", str(path), "--at", endpoint.removeprefix("tcp://")]) == 2, "the job has ended"
-    assert f"invite: no job makes an invitation (nobody answers at {endpoint}: " in capsys.readouterr().err
+    config = load_config("joined/config.json")
+    assert config.federation.rendezvous == "tcp://10.0.0.1:5000,10.0.0.2:5000,[2001:db8::1]:5000"
+    assert config.training.output_dir == str(place.folder / "joined" / "run")
+    member_file = Path(str(config.federation.key_file))
+    assert member_file.stat().st_mode & 0o077 == 0
+    assert Keys.read(member_file).fingerprint == place.keys.fingerprint
+    assert jobs.visitors == [(4096, place.run), (1, place.run)]
+    assert "--replica 1" in Path("joined/start.sh").read_text()
+    with pytest.raises(UserError, match="is there already, and is no empty folder"):
+        check_local(NOTHING, Local(Path("joined"), {}))
 
 
-def test_a_key_that_was_replaced_is_named_wherever_it_is_met(
+def test_each_invitation_has_a_slot_of_its_own(place: Place, jobs: FakeJobs) -> None:
+    jobs.add(1, "10.0.0.1:5000")
+    jobs.add(2, "10.0.0.2:5000", present=False)
+    jobs.add(4, phase="left", present=False)
+    for slot in (0, 3, 5):
+        assert place.invite() == 0
+        assert Path(f"invitation-{slot}.noloco").exists()
+    assert place.invite("--slot", "2", "--file", "again.noloco") == 0
+    assert invitation_in(Path("again.noloco").read_text()).slot == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--slot 1", "invite: replica 1 is running: stop it first, or leave out --slot"),
+        ("--slot 4096", "invite: --slot 4096: the slots are 0 to 4095"),
+        (
+            "--at 10.0.0.9:5000",
+            r"invite: no job answers \(10.0.0.9:5000: nobody answers\\x1b\[2J\); start one",
+        ),
+        ("--file key", "invite: --file key: there is such a file already; give another"),
+        (
+            "--file no/such.noloco",
+            "no/such.noloco: cannot be written: No such file or directory; give another --file",
+        ),
+    ],
+)
+def test_an_invitation_that_cannot_be_is_refused(
+    place: Place, jobs: FakeJobs, options: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs.add(1, "10.0.0.1:5000")
+    assert place.invite(*options.split()) == 2
+    told = capsys.readouterr().err
+    assert re.search(line, told)
+    assert told.count("\n") == 1
+
+
+def test_jobs_without_a_port_cannot_invite(
+    place: Place, jobs: FakeJobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs.add(1)
+    assert place.invite() == 2
+    assert "no running job with a port is found; jobs without ports get copies" in capsys.readouterr().err
+    assert not Path("key.invited").exists()
+
+
+def test_who_was_invited_cannot_invite(
+    place: Place, jobs: FakeJobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs.add(0, "10.0.0.1:5000")
+    place.key_file.write_text(place.keys.member_file(1, time.time() + DAY))
+    assert place.invite() == 2
+    assert capsys.readouterr().err == (
+        "invite: this machine joined by an invitation, which cannot invite: ask a machine that has the "
+        "federation's key\n"
+    )
+
+
+@pytest.mark.parametrize("federation", [{"encryption": "none", "key_file": None}, {"key_file": None}])
+def test_a_federation_without_a_key_has_no_invitations(
+    tmp_path: Path, federation: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = raw()
+    content["federation"] |= federation
+    path = write_config(tmp_path, content)
+    assert main(["invite", str(path)]) == 2
+    assert "key" in capsys.readouterr().err
+
+
+class TestArrive:
+    """What a newcomer fetches from the jobs that it finds, and what it measures."""
+
+    PIECE = b'{"chat_template.jinja": "e30=", "tokenizer.json": "e30="}'
+
+    def test_the_tokenizer_is_that_of_the_invitation(self, place: Place, jobs: FakeJobs) -> None:
+        jobs.add(0, "10.0.0.1:5000", piece=b"")
+        jobs.add(2, piece=self.PIECE)
+        jobs.add(3, "10.0.0.3:5000", piece=b'{"tokenizer.json": "AAAA"}')
+        invitation = invited(place.keys, tokenizer=digest_of_piece(self.PIECE))
+        with pytest.raises(UserError, match=r"replica 0 sends nothing; replica 3 has other files\)\Z"):
+            arrive(invitation)
+        jobs.add(4, "10.0.0.4:5000", piece=self.PIECE)
+        found = arrive(invitation)
+        assert found.tokenizer == {"tokenizer.json": b"{}", "chat_template.jinja": b"{}"}
+        assert found.speed == LinkSpeed(1e6, 0.01)
+
+    @pytest.mark.parametrize(
+        "piece",
+        [
+            *(f'{{"{name}": "e30="}}'.encode() for name in (
+                "../escaped", "/etc/passwd", "a/../../b.json", "run.sh", "", "tokenizer.json\\n",
+                "additional_chat_templates/../../x.jinja", "additional_chat_templates/...jinja",
+            )),
+            b'{"tokenizer.json": "\x1b"}', b'{"tokenizer.json": 1}', b'["tokenizer.json"]', b"[1]", b"1",
+            b"[" * 9999, b"\xff",
+        ],
+        ids=lambda piece: str(piece)[:40],
+    )  # fmt: skip
+    def test_a_piece_that_is_no_tokenizer_is_refused(
+        self, place: Place, jobs: FakeJobs, piece: bytes
+    ) -> None:
+        jobs.add(0, "10.0.0.1:5000", piece=piece)
+        with pytest.raises(UserError, match="join: the invitation names a piece that is no tokenizer"):
+            arrive(invited(place.keys, tokenizer=digest_of_piece(piece)))
+
+    def test_an_invitation_that_has_ended_is_named(self, place: Place, jobs: FakeJobs) -> None:
+        ended = invited(place.keys, member_file=place.keys.member_file(1, 1e9))
+        with pytest.raises(
+            UserError, match=r"join: the invitation was good until 2001-09-09 01:46 UTC; ask for"
+        ):
+            arrive(ended)
+        other = invited(place.keys, member_file=place.keys.member_file(2, time.time() + DAY))
+        with pytest.raises(
+            UserError, match=r"^join: the invitation is the member file of replica 2, [^\n]*\Z"
+        ):
+            arrive(other)
+        with pytest.raises(UserError, match=r"^join: the invitation holds no key[^\n]*\Z"):
+            arrive(invited(place.keys, member_file="-----BEGIN PRIVATE KEY-----"))
+
+    def test_who_finds_nobody_is_told_where_it_looked(self, place: Place, jobs: FakeJobs) -> None:
+        with pytest.raises(UserError, match=r"^join: 10.0.0.9:1: nobody answers"):
+            arrive(invited(place.keys, addresses=["10.0.0.9:1"]))
+
+    @pytest.mark.parametrize("addresses", [[], ["10.0.0.9:1"], ["10.0.0.1:5000"]])
+    def test_a_folder_is_measured_if_nobody_answers(
+        self, place: Place, jobs: FakeJobs, tmp_path: Path, addresses: list[str]
+    ) -> None:
+        store = Store.of(f"file://{tmp_path}/shared")
+        digest = digest_of_piece(self.PIECE)
+        through = invited(place.keys, folder=store.url, addresses=addresses, tokenizer=digest)
+        with pytest.raises(
+            UserError, match=r"the jobs meet in .*/shared, which must be the same folder on this"
+        ):
+            arrive(through)
+        assert not (tmp_path / "shared").exists()
+        store.create()
+        store.put(f"tokenizer-{digest}", self.PIECE)
+        found = arrive(through)
+        assert found.tokenizer.keys() == {"tokenizer.json", "chat_template.jinja"}
+        is_link = addresses == ["10.0.0.1:5000"]
+        assert found.way == ("The link to a member" if is_link else f"The folder {store.url}")
+        assert (found.speed == LinkSpeed(1e6, 0.01)) == is_link
+        assert store.names() == [f"tokenizer-{digest}"]
+        store.put(f"tokenizer-{digest}", b"{}")
+        with pytest.raises(UserError, match="has another tokenizer than the invitation"):
+            arrive(through)
+
+
+def test_jobs_that_share_a_folder_invite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not a job runs; the slot of a running job is not given away."""
+    monkeypatch.setattr(inviting, "_LOOK_SECONDS", 5.0)
+    monkeypatch.chdir(tmp_path)
+    shared = f"file://{tmp_path}/our run"
+    place = Place(tmp_path, rendezvous=shared, listen="off")
+    assert place.invite() == 0
+    network = network_for(load_config(place.path))
+    carrier = FolderCarrier(Store.of(shared), network.run, network.digests, place.keys.identity(1), print)
+    mesh = Mesh(Member(1, time.time_ns()), [carrier])
+    try:
+        mesh.publish({"addresses": ["10.0.0.1:5000"], "phase": "training"})
+        assert place.invite("--slot", "1") == 2
+        assert "replica 1 is running: stop it first" in capsys.readouterr().err
+        assert place.invite("--at", "10.0.0.1:5000") == 2
+        assert "--at: the jobs of this federation meet in a folder; leave it out" in capsys.readouterr().err
+        assert place.invite() == 0
+        assert Store.of(f"{shared}/{network.run:016x}/to").names() == [str(mesh.me)], "nothing is left over"
+    finally:
+        mesh.close()
+    first, second = (invitation_in(Path(f"invitation-{slot}.noloco").read_text()) for slot in (0, 2))
+    assert (first.folder, first.addresses) == (shared, [])
+    assert second.addresses == ["10.0.0.1:5000"]
+    Path("invitation-0.noloco").rename("first.noloco")
+    capsys.readouterr()
+    assert main(["join", "first.noloco", "--listen", "off"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"The jobs meet in {shared}, which is the same folder on each machine" in lines
+    assert any(line.startswith(f"The folder {shared}: ") for line in lines)
+    config = load_config("joined/config.json")
+    assert (config.federation.rendezvous, config.federation.listen) == (shared, "off")
+
+
+@contextmanager
+def running(place: Place, slot: int, seeds: Sequence[str] = (), piece: bytes = b"{}") -> Iterator[str]:
+    """Run a job over HTTPS as others see it; give its address."""
+    network, listener = network_for(load_config(place.path)), socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    identity = place.keys.identity(slot)
+    carrier = HttpsCarrier(network.run, network.digests, identity, listener, lambda: seeds, lambda line: None)
+    mesh = Mesh(Member(slot, time.time_ns()), [carrier])
+    try:
+        mesh.offer("tokenizer", piece)
+        mesh.publish({"addresses": [address], "phase": "training"})
+        assert mesh.wait(lambda: len(mesh.members()) > len(seeds), mesh.clock() + 60)
+        yield address
+    finally:
+        mesh.close()
+        listener.close()
+
+
+@pytest.mark.real_clock
+def test_a_newcomer_comes_to_jobs_that_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = write_tokenizer(place.folder / "tokenizer")
+    content = json.loads(Path(place.path).read_text())
+    content["data"] |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
+    Path(place.path).write_text(json.dumps(content))
+    piece = tokenizer_piece(build_tokenizer(load_config(place.path).data.tokenizer))
+    monkeypatch.setattr(visit, "_LONG_ENOUGH_SECONDS", 1e-6)
+    with running(place, 0, piece=piece) as first, running(place, 2, [first], piece) as second:
+        assert place.invite("--at", first, "--slot", "2") == 2
+        assert "replica 2 is running: stop it first" in capsys.readouterr().err
+        assert place.invite("--at", second) == 0
+        assert main(["join", "invitation-1.noloco"]) == 0
+        config = load_config("joined/config.json")
+        assert str(config.federation.rendezvous) == f"tcp://{second},{first}"
+        copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
+        assert copied.read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+    capsys.readouterr()
+    assert place.invite("--at", first) == 2
+    assert f"invite: no job answers (nobody answers at {first}: " in capsys.readouterr().err
+    assert main(["join", "invitation-1.noloco", "--folder", "again"]) == 2
+    assert f"join: nobody answers at {second}: Connection refused; nobody" in capsys.readouterr().err
+
+
+@pytest.mark.real_clock
+def test_a_new_key_ends_all_invitations(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(place, 0) as address:
+        assert place.invite("--at", address) == 0
+    place.key_file.rename("old-key")
+    place.keys = Keys.make(place.key_file)
+    text = Path("invitation-1.noloco").read_text()
+    with running(place, 0) as address:
+        invitation = replace(invitation_in(text), addresses=[address])
+        capsys.readouterr()
+        assert main(["join", line_of(invitation)]) == 2
+        assert capsys.readouterr().err.startswith(f"join: the process at {address} has another key")
+    assert not Path("joined").exists()
+
+
+def test_a_folder_that_has_no_fixed_name_has_no_invitations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job runs on with the key that it has read."""
-    (tmp_path / "old").mkdir()
-    Keys.make(tmp_path / "key")
-    content = raw(training={"output_dir": str(tmp_path / "run")})
-    content["federation"]["key_file"] = str(tmp_path / "key")
-    path, told = write_config(tmp_path, content), list[str]()
-    with running(load_config(path), told.append) as endpoint:
-        at = ["invite", str(path), "--at", endpoint.removeprefix("tcp://")]
-        assert main(at) == 0
-        line = capsys.readouterr().out
-        (tmp_path / "key").rename(tmp_path / "old" / "key")
-        Keys.make(tmp_path / "key")
-        assert main(at) == 2
-        assert f"the process at {endpoint} has another key" in capsys.readouterr().err
-        assert main(["join", line, "--folder", str(tmp_path / "joined")]) == 2
-        replaced = "the key file was replaced, and this job still has the key before: start all jobs again"
-        assert f"join: the job that invites cannot let anybody in: {replaced}" in capsys.readouterr().err
-        assert told == [f"a machine with an invitation gets nothing: {replaced}"]
-    with running(load_config(path), told.append) as endpoint:
-        ticket = replace(ticket_in(line), endpoint=endpoint)
-        assert main(["join", line_of(ticket), "--folder", str(tmp_path / "joined")]) == 2
-        assert f"join: the process at {endpoint} has another key; an invitation is" in capsys.readouterr().err
+    assert Place(tmp_path, rendezvous="memory://run").invite() == 2
+    assert "an invitation cannot name memory://run; copy config and key instead" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--serve", "--port 29700", "--address first"])
-def test_the_server_of_its_own_is_no_longer_needed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["invite", "my-run.json", *option.split()]) == 2
-    assert "no longer needed: a running job answers, at its own port" in capsys.readouterr().err
+def test_the_name_of_a_file_may_be_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("Hello.")
+    for name, why in (
+        (str(tmp_path / "no.noloco"), "No such file or directory"),
+        (str(tmp_path), "Is a directory"),
+        (str(tmp_path / "text"), "this is no invitation"),
+        ("noloco-abc", "a part of the invitation is missing or changed"),
+    ):
+        assert main(["join", name]) == 2
+        told = capsys.readouterr().err
+        assert why in told
+        assert told.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", ["--at 127.0.0.1", "--at tcp://127.0.0.1:1", "--valid soon"])
+@pytest.mark.parametrize("options", ["--at 127.0.0.1", "--at tcp://127.0.0.1:1", "--valid soon", "--serve"])
 def test_an_option_that_is_wrong_is_refused(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["invite", "my-run.json", *options.split()])
@@ -273,12 +573,11 @@ def test_each_field_is_offered_or_own() -> None:
 @pytest.fixture
 def from_inviter(tmp_path: Path) -> Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]]:
     """Writes a job from a config that was sent; returns the config that is there then, and what is told."""
-    Keys.make(tmp_path / "key")
-    key, numbers = (tmp_path / "key").read_text(), itertools.count()
+    keys, numbers = Keys.make(tmp_path / "key"), itertools.count()
 
     def written(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         told, local = list[str](), Local(tmp_path / f"joined_{next(numbers)}", {"text": str(tmp_path)})
-        path, _ = write_job(JoinBundle(1, config, "tcp://a:1", key, {}), NOTHING, local, told.append)
+        path, _ = write_job(invited(keys, config=config), {}, local, told.append)
         return json.loads(path.read_text()), told
 
     return written
@@ -333,7 +632,7 @@ def test_no_field_that_an_inviter_chooses_takes_free_text(
         ({"folder": Path(__file__).parent}, "is there already, and is no empty folder"),
     ],
 )
-def test_a_mistake_is_found_before_the_invitation_is_used(
+def test_a_mistake_is_found_before_anything_is_written(
     tmp_path: Path, changes: dict[str, Any], line: str
 ) -> None:
     local = Local(tmp_path / "joined", {"": str(tmp_path)})
@@ -362,9 +661,8 @@ def test_the_batch_stays_whatever_layout_is_proposed() -> None:
 
 def test_the_line_does_not_stay_in_the_list_of_processes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        ticket = Ticket(__version__, endpoint, "0f" * 32, "a1" * 16)
-        line = line_of(ticket)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        line = line_of(invited(Keys.make(tmp_path / "key"), addresses=[address]))
         command = ["-m", "megatron_noloco", "join", line, "--folder", str(tmp_path / "joined")]
         with subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -373,11 +671,12 @@ def test_the_line_does_not_stay_in_the_list_of_processes(tmp_path: Path) -> None
             with silent.accept()[0] as there:
                 shown = Path(f"/proc/{process.pid}/cmdline").read_bytes()
                 assert line.encode() not in shown
-                assert ticket.secret.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
+                assert line.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
                 assert b"joined" in shown
                 there.close()
             output = process.communicate(timeout=60)[0].decode()
         assert process.returncode == 2
-        assert output.startswith(f"join: the process at {endpoint} is no job with a key")
+        assert output.startswith("join: ")
+        assert address in output
         assert line not in output
         assert output.count("\n") == 1

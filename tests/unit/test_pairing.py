@@ -18,10 +18,9 @@ def known(
     waiting: Set[int] = frozenset(),
     busy: Set[int] = frozenset(),
     hidden: Set[int] = frozenset(),
-    elsewhere: Set[int] = frozenset(),
     sites: Mapping[int, str] | None = None,
 ) -> Candidates:
-    return Candidates(set(), free | busy, free, waiting, hidden, elsewhere, sites or {})
+    return Candidates(set(), free | busy, free, waiting, hidden, sites or {})
 
 
 def choose(
@@ -80,15 +79,15 @@ def test_at_most_one_replica_is_left_without_a_partner(
 @settings(max_examples=300)
 @given(st.integers(2, 9), st.integers(0, 5), st.data())
 def test_hidden_replicas_are_never_a_pair(replicas: int, round_index: int, data: st.DataObject) -> None:
-    """They do not see each other, but learn from the others who is there: there are as many pairs as can be."""
+    """They see, but do not reach each other: there are as many pairs as can be."""
     grouping = Grouping(replicas, 2, seed=3)
     gone, hidden = (data.draw(st.sets(st.integers(0, replicas - 1), max_size=most)) for most in (2, replicas))
     present = set(range(replicas)) - gone
     partners = {}
     for replica in present:
         apart = hidden if replica in hidden else set()
-        elsewhere = (present & apart) - {replica}
-        others = known(present - {replica} - apart, hidden=hidden, elsewhere=elsewhere)
+        out_of_reach = (present & apart) - {replica}
+        others = known(present - {replica} - apart, busy=out_of_reach, hidden=hidden)
         partners[replica] = choose(grouping, replica, (round_index, 0), others)
     pairs = {
         frozenset((one, two)) for one, two in partners.items() if two is not None and partners[two] == one

@@ -14,11 +14,13 @@ from rich.console import Console
 
 from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import stop_request
+from megatron_noloco.monitor.numbers import TABLE
 from megatron_noloco.monitor.plots import pairings_of, phases_of, places_of, plots_of_one
 from megatron_noloco.monitor.report import write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import run_table
+from megatron_noloco.monitor.writers import read_row
 from tests.harness import output_of, refusal_of
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +250,59 @@ def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
     write(tmp_path, "03", step(2, **{"train/loss": None}), {"kind": "evaluation", "step": 2} | losses)
     assert "validation loss, replica 3 nan nats per token" in report(tmp_path)[1]
     report(tmp_path, tmp_path, page=tmp_path / "both.html")
+
+
+VALUES = (
+    "null", "true", "-1", "-1.5", "NaN", "-Infinity", "1.7e308", "1e999", "9007199254740993", "1" + 400 * "0",
+    "1" + 5000 * "0", '"x"', '"\\u001b[2J"', "[]", "{}", "[null]", '["x", "y"]', "[{}]", "[-1, 2]", "[true]",
+    "[1" + 400 * "0" + "]", 900 * "[" + 900 * "]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_no_row_ends_watch_or_report(value: str, tmp_path: Path) -> None:
+    """Of another job, or edited by hand."""
+    facts = {"steps": 10, "config": {"federation": {"rendezvous": "file://there"}}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    evaluation = {"kind": "evaluation", "step": 5, "validation/loss": 2.5}
+    honest = [
+        step(4, unix_seconds=time.time(), **meeting(1, 1)),
+        evaluation,
+        {"kind": "checkpoint", "step": 5},
+    ]
+    path = write(tmp_path, "00", *honest)
+    with path.open("a") as file:
+        for name in ("kind", "step", "replica", "unix_seconds", "origin/loss of 3", "eggs", *TABLE):
+            for row in honest:
+                text = json.dumps({key: kept for key, kept in row.items() if key != name})
+                file.write(f"{text[:-1]}, {json.dumps(name)}: {value}}}\n")
+                if name in ("kind", "step"):
+                    file.write(f"{value}\n")
+    run = RunLog(tmp_path)
+    assert {"start", "step", "evaluation", "checkpoint", "x"} >= {
+        str(row["kind"]) for row in run.replicas[0].rows
+    }
+    assert all(character.isprintable() for line in shown(run) for character in line)
+    write_page([run], tmp_path / "one.html")
+    write_page([run, run], tmp_path / "both.html")
+
+
+def test_a_number_is_read_as_it_was_written() -> None:
+    row = step(4, **meeting(1, 1), unix_seconds=1.5, replica=3)
+    row |= {
+        "validation/replica_losses of a": [None, 2.5],
+        "round/missed": "late",
+        "total/skipped_ahead": 10.0,
+    }
+    assert read_row(json.dumps(row)) == row
+    assert read_row(json.dumps(row | {"eggs": 3, "train/loss": math.inf})) == row | {"train/loss": None}
+
+
+@pytest.mark.parametrize("facts", [{"steps": 10**400}, {"steps": "x"}, {"replicas": -1}, {"config": []}])
+def test_facts_that_no_run_writes_are_one_line(facts: dict[str, Any], run: Path) -> None:
+    (run / "run.json").write_text(json.dumps(facts))
+    line = f"{run}/run.json: not what a run writes there; remove the file to go without"
+    assert refusal_of("watch", "--once", run) == line
 
 
 def test_page_tolerates_missing_numbers(tmp_path: Path) -> None:

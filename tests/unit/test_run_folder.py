@@ -13,7 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.job.run_folder import FolderLostError, OccupiedFolder, is_under_way, occupy
+from megatron_noloco.job.run_folder import (
+    FolderLostError,
+    OccupiedFolder,
+    is_under_way,
+    occupy,
+    stop_request,
+)
 from tests.harness import REPOSITORY, run_ranks
 
 
@@ -46,6 +52,16 @@ def test_a_second_job_of_this_host_learns_who_was_first(
 ) -> None:
     assert occupy(tmp_path) == taken(tmp_path, f"process {another.pid} on {socket.gethostname()}")
     assert is_under_way(tmp_path)
+
+
+@pytest.mark.usefixtures("another")
+def test_the_name_of_the_other_job_is_one_harmless_line(tmp_path: Path) -> None:
+    """Another host may have written it."""
+    (tmp_path / "running").write_bytes(b"\x1b[2Jowned\nby \xff")
+    assert occupy(tmp_path) == taken(tmp_path, "\\x1b[2Jowned\\nby \\ufffd")
+    assert is_under_way(tmp_path)
+    (tmp_path / "stop").write_bytes(b"\xff")
+    assert stop_request(tmp_path)
 
 
 def test_federation_job_locks_its_replica_folder(tmp_path: Path) -> None:

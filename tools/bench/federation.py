@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.node_thread import NodeThread
+from megatron_noloco.federation.members import Members
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.settings import NolocoSettings
 from tests.netlab.__main__ import quantity
@@ -34,9 +34,11 @@ from tests.netlab.lab import lab
 from tests.netlab.network import Link
 from tests.netlab.relay import address_of
 from tools.federated import DEADLINE_SECONDS, open_in_store, open_replica, outer_of, wait_for_all
+from tools.processes import free_ports
 
 _SMALL = 1000  # weights
 _FIRST = 2  # rounds of each kind that do not count
+_PORT = 29500  # on each host of the lab
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +53,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", help="of the emulated link in both directions, such as 200Mbit")
     parser.add_argument("--delay", default="0ms", help="each way")
     parser.add_argument(
-        "--replica", nargs=3, metavar=("SLOT", "ADDRESS", "FOLDER"), help="(of the tool itself)"
+        "--replica", nargs=4, metavar=("SLOT", "LISTEN", "SEED", "FOLDER"), help="(of the tool itself)"
     )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run two jobs for each payload; as one of them, run its rounds."""
     if options.replica:
-        slot, address, folder = options.replica
-        return _rounds(int(slot), address, Path(folder), options)
+        slot, listen, seed, folder = options.replica
+        return _rounds(int(slot), listen, seed, Path(folder), options)
     report = {}
     for payload in options.payloads:
         rate = options.rate and quantity("rate", options.rate)
@@ -82,13 +84,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _hosts(rate: float | None, delay: float) -> Iterator[Any]:
     """Give what returns the command of a slot: on this host, or on one of the lab."""
     if not rate:
-        yield lambda slot, command, folder: [*command, "127.0.0.1", folder]
+        places = [f"127.0.0.1:{port}" for port in free_ports(2)]
+        yield lambda slot, command, folder: [*command, places[slot], places[0], folder]
         return
+    places = [f"{address_of(slot)}:{_PORT}" for slot in range(2)]
     with lab([Link(rate, delay)] * 2) as there:
-        yield lambda slot, command, folder: there.on(there.names[slot], *command, address_of(slot), folder)
+        yield lambda slot, command, folder: there.on(
+            there.names[slot], *command, places[slot], places[0], folder
+        )
 
 
-def _rounds(slot: int, address: str, folder: Path, options: Any) -> dict[str, Any]:
+def _rounds(slot: int, listen: str, seed: str, folder: Path, options: Any) -> dict[str, Any]:
     """Run the rounds of a replica."""
     torch.set_num_threads(1)
     base, small = torch.randn(int(options.megabytes * 250_000)), torch.ones(_SMALL)
@@ -96,10 +102,10 @@ def _rounds(slot: int, address: str, folder: Path, options: Any) -> dict[str, An
         opened, calls = open_in_store(slot, options.rendezvous, folder / "key")
     else:
         keys, calls = Keys.read(folder / "key"), Counter()
-        opened = open_replica(slot, folder / "rendezvous", f"tcp://{address}:0", keys)
-    with closing(opened) as thread:
-        large, tiny = (_outer(thread, start, options.payloads[0]) for start in (base, small))
-        wait_for_all(thread, 2)
+        opened = open_replica(slot, listen, [seed] * slot, keys)
+    with closing(opened) as members:
+        large, tiny = (_outer(members, start, options.payloads[0]) for start in (base, small))
+        wait_for_all(members, 2)
         sent, seconds = 0, {False: list[float](), True: list[float]()}
         requests, idle = {False: list[Counter[str]](), True: list[Counter[str]]()}, Counter[str]()
         for number in range(2 * (_FIRST + options.repeats)):
@@ -138,7 +144,7 @@ def _requests(
     }
 
 
-def _outer(thread: NodeThread, base: torch.Tensor, payload: Any) -> OuterOptimizer:
-    draws = torch.Generator().manual_seed(thread.node.slot)
+def _outer(members: Members, base: torch.Tensor, payload: Any) -> OuterOptimizer:
+    draws = torch.Generator().manual_seed(members.slot)
     weights = TorchWeights([base + 1e-2 * torch.randn(len(base), generator=draws)])
-    return outer_of(thread, weights, NolocoSettings(payload=payload, deadline_seconds=DEADLINE_SECONDS))
+    return outer_of(members, weights, NolocoSettings(payload=payload, deadline_seconds=DEADLINE_SECONDS))

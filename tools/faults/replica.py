@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ def send_times(factor: float) -> None:
     """Multiply all vectors that this process exchanges in rounds; its own weights stay as they are."""
     original = Leader.content
 
-    async def content(self: Leader, at: int) -> Tensor:
-        return factor * await original(self, at)
+    def content(self: Leader, at: int) -> Future[Tensor]:
+        changed: Future[Tensor] = Future()
+        changed.set_result(factor * original(self, at).result())
+        return changed
 
     Leader.content = content  # type: ignore[method-assign]
 

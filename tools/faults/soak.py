@@ -1,14 +1,14 @@
-"""A federation for a long time, with delays, absences, drops and restarts: does anything grow?
+"""A federation for a long time, with delays, absences, broken connections and restarts: does anything grow?
 
     nice python -m tools.faults soak --minutes 30
 
 The replicas are threads of one process, connected over the loopback interface, with rounds of `--elements`
 weights. Before a round each waits for a random time. Some rounds a replica leaves out, and says so before the
-others come. In some its conversations are cut, as where a connection breaks. Now and then one is closed and
-started anew, as another process would be.
+others come. In some rounds all connections break at a random moment; these rounds count all the same. Now and then
+a replica is closed and started anew, as another process would be.
 
-Reports rounds, and skipped rounds, injected and counted, with their reasons. Injected are one
-where an odd number of replicas comes, and two where a cut ends a round. Then
+Reports rounds, and skipped rounds, injected and counted, with their reasons. A skip is injected where an odd
+number of replicas comes; besides, two replicas skip a round that both of their planned partners leave out. Then
 memory, file descriptors and threads after the first tenth and at the end, and the slope of the memory over the
 second half, by least squares. Allocated is what all libraries have taken from malloc and not given back. Resident
 is what the kernel counts after glibc was made to give back the pages that are free. Blocks in use lie scattered
@@ -18,28 +18,23 @@ looking like growth.
 
 import argparse
 import random
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
 import torch
 
+from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.settings import NolocoSettings
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
-from tools.processes import held
+from tools.processes import free_ports, held
 
 _REPLICAS, _SEED, _SAMPLES = 4, 0, 60
 _ABSENCES, _DELAY_SECONDS = 0.1, 0.05  # share of rounds that a replica leaves out; before a round, at most
-_LOOK_SECONDS = 0.001
-_CUT = "is cut, says the soak"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,23 +44,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--restarts", type=float, default=0.01, help="share of rounds before which one restarts"
     )
     parser.add_argument(
-        "--drops", type=float, default=0.01, help="share of rounds in which one loses messages"
+        "--drops", type=float, default=0.01, help="share of rounds in which connections break"
     )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run the rounds."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        return Soak(options, Path(folder)).run()
+    return Soak(options).run()
 
 
 class Soak:
     """All replicas, and what is counted over them."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.folder = folder
+        self.places = [f"127.0.0.1:{port}" for port in free_ports(_REPLICAS)]
         self.draws = random.Random(_SEED)
         self.rounds = self.restarts = self.absences = self.drops = 0
         self.skips_injected = 0
@@ -82,7 +76,7 @@ class Soak:
                     samples.append((elapsed, held()))
             samples.append((elapsed, held()))
             for replica in self.replicas:
-                replica.thread.close()
+                replica.members.close()
         return {
             "minutes": round((time.monotonic() - started) / 60, 1),
             "rounds": self.rounds,
@@ -104,85 +98,74 @@ class Soak:
         number = self.rounds
         if self.draws.random() < self.options.restarts:
             place = self.draws.randrange(len(self.replicas))
-            self.replicas[place].thread.close()
+            self.replicas[place].members.close()
             self.replicas[place] = self._start(place, number)
             self.restarts += 1
         for replica in self.replicas:  # connections that a restart has broken are made again
-            wait_for_all(replica.thread, len(self.replicas))
+            wait_for_all(replica.members, len(self.replicas))
         here = [replica for replica in self.replicas if self.draws.random() >= _ABSENCES]
         absent = [replica for replica in self.replicas if replica not in here]
         for replica in absent:
             replica.leave_out(number)
         for replica in here:
             replica.wait_until_known(number, here)
-        loses = self.draws.choice(here) if here and self.draws.random() < self.options.drops else None
+        broken = here if self.draws.random() < self.options.drops else []
+        breaking = threading.Timer(self.draws.uniform(0, 2 * _DELAY_SECONDS), _break_connections, (broken,))
+        breaking.start()
         delays = [self.draws.uniform(0, _DELAY_SECONDS) for _ in here]
-        why_not = threads.map(lambda one, delay: one.take_part(number, delay, one is loses), here, delays)
-        self.skips.update(filter(None, why_not))
+        self.skips.update(
+            filter(None, threads.map(lambda one, delay: one.take_part(number, delay), here, delays))
+        )
+        breaking.join()
         self.rounds += 1
         self.absences += len(absent)
         self.skips_injected += len(here) % 2
-        if loses is not None and loses.lost:
-            self.drops += 1
-            self.skips_injected += 2
+        self.drops += bool(broken)
 
     def _start(self, place: int, number: int) -> "Replica":
-        return Replica(place, self.folder, self.options.elements, number)
+        return Replica(place, self.places, self.options.elements, number)
 
 
 class Replica:
     """A replica that begins with the round `number`."""
 
-    def __init__(self, slot: int, folder: Path, elements: int, number: int) -> None:
-        self.thread = open_replica(slot, folder)
+    def __init__(self, slot: int, places: list[str], elements: int, number: int) -> None:
+        self.members = open_replica(slot, places[slot], places if number else places[:slot])
         self.leave_out(number - 1)
         settings = NolocoSettings(local_steps=1, payload="fp32", deadline_seconds=DEADLINE_SECONDS)
-        self._outer = outer_of(self.thread, TorchWeights([torch.ones(elements)]), settings)
-        self.lost = False
+        self._outer = outer_of(self.members, TorchWeights([torch.ones(elements)]), settings)
 
     def leave_out(self, number: int) -> None:
         """Tell the others that this replica has no part in a round, or in those before."""
-        self.thread.do(self.thread.node.begin_round, number, None)
+        self.members.begin_round(number, None)
 
     def wait_until_known(self, number: int, here: list["Replica"]) -> None:
         """Wait until it has heard from all others which of them come to this round."""
-        node = self.thread.node
-        coming = {replica.thread.node.slot for replica in here} - {node.slot}
+        members = self.members
+        coming = {replica.members.slot for replica in here} - {members.slot}
 
         def is_known() -> bool:
-            return {slot for slot, status in node.present().items() if status.open_from <= number} == coming
+            found = {
+                slot for slot, status in members.present().items() if status.open_from(members.slot) <= number
+            }
+            return found == coming
 
-        if not self.thread.wait(is_known, DEADLINE_SECONDS):
-            raise SystemExit(f"replica {node.slot} has not heard from all others")
+        if not members.wait(is_known, DEADLINE_SECONDS):
+            raise SystemExit(f"replica {members.slot} has not heard from all others")
 
-    def take_part(self, number: int, delay: float, loses: bool) -> str:
-        """Return why the round was skipped, or an empty string; then `lost` says whether a cut ended it."""
+    def take_part(self, number: int, delay: float) -> str:
+        """Return why the round was skipped, or an empty string."""
         time.sleep(delay)
-        with self._losing() if loses else nullcontext():
-            (report,) = self._outer.after_local_step(number + 1)
-        self.lost = loses and _CUT in report.exchange.missed
+        (report,) = self._outer.after_local_step(number + 1)
         return report.exchange.missed.partition(" ")[2].partition(" ")[2]  # without "replica 3"
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Cut the conversations of this replica, as where a connection breaks."""
-        over, node = threading.Event(), self.thread.node
 
-        def end() -> None:
-            for link in node.links.values():
-                link.end_conversations(_CUT)
-
-        def cut() -> None:
-            while not over.wait(_LOOK_SECONDS):
-                self.thread.do(end)
-
-        cutting = threading.Thread(target=cut)
-        cutting.start()
-        try:
-            yield
-        finally:
-            over.set()
-            cutting.join()
+def _break_connections(replicas: list[Replica]) -> None:
+    """Break what others have opened to these replicas, as a router does that was started again."""
+    for replica in replicas:
+        (carrier,) = replica.members.mesh.carriers
+        assert isinstance(carrier, HttpsCarrier)
+        carrier._soon(carrier._server.close)
 
 
 def slope(samples: list[tuple[float, dict[str, int]]], name: str) -> int | None:

@@ -1,32 +1,32 @@
-"""A pair that swaps buckets on a stream gets the bits of an exchange inside one job, or an error on both sides."""
+"""A pair that exchanges buckets gets the bits of an exchange inside one job, in any layout."""
 
-import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.federation.gather import Gather, Leader
+from megatron_noloco.federation.mesh import Patience
 from megatron_noloco.federation.movement import Movement, alone
-from megatron_noloco.federation.streams import Serve, Stream
-from megatron_noloco.federation.swap import Swap
+from megatron_noloco.federation.rounds import _Round
 from megatron_noloco.outer import Exchange, ExchangeReport
 from megatron_noloco.outer.finite_mean import MEASURED
-from megatron_noloco.outer.payload import BLOCK, UnequalError
+from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.plans.topology import Place
 from tests.loopback import loopback_world
 from tests.unit.fleet import noise
-from tests.unit.memory_streams import Faults, MemoryCarrier
+from tests.unit.memory_mesh import World
 from tests.unit.test_layouts import Layout, two_layouts
 from tests.unit.test_movement import MOST_RANKS, holdings_of, movements, part_of
+from tests.unit.worlds import members_of, replica_of, run_all
 
 SECONDS = 60.0
-payloads = st.sampled_from((None, 8, 4))
+PAYLOADS = {None: "fp32", 8: "int8", 4: "int4", 3: "int3"}
+payloads = st.sampled_from((None, 8, 4, 3))
 
 
 class Found(NamedTuple):
@@ -35,52 +35,34 @@ class Found(NamedTuple):
     means: list[Tensor]  # by rank
     report: ExchangeReport
     squared_norm: float
-    error: BaseException | None
 
 
 def swapped(
-    replicas: Sequence[Sequence[Movement]],
-    vectors: Sequence[Tensor],
-    number: int,
-    bits: int | None,
-    faults: Faults = lambda number: (None, None),
+    replicas: Sequence[Sequence[Movement]], vectors: Sequence[Tensor], number: int, bits: int | None
 ) -> list[Found]:
-    """Exchange one interval of two vectors on a stream that may be cut."""
-    worker, found = ThreadPoolExecutor(1), dict[int, Found]()
+    """Exchange one interval of two vectors."""
+    world = World()
+    members = [members_of(world, slot) for slot in range(2)]
 
-    async def one(replica: int, stream: Stream) -> None:
-        report, squared_norm, error = ExchangeReport((0, 1)), 0.0, None
+    def one(slot: int) -> Found:
         transfers, results = list[Any](), list[Tensor]()
-        for movement in replicas[replica]:
+        for movement in replicas[slot]:
             fragment = number % len(movement.intervals)
-            part = part_of(vectors[replica], movement.own, movement.intervals[fragment])
+            part = part_of(vectors[slot], movement.own, movement.intervals[fragment])
             results.append(torch.zeros_like(part))
             transfers.append(Gather(movement).fragment(fragment, part, results[-1]))
         leader: Leader = transfers[0]
-        try:
-            async with stream, asyncio.timeout(SECONDS):
-                squared_norm = await Swap(stream, leader, worker, bits, number).run(report)
-        except BaseException as failure:
-            error = failure
-        await asyncio.to_thread(leader.wait)
-        for follower in transfers[1:]:
-            await asyncio.to_thread(follower.wait)
-        found[replica] = Found(results, report, squared_norm, error)
+        report = ExchangeReport((0, 1))
+        replica = replica_of(members[slot], replicas[slot][0], PAYLOADS[bits])
+        assert replica.leading is not None
+        swap = _Round(replica, replica.leading, 1 - slot, number, leader, report)
+        mesh = members[slot].mesh
+        squared_norm = swap._swap("r/", Patience(mesh, swap._partner), lambda: "")
+        for transfer in transfers:
+            transfer.wait()
+        return Found(results, report, squared_norm)
 
-    async def both() -> None:
-        places: dict[str, Serve] = {}
-        carriers = [MemoryCarrier(places, "0", faults), MemoryCarrier(places, "1")]
-        await carriers[1].listen(lambda stream: one(1, stream))
-        await one(0, await carriers[0].dial("1"))
-        async with asyncio.timeout(SECONDS):
-            while len(found) < 2:
-                await asyncio.sleep(0.001)
-        for carrier in carriers:
-            await carrier.close()
-
-    asyncio.run(both())
-    worker.shutdown()
-    return [found[replica] for replica in range(2)]
+    return run_all(world, [(members[slot], lambda slot=slot: one(slot)) for slot in range(2)])  # type: ignore[misc]
 
 
 def single(length: int, bucket: int, exact: Sequence[tuple[int, int]] = ()) -> list[Movement]:
@@ -133,7 +115,6 @@ def test_a_swap_has_the_bits_of_an_exchange_inside_a_job(
     found = swapped([single(length, bucket, exact)] * 2, vectors, number, bits)
     expected = inside_one_job(vectors, number, bits, bucket, exact)
     for one, (mean, report), own in zip(found, expected, before, strict=True):
-        assert one.error is None
         assert torch.equal(one.means[0].view(torch.int32), mean.view(torch.int32))
         for name in MEASURED:
             assert repr(getattr(one.report, name)) == repr(getattr(report, name)), name
@@ -158,32 +139,7 @@ def test_any_layout_gets_parts_of_the_single_rank_mean(
         expected = swapped([[single]] * 2, vectors, number, bits)
         found = swapped([movements(one, [*single.intervals], bucket) for one in held], vectors, number, bits)
         for replica in range(2):
-            assert found[replica].error is None
             whole = torch.zeros(length)
             whole[interval.start : interval.stop] = expected[replica].means[0]
             for holding, part in zip(held[replica], found[replica].means, strict=True):
                 assert torch.equal(part, part_of(whole, holding, interval))
-
-
-@settings(max_examples=60)
-@given(st.data(), payloads, st.booleans())
-def test_a_cut_at_any_byte_ends_both_sides(data: st.DataObject, bits: int | None, divided: bool) -> None:
-    """The last bytes may be lost after one side has all, which is for the commit to find out."""
-    length, bucket = 9000, 2 * BLOCK
-    vectors = [noise(length, seed=0) + 0.01 * noise(length, seed=1 + replica) for replica in range(2)]
-    vectors[0][5000] = 50.0
-    replicas = [[Movement(alone(length).holdings, [range(length)], bucket=bucket)]] * 2
-    total = swapped(replicas, vectors, 1, bits)[0].report.bytes_sent + 8
-    limit = data.draw(st.integers(0, total - 1))
-    cut = (limit, None) if divided else (None, limit)
-    found = swapped(replicas, vectors, 1, bits, lambda number: cut)
-    assert any(isinstance(one.error, ConnectionError) for one in found)
-    assert all(one.error is None or isinstance(one.error, ConnectionError) for one in found)
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-def test_vectors_of_unequal_lengths_are_refused(bits: int | None) -> None:
-    vectors = [torch.ones(5000), torch.ones(5001)]
-    found = swapped([single(len(one), BLOCK) for one in vectors], vectors, 0, bits)
-    assert any(isinstance(one.error, UnequalError) for one in found)
-    assert all("differ in length" in str(one.error) for one in found)

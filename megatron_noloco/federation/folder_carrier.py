@@ -1,0 +1,390 @@
+"""Carries statuses and pieces between members that share nothing but a folder, or a bucket of an object store.
+
+Below the rendezvous is a folder for each run:
+
+| file | |
+|---|---|
+| digests.json | what all jobs of the run have alike; jobs of other runs read it, and name what differs |
+| alive/MEMBER~BEAT~NUMBER~MAC | a sign of life, and the signed status of this NUMBER; new every two seconds |
+| to/MEMBER/q~TAKER~NAME | a wish of TAKER for a piece of MEMBER |
+| to/MEMBER/p~NUMBER | a piece for MEMBER, or the reason why it never comes |
+
+One list shows who is there, and one list what has come. So a member at rest makes the same number of requests
+however many others there are.
+
+Signs and statuses are sealed with the folder key, which all members have. Wishes and pieces are sealed with a key
+that giver and taker alone can compute; the NUMBER of a piece follows from this key, run, giver, taker and name.
+So the owner of the folder can remove files, and cannot read them, forge them, or pass a piece for another piece.
+Neither can a third member. Without a key there are checksums, which show damage and nothing else.
+
+A piece that is sent lies in the taker's folder before the taker asks for it. The taker removes what it has read.
+What a member that is gone has left is removed by any other member after ten minutes or more.
+
+Nobody sees progress while a file is being written. So a folder that takes longer than `mesh.PATIENCE_SECONDS` for
+one piece is too slow for a round.
+"""
+
+import base64
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
+
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation.folder_members import (
+    LEFTOVER_SECONDS,
+    MOST_ADDED,
+    FolderMembers,
+    RunFolder,
+    Seal,
+    member_in,
+)
+from megatron_noloco.federation.mesh import (
+    MOST_PIECE_BYTES,
+    Answer,
+    Carrier,
+    Fetch,
+    GoneError,
+    Member,
+    Mesh,
+    Piece,
+    RefusedError,
+    Status,
+)
+from megatron_noloco.federation.statuses import Statuses
+from megatron_noloco.federation.store import Store
+from megatron_noloco.files import outside
+
+if TYPE_CHECKING:
+    from megatron_noloco.federation.keys import Identity
+
+_WISH = re.compile(r"q~(\d{1,4}\.\d{1,19})~([A-Za-z0-9_-]+)")
+_PIECE, _REASON = b"p", b"r"  # the first byte of a file that is taken
+_MOST_WISH_BYTES = 128  # of a piece's name, so that the file's name has at most 255 characters
+_MOST_REASON_BYTES = 2**10
+_BULK_BYTES = 2**16
+_EARLY_SECONDS = 2.0  # for a piece that is sent, until it is asked for
+_AGAIN_SECONDS = 1.0  # until a file that could not be used is tried again
+_REPEAT_SECONDS = 8.0  # until a wish that has no answer is written again
+_LEAVE_SECONDS = 5.0  # for files under way, and then to leave
+
+
+class _Pace(NamedTuple):
+    """Seconds between two looks: after something has come, then up to these."""
+
+    least: float
+    awaiting: float
+    resting: float
+
+
+_FOLDER_PACE = _Pace(least=0.01, awaiting=0.1, resting=0.5)
+_BUCKET_PACE = _Pace(least=0.2, awaiting=1.0, resting=2.0)
+
+
+@dataclass
+class _Watch:
+    """A piece that this member waits for.
+
+    Attributes:
+        wish_at: when to write a wish.
+        read_at: from when to read the file, if it is there.
+    """
+
+    giver: Member
+    name: str
+    seal: Seal
+    wish_at: float = math.inf
+    read_at: float = 0.0
+    fetches: list[Fetch] = field(default_factory=list)
+
+
+class FolderCarrier(Carrier):
+    """Carries through a folder.
+
+    Args:
+        store: the rendezvous folder.
+        digests: see `compatibility.digests_of`.
+        identity: of this process; None: nothing is encrypted.
+        warn: takes a line for the user.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: int,
+        digests: Mapping[str, str],
+        identity: "Identity | None",
+        warn: Callable[[str], None],
+    ) -> None:
+        self._folder, self._run, self._identity = RunFolder(store, run, digests, warn), run, identity
+        self._pace = _FOLDER_PACE if store.is_local else _BUCKET_PACE
+        self._seal, self._seals = Seal(identity.folder_key if identity else None), dict[Member, Seal]()
+        self._lock, self._stir, self._closing = threading.RLock(), threading.Event(), threading.Event()
+        self._watches = dict[str, _Watch]()  # by file
+        self._wishes = dict[tuple[Member, str], Answer]()
+        self._writing, self._given = set[tuple[Member, str]](), WeakSet[Piece]()
+        # Files of the own inbox: which nobody needs any more, and which were there ten minutes ago.
+        self._unneeded, self._old, self._sweep_at = (
+            set[str](),
+            set[str](),
+            time.monotonic() + LEFTOVER_SECONDS,
+        )
+
+    def start(self, mesh: Mesh) -> None:
+        """See `Carrier`. Raises UserError for a folder that cannot be used."""
+        super().start(mesh)
+        self._me = str(mesh.me)
+        self._inbox = self._folder.store.below(f"to/{self._me}")
+        try:
+            self._folder.create(mesh.me.incarnation)
+            statuses = Statuses(self._run, mesh.me, self._identity)
+            self._members = FolderMembers(mesh, self._folder, self._seal, statuses, self._pace.resting)
+        except OSError as error:
+            raise UserError(f"federation.rendezvous: {error}") from None
+        self._folder.start_workers()
+        self._thread = self._folder.spawn(self._live)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """An exception of a thread, which is a bug."""
+        return self._folder.failure
+
+    def publish(self, status: Status) -> None:
+        self._members.publish(status)
+        self._stir.set()
+
+    def members(self) -> Mapping[Member, Status]:
+        return self._members.present
+
+    def known(self) -> Mapping[Member, Status]:
+        return {member: signed.status for member, signed in self._members.known().items()}
+
+    def addresses(self) -> list[str]:
+        """Return the addresses of members that have not left, first of members that are there."""
+        return self._members.addresses()
+
+    def reaches(self, member: Member) -> bool:
+        return member in self._members.present
+
+    def ask(self, fetch: Fetch) -> None:
+        giver, name = fetch.giver, fetch.name
+        if (seal := self._seal_with(giver)) is None:
+            self.mesh.refuse(fetch, GoneError("is not there"))
+            return
+        if len(name.encode()) > _MOST_WISH_BYTES:
+            self.mesh.refuse(fetch, RefusedError("the name of the piece is too long"))
+            return
+        file = self._file_of(seal, giver, self.mesh.me, name)
+        with self._lock:
+            watch = self._watches.setdefault(file, _Watch(giver, name, seal))
+            watch.wish_at = min(watch.wish_at, time.monotonic() + _EARLY_SECONDS * fetch.is_sent)
+            watch.fetches.append(fetch)
+        fetch.when_over.append(lambda: self._forget(file, fetch))
+        if fetch.outcome is not None:
+            self._forget(file, fetch)
+        self._stir.set()
+
+    def send(self, to: Member, name: str, piece: Piece) -> None:
+        if piece not in self._given:  # a wish waited for it
+            self._give(to, name, piece)
+
+    def close(self) -> None:
+        """Say that this member has left, and end. A folder that does not answer is left after seconds."""
+        if self._closing.is_set():
+            return
+        self._folder.finish(time.monotonic() + _LEAVE_SECONDS)
+        self._closing.set()
+        self._stir.set()
+        self._folder.spawn(self._leave).join(_LEAVE_SECONDS)
+
+    def _leave(self) -> None:
+        """Remove what this process has in the folder; the last one removes all."""
+        self._thread.join()
+        with suppress(OSError):
+            is_last = self._members.leave()
+            (self._folder.store if is_last else self._inbox).remove_all()
+
+    # What has come
+
+    def _live(self) -> None:
+        look_at, pause = 0.0, self._pace.least
+        while not self._closing.is_set():
+            due = min(self._members.tend(), self._write_wishes())
+            if (began := time.monotonic()) >= look_at:
+                most = self._pace.awaiting if self._watches else self._pace.resting
+                pause = self._pace.least if self._look() else min(1.3 * pause, most)
+                look_at = time.monotonic() + max(pause, 2 * (time.monotonic() - began))
+            if self._stir.wait(max(0.0, min(look_at, due) - time.monotonic())):
+                self._stir.clear()
+                pause = self._pace.least
+                look_at = min(look_at, time.monotonic() + pause)
+
+    def _look(self) -> bool:
+        """Have workers read what has come; return whether there is anything."""
+        self._remove_unneeded()
+        names = list[str]()
+        self._folder.attempt(lambda: names.extend(self._inbox.names()))
+        with self._lock:
+            files = [name for name in names if name not in self._unneeded]
+            watches = {file: self._watches[file] for file in files if file in self._watches}
+            now = time.monotonic()
+            come = {file: watch for file, watch in watches.items() if watch.read_at <= now}
+            for watch in come.values():
+                watch.read_at = watch.wish_at = math.inf
+        for file, watch in come.items():
+            self._folder.submit(partial(self._take, file, watch))
+        heard = [file for file in files if self._hear(file)]
+        for taker, name in [wish for wish in list(self._wishes) if not self.reaches(wish[0])]:
+            if (answer := self._wishes.pop((taker, name), None)) is not None:
+                self.mesh.offers.unwish(name, taker, answer)
+        if now > self._sweep_at:
+            self._sweep_at = now + LEFTOVER_SECONDS
+            self._unneeded |= self._old & set(files) - watches.keys()
+            self._old = set(files)
+        return bool(come or heard)
+
+    def _remove_unneeded(self) -> None:
+        files = list(self._unneeded)
+        if self._folder.attempt(lambda: self._inbox.remove(files)):
+            self._unneeded.difference_update(files)
+
+    def _take(self, file: str, watch: _Watch) -> None:
+        """Receive a piece, or the reason why it never comes."""
+        try:
+            sealed = self._inbox.get(file, MOST_PIECE_BYTES + MOST_ADDED)
+            content = memoryview(watch.seal.open(file, sealed))
+        except (OSError, ValueError) as error:  # ValueError: is not from whom it claims
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                self._folder.say(error)
+            watch.read_at = watch.wish_at = time.monotonic() + _AGAIN_SECONDS
+            self._stir.set()
+            return
+        self._unneeded.add(file)
+        watch.read_at = 0.0  # for a fetch that begins just now, the file of its own answer
+        self.mesh.note_bytes(watch.giver)
+        if content[:1] == _PIECE:
+            self.mesh.receive(watch.giver, watch.name, content[1:])
+            return
+        reason = outside(bytes(content[1:]).decode(errors="replace"))
+        for fetch in list(watch.fetches):
+            self.mesh.refuse(fetch, RefusedError(reason))
+
+    def _forget(self, file: str, fetch: Fetch) -> None:
+        """Wait no more for a fetch that is over."""
+        with self._lock:
+            watch = self._watches.get(file)
+            if watch is not None and fetch in watch.fetches:
+                watch.fetches.remove(fetch)
+                if not watch.fetches:
+                    del self._watches[file]
+
+    # Wishes
+
+    def _write_wishes(self) -> float:
+        """Write the wishes that are due; return when the next one is."""
+        now = time.monotonic()
+        with self._lock:
+            due = [watch for watch in self._watches.values() if watch.wish_at <= now]
+            for watch in due:
+                watch.wish_at = now + _REPEAT_SECONDS
+            next_at = min((watch.wish_at for watch in self._watches.values()), default=math.inf)
+        if due:  # the file of an earlier fetch has the name of the answer
+            self._remove_unneeded()
+        for watch in due:
+            self._folder.submit(partial(self._write_wish, watch))
+        return next_at
+
+    def _write_wish(self, watch: _Watch) -> None:
+        sealed = watch.seal.close(self._place_of_wish(watch.giver, self.mesh.me), watch.name.encode())
+        wish = f"q~{self._me}~{base64.urlsafe_b64encode(sealed).decode().rstrip('=')}"
+        try:
+            self._folder.store.put(f"to/{watch.giver}/{wish}", b"-")
+        except FileNotFoundError:  # the giver has left
+            pass
+        except OSError as error:
+            self._folder.say(error)
+            watch.wish_at = time.monotonic() + _AGAIN_SECONDS
+            self._stir.set()
+
+    def _hear(self, file: str) -> bool:
+        """Take a wish of another member; return whether the file is one."""
+        found = _WISH.fullmatch(file)
+        taker = member_in(found[1]) if found else None
+        if not found or taker is None or (seal := self._seal_with(taker)) is None:
+            return False
+        self._unneeded.add(file)
+        try:
+            sealed = base64.urlsafe_b64decode(found[2] + "=" * (-len(found[2]) % 4))
+            name = seal.open(self._place_of_wish(self.mesh.me, taker), sealed).decode()
+        except ValueError:  # is not from whom it claims
+            return False
+
+        def answer(found: Piece | RefusedError) -> None:
+            self._wishes.pop((taker, name), None)
+            if isinstance(found, Piece):
+                self._give(taker, name, found)
+            else:
+                reason = _REASON + str(found).encode()[:_MOST_REASON_BYTES]
+                self._folder.submit(partial(self._write, taker, name, reason))
+
+        self._wishes[taker, name] = answer
+        self.mesh.offers.wish(name, taker, answer)
+        return True
+
+    # Pieces for others
+
+    def _give(self, taker: Member, name: str, piece: Piece) -> None:
+        """Have a piece written, unless it is about to be: it was sent, and is asked for."""
+        with self._lock:
+            self._given.add(piece)
+            if (taker, name) in self._writing:
+                return
+            self._writing.add((taker, name))
+
+        def write() -> None:
+            try:
+                self._write(taker, name, _PIECE + piece.read())
+            except RefusedError:  # it was withdrawn
+                pass
+            finally:
+                self._writing.discard((taker, name))
+
+        self._folder.submit(write, piece.size > _BULK_BYTES)
+
+    def _write(self, taker: Member, name: str, content: bytes) -> None:
+        if (seal := self._seal_with(taker)) is None:
+            return
+        file = self._file_of(seal, self.mesh.me, taker, name)
+        try:
+            self._folder.store.put(f"to/{taker}/{file}", seal.close(file, content))
+            self.mesh.note_bytes(taker)
+        except FileNotFoundError:  # the taker has left
+            pass
+        except OSError as error:  # the taker asks again
+            self._folder.say(error)
+
+    # Names
+
+    def _seal_with(self, member: Member) -> Seal | None:
+        """Return what seals the files between this member and another; None: the other is not there."""
+        if not self.reaches(member) or self._identity is None:
+            return self._seal if self.reaches(member) else None
+        with self._lock:
+            if member not in self._seals:
+                self._seals = {other: seal for other, seal in self._seals.items() if self.reaches(other)}
+                if (signed := self._members.known().get(member)) is None:  # a later process is there by now
+                    return None
+                self._seals[member] = Seal(self._identity.pair_key(signed.certificate))
+            return self._seals[member]
+
+    def _file_of(self, seal: Seal, giver: Member, taker: Member, name: str) -> str:
+        return f"p~{seal.mac('piece', self._folder.run, str(giver), str(taker), name)}"
+
+    def _place_of_wish(self, giver: Member, taker: Member) -> str:
+        return f"{self._folder.run}\n{giver}\n{taker}\nwish"

@@ -1,0 +1,263 @@
+"""Sockets, connections and bodies below `https_carrier`: who may connect, and how a piece is a body of HTTP."""
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import ssl
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import StreamReader, payload, web
+from aiohttp.abc import AbstractStreamWriter
+
+from megatron_noloco.federation.keys import Identity, slot_of
+from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Piece
+
+BULK_BYTES = 2**16  # smaller pieces never wait for larger ones
+CHUNK_BYTES = 2**18
+READ_BYTES = 2**20  # received before anybody reads them; then the sender waits
+KEEP_ALIVE_SECONDS = 300.0  # NATs forget an idle connection after 350 s
+_OPEN_SECONDS = 10.0  # for the handshake; without encryption for the first request
+_MOST_STRANGERS = 256  # connections within those seconds
+_MOST_OF_A_SLOT = 512  # connections
+_ACCEPT_PAUSE_SECONDS = 0.2  # when this process has too many open files
+_MOST_FIELD_BYTES = 2**14  # a request names the digests of its run
+_QUIET = logging.getLogger("megatron_noloco.http")
+_QUIET.disabled = True  # strangers must not write to the terminal
+_OPTIONS = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 60,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
+    (socket.IPPROTO_TCP, 25): 2**18,  # TCP_NOTSENT_LOWAT, which Python does not name
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): round(1000 * PATIENCE_SECONDS),
+}
+_sockets = weakref.WeakSet[socket.socket]()
+_no_fork = threading.Lock()  # held while a socket is there and not yet among them
+
+
+def _own(opened: socket.socket) -> None:
+    """Set the options of a socket of this process, and have forked children close their copy."""
+    _sockets.add(opened)
+    opened.setblocking(False)
+    for (level, option), value in _OPTIONS.items():
+        opened.setsockopt(level, option, value)
+
+
+def open_socket(info: Any) -> socket.socket:
+    """Return a socket for an address, as `getaddrinfo` has it."""
+    with _no_fork:
+        opened = socket.socket(*info[:3])
+        _own(opened)
+    return opened
+
+
+def _accept(listener: socket.socket) -> tuple[socket.socket, str]:
+    """Return a connection and the host of its other side. Raises OSError."""
+    with _no_fork:
+        accepted, place = listener.accept()
+        try:
+            _own(accepted)
+        except OSError:  # it has ended already
+            accepted.close()
+            raise
+    return accepted, place[0]
+
+
+def _close_copies() -> None:
+    """Close what a forked child holds: a port and connections must end with the process that they are of."""
+    for opened in list(_sockets):
+        with suppress(OSError):
+            opened.close()
+    _no_fork.release()
+
+
+os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_close_copies)
+
+
+class Connection(web.RequestHandler):
+    """A connection that another process has opened.
+
+    Attributes:
+        slot: that the certificate of the other side names; None without encryption.
+        is_admitted: done once the other side has shown that it is a member.
+    """
+
+    def __init__(self, server: "Server", manager: web.Server, **settings: Any) -> None:
+        super().__init__(manager, **settings)
+        self._server = server
+        self.slot: int | None = None
+        self.is_admitted = asyncio.get_running_loop().create_future()
+
+    def admit(self) -> None:
+        if not self.is_admitted.done():
+            self.is_admitted.set_result(None)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        encrypted = transport.get_extra_info("ssl_object")
+        if encrypted is not None:
+            self.slot = slot_of(encrypted.getpeercert(binary_form=True))
+        self._server.connections.add(self)
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        self.admit()
+        self._server.connections.discard(self)
+        super().connection_lost(error)
+
+
+class Server:
+    """Accepts connections of members.
+
+    Args:
+        handle: answers a request.
+        refuse: is told the host of a process that has another key.
+    """
+
+    def __init__(
+        self,
+        identity: Identity | None,
+        handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        refuse: Callable[[str], object],
+    ) -> None:
+        self._identity, self._refuse = identity, refuse
+        self._manager = web.Server(handle, handler_cancellation=True)
+        self._strangers = OrderedDict[asyncio.Task[None], None]()
+        self.connections = set[Connection]()
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Accept connections, for ever."""
+        loop = asyncio.get_running_loop()
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        listener.setblocking(False)
+        _sockets.add(listener)
+        listener.listen(2**12)
+        is_ready = asyncio.Event()
+        loop.add_reader(listener, is_ready.set)
+        try:
+            while True:
+                await is_ready.wait()
+                is_ready.clear()
+                try:
+                    accepted, host = _accept(listener)
+                except (BlockingIOError, ConnectionError):
+                    continue
+                except OSError:  # there are too many open files
+                    await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                    continue
+                task = loop.create_task(self._admit(accepted, host))
+                self._strangers[task] = None
+                task.add_done_callback(self._forget)
+                if len(self._strangers) > _MOST_STRANGERS:
+                    self._strangers.popitem(last=False)[0].cancel()  # the oldest: a member needs less time
+        finally:
+            loop.remove_reader(listener)
+
+    def close(self) -> None:
+        """End all connections."""
+        for task in list(self._strangers):
+            task.cancel()
+        for connection in list(self.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def _admit(self, accepted: socket.socket, host: str) -> None:
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                context = None if self._identity is None else self._identity.server
+                _, connection = await asyncio.get_running_loop().connect_accepted_socket(
+                    self._connect, accepted, ssl=context
+                )
+                if context is None:
+                    await connection.is_admitted
+            if sum(other.slot == connection.slot for other in self.connections) > _MOST_OF_A_SLOT:
+                raise ConnectionError("too many connections")
+        except (ssl.SSLCertVerificationError, ssl.SSLError):
+            self._refuse(host)
+        except (OSError, TimeoutError, ValueError):  # ValueError: a certificate of no slot
+            if connection is not None and connection.transport is not None:
+                connection.transport.abort()
+        except asyncio.CancelledError:
+            if connection is not None and connection.transport is not None:
+                connection.transport.abort()
+            raise
+
+    def _connect(self) -> Connection:
+        return Connection(
+            self,
+            self._manager,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=KEEP_ALIVE_SECONDS,
+            tcp_keepalive=False,  # `own_socket` has set it
+            logger=_QUIET,
+            access_log=None,
+            max_field_size=_MOST_FIELD_BYTES,
+            max_line_size=2**12,
+            lingering_time=0.0,
+            read_bufsize=READ_BYTES,
+            auto_decompress=False,
+        )
+
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        self._strangers.pop(task, None)
+        if not task.cancelled():
+            task.result()
+
+
+async def receive(content: StreamReader, size: int, note: Callable[[], object]) -> bytearray:
+    """Return a body of so many bytes. Raises ConnectionError and TimeoutError.
+
+    Args:
+        note: is called with each chunk that comes.
+    """
+    blob = bytearray()  # grows with what comes, whatever the other side says will come
+    async with asyncio.timeout(PATIENCE_SECONDS) as limit:
+        while len(blob) < size:
+            chunk = await content.readany()
+            if not chunk:
+                raise ConnectionError("the body is incomplete")
+            blob += chunk
+            note()
+            limit.reschedule(asyncio.get_running_loop().time() + PATIENCE_SECONDS)
+    return blob
+
+
+async def send(piece: Piece, write: Callable[[bytes], Awaitable[object]], note: Callable[[], object]) -> None:
+    """Write a piece. Raises RefusedError once it is withdrawn, TimeoutError when nobody reads.
+
+    Args:
+        note: is called with each chunk that goes.
+    """
+    async with asyncio.timeout(PATIENCE_SECONDS) as limit:
+        for start in range(0, piece.size, CHUNK_BYTES):
+            await write(piece.read(start, start + CHUNK_BYTES))
+            await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
+            note()
+            limit.reschedule(asyncio.get_running_loop().time() + PATIENCE_SECONDS)
+
+
+class PieceBody(payload.Payload):
+    """A piece as the body of a request; see `send`."""
+
+    def __init__(self, piece: Piece, note: Callable[[], object]) -> None:
+        super().__init__(piece)
+        self._size, self._note = piece.size, note
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await send(self._value, writer.write, self._note)
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        await self.write(writer)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise TypeError("a piece is no text")

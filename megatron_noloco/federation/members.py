@@ -1,0 +1,472 @@
+"""This replica among the others: what each publishes, who fits, who comes and goes.
+
+All know the status of all (`mesh.Mesh.publish`). From the same statuses all draw the same conclusions, without a
+message: who may be whose partner, who is ahead, who waits at its end.
+
+Of two processes of one slot the later process wins: the earlier ends with a line.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation.compatibility import differences
+from megatron_noloco.federation.mesh import Member, Mesh, Status
+from megatron_noloco.files import outside
+from megatron_noloco.settings import MOST_SLOTS
+
+NO_PART = "has no part in this round"
+STOPPED = "a job was asked to stop"
+LARGEST = 2**53
+LONGEST_ROW = 3000  # characters
+_MOST_ROWS = 4  # in a status
+_MOST_ROUNDS = 64  # likewise
+_KEPT_ROUNDS = 8
+_MOST_CHARACTERS = 12_000  # of a status; carriers add some
+_SOON_SECONDS = 5.0  # until rows and the step are published, if nothing else is before
+_LOOK_SECONDS = 1.0
+_WORD_SECONDS = 3.0  # for the last word on a round to arrive, before this replica leaves
+_STOP_SECONDS = 1.0  # in which a round that is almost over may end
+_MOST_WARNINGS = 1000  # others may cause them
+_MOST_IN_LINE = 8  # replicas
+_VERBS = {  # of one replica, of several
+    "come": ("has come", "have come"),
+    "back": ("is back", "are back"),
+    "left": ("has left", "have left"),
+    "lost": ("is lost", "are lost"),
+}
+
+Phase = Literal["training", "behind", "ended", "left"]
+Slot = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
+Number = Annotated[int, Field(ge=0, le=LARGEST)]
+Incarnation = Annotated[int, Field(gt=0, lt=2**63)]
+Text = Annotated[str, Field(max_length=255)]
+Row = Annotated[str, Field(max_length=LONGEST_ROW)]
+
+
+@dataclass(frozen=True)
+class FinalStatus:
+    """What a replica publishes of the mean at the end; see `final_mean`.
+
+    Attributes:
+        attempt: number of the attempt that it has proposed last; 0: none.
+        members: of this attempt: slots and incarnations.
+        parents: of these in the tree; -1 for the root.
+        left_out: slots of these that get the mean, and are not in it.
+        failed: number of the latest attempt that has failed here.
+        missed: pairs of which one side does not reach the other.
+        refused: slots whose sum must not be used, or did not come.
+        dropped: slots that did not take the mean either.
+        moved: counts up while bytes move here.
+        final: number of the attempt whose mean it uses; 0: none.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
+
+    attempt: Number = 0
+    members: Annotated[list[tuple[Slot, Incarnation]], Field(max_length=MOST_SLOTS)] = field(
+        default_factory=list
+    )
+    parents: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_SLOTS)]], Field(max_length=MOST_SLOTS)] = (
+        field(default_factory=list)
+    )
+    left_out: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    failed: Number = 0
+    missed: Annotated[list[list[Slot]], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    refused: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    dropped: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    moved: Number = 0
+    final: Number = 0
+
+
+@dataclass(frozen=True)
+class PeerStatus:
+    """What a replica publishes of itself. Every field is checked before it is used.
+
+    Attributes:
+        phase: "training"; "behind": it recovers a state, and has no rounds before; "ended": it waits for the mean
+            at the end; "left": it comes no more.
+        begun: the latest round that it has begun; -1: none.
+        partners: the partner in each of the last rounds, by number of the round.
+        under_way: the rounds that are under way.
+        run: number of the run.
+        step: local steps of the state that it can give; 0: it has no state to give.
+        addresses: where others dial it, "HOST:PORT"; none: nobody can.
+        hidden: whether two replicas of which this holds cannot exchange.
+        site: the name of where it is; "" if its job gives no name.
+        kind, digests: see `compatibility.RunIdentity`.
+        reaches: at its end: the slots with which it can exchange.
+        mean: of the mean at the end.
+        rows: its newest rows of metrics, numbered.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
+
+    phase: Phase = "training"
+    begun: Annotated[int, Field(ge=-1, le=LARGEST)] = -1
+    partners: Annotated[dict[str, Slot], Field(max_length=_MOST_ROUNDS)] = field(default_factory=dict)
+    under_way: Annotated[list[Number], Field(max_length=_MOST_ROUNDS)] = field(default_factory=list)
+    step: Number = 0
+    addresses: Annotated[list[Text], Field(max_length=4)] = field(default_factory=list)
+    hidden: bool = False
+    site: Text = ""
+    kind: Text = ""
+    digests: Annotated[dict[Text, Text], Field(max_length=64)] = field(default_factory=dict)
+    reaches: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    mean: FinalStatus = FinalStatus()
+    rows: Annotated[list[tuple[Number, Row]], Field(max_length=_MOST_ROWS)] = field(default_factory=list)
+
+    def open_from(self, slot: int) -> int:
+        """Return the earliest round that may still be open with a replica: under way with it, or the next."""
+        under_way = (number for number in self.under_way if self.partners.get(str(number)) == slot)
+        return min(under_way, default=self.begun + 1)
+
+    def is_without(self, slot: int, number: int) -> bool:
+        """Return whether this replica has begun a round, or a later round, and has no part in it with another."""
+        return self.begun >= number and self.partners.get(str(number)) != slot
+
+
+_STATUS = TypeAdapter(PeerStatus)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another replica, as this one sees it.
+
+    Attributes:
+        member: its latest process.
+        present: whether it is there.
+        reached: whether this replica can exchange with it.
+    """
+
+    member: Member
+    status: PeerStatus
+    present: bool
+    reached: bool
+
+    @property
+    def incarnation(self) -> int:
+        return self.member.incarnation
+
+
+class Members:
+    """The other replicas, and what they are told of this one. On the leader; for all its threads.
+
+    Args:
+        status: the first of this replica: addresses, site, kind, digests.
+        stopped: returns whether this job was asked to stop.
+
+    Attributes:
+        run: number of the run.
+        step: local steps of the state that this replica can give; published with the next change, or soon.
+        refusal: why another job was refused, or has refused this one; "" if none was.
+        failure: why this process can go on no more.
+    """
+
+    def __init__(self, mesh: Mesh, status: PeerStatus, stopped: Callable[[], bool] = lambda: False) -> None:
+        self.mesh, self.slot, self.status = mesh, mesh.me.slot, status
+        self.run, self.step, self.refusal = 0, 0, ""
+        self.failure: BaseException | None = None
+        self._stopped, self._leaves_at, self._stopped_since = stopped, -float("inf"), float("inf")
+        self._lock = threading.RLock()
+        self._partners, self._under_way = dict[int, int](), set[int]()
+        self._parsed: dict[Member, tuple[Status, PeerStatus | None]] = {}
+        self._warnings = set[str]()
+        self._rows, self._published = OwnRows(), 0.0
+        self._came, self._taken = deque[tuple[int, str]](maxlen=256), dict[Member, int]()
+        self._attendance, self._closed = Attendance(), False
+        self.change()
+
+    # What this replica publishes
+
+    def change(self, **changes: Any) -> None:
+        """Publish a change of the status of this replica."""
+        with self._lock:
+            fields = {name: getattr(self.status, name) for name in PeerStatus.__dataclass_fields__}
+            fields |= {
+                "partners": {str(number): partner for number, partner in self._partners.items()},
+                "under_way": sorted(self._under_way),
+                "rows": [],
+                "step": self.step,
+            }
+            self.status = PeerStatus(**fields | changes)
+            status = asdict(self.status)
+            status["rows"] = self._rows.publish(_MOST_CHARACTERS - len(json.dumps(status)))
+            self._published = self.mesh.clock()
+            self.mesh.publish(status)
+
+    def begin_round(self, number: int, partner: int | None) -> None:
+        """Publish that a round has begun; None: this replica skips it."""
+        with self._lock:
+            if partner is not None:
+                self._partners[number] = partner
+                self._under_way.add(number)
+                for old in sorted(self._partners.keys() - self._under_way)[:-_KEPT_ROUNDS]:
+                    del self._partners[old]
+            self.change(begun=max(self.status.begun, number))
+
+    def end_round(self, number: int) -> None:
+        """Publish that a round is over here."""
+        with self._lock:
+            self._under_way.discard(number)
+            self.change()
+
+    def go_on(self, begun: int, phase: Phase = "training", **changes: Any) -> None:
+        """Publish that this replica has no part in rounds up to this, but for rounds under way."""
+        self.change(begun=max(self.status.begun, begun), phase=phase, **changes)
+
+    def publish_row(self, row: Mapping[str, Any]) -> None:
+        """Publish a row of this replica's metrics within some seconds, unless it is too long.
+
+        Of many rows, those of checkpoints, and of local steps without a round, are left out first.
+        """
+        text = json.dumps(row)
+        is_plain = row.get("kind") in ("step", "checkpoint") and "round/index" not in row
+        if len(text) <= LONGEST_ROW:
+            with self._lock:
+                self._rows.add(text, is_plain)
+
+    def close(self) -> None:
+        """Say that this replica has left, and end, once the partners of its last rounds know how these ended."""
+        if not self._closed:
+            self._closed = True
+            self.mesh.wait(lambda: not self._is_awaited(), self.mesh.clock() + _WORD_SECONDS)
+            self.go_on(self.status.begun, "left")
+            self.mesh.close()
+
+    def _is_awaited(self) -> bool:
+        """Return whether a round is under way at a partner that is over here."""
+        over = {(number, slot) for number, slot in self._partners.items() if number not in self._under_way}
+        return any(
+            (number, slot) in over and status.partners.get(str(number)) == self.slot
+            for slot, status in self.present().items()
+            for number in status.under_way
+        )
+
+    # What the others publish
+
+    def peers(self) -> dict[int, Peer]:
+        """Return the other replicas that are or were there and fit, by slot, in ascending order."""
+        there, known = self.mesh.members(), self.mesh.known()
+        found = {member.slot: self._peer(member, known[member], member in there) for member in known}
+        return {slot: peer for slot, peer in found.items() if peer is not None}
+
+    def present(self) -> dict[int, PeerStatus]:
+        """Return the status of each other replica that is there, by slot, in ascending order."""
+        return {slot: peer.status for slot, peer in self.peers().items() if peer.present}
+
+    def peer(self, slot: int) -> Peer | None:
+        """Return a replica, if it is or was there."""
+        known = self.mesh.known()
+        member = next((member for member in known if member.slot == slot), None)
+        return None if member is None else self._peer(member, known[member], member in self.mesh.members())
+
+    def _peer(self, member: Member, status: Status, present: bool) -> Peer | None:
+        parsed = None if member.slot == self.slot else self._status_of(member, status)
+        return (
+            None if parsed is None else Peer(member, parsed, present, present and self.mesh.reaches(member))
+        )
+
+    def hidden(self) -> set[int]:
+        """Return the replicas that no other can dial, as far as is known; this replica may be among them."""
+        found = {slot for slot, peer in self.peers().items() if peer.status.hidden}
+        return found | {self.slot} if self.status.hidden else found
+
+    def rows(self) -> list[tuple[int, str]]:
+        """Return the rows of others that came since the last call, each with the slot of its replica."""
+        with self._lock:
+            found = list(self._came)
+            self._came.clear()
+        return found
+
+    def _status_of(self, member: Member, status: Status) -> PeerStatus | None:
+        """Return a checked status; None where it is malformed, or the two may not exchange."""
+        known = self._parsed.get(member)
+        if known is not None and known[0] is status:
+            return known[1]
+        parsed = None
+        try:
+            parsed = _STATUS.validate_json(json.dumps(status))
+        except (ValidationError, ValueError):
+            self.warn(f"the status of replica {member.slot} is malformed")
+        is_of_a_kind = parsed is not None and parsed.kind == self.status.kind
+        names = differences(self.status.digests, parsed.digests) if parsed and is_of_a_kind else ""
+        if names:
+            self.refuse(f"refused: replica {member.slot} differs from replica {self.slot} in {names}")
+            parsed = None
+        self._parsed[member] = status, parsed
+        if parsed is not None:
+            self._take_rows(member, parsed)
+        return parsed
+
+    def _take_rows(self, member: Member, status: PeerStatus) -> None:
+        with self._lock:
+            if len(self._taken) > MOST_SLOTS:
+                self._taken.clear()
+            taken = self._taken.get(member, 0)
+            self._came.extend((member.slot, text) for number, text in status.rows if number > taken)
+            self._taken[member] = max([taken, *(number for number, _ in status.rows)])
+
+    # To stop, and to fail
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this job was asked to stop, and waits for nobody."""
+        return self._stopped() and time.monotonic() > self._leaves_at
+
+    def leave_in(self, seconds: float) -> None:
+        """Take part in one more round for so long, although this job was asked to stop."""
+        self._leaves_at = time.monotonic() + seconds
+
+    @property
+    def seconds_to_leave(self) -> float:
+        """Seconds that a round may still take though this job was asked to stop; 0.0: no such time was set."""
+        return max(0.0, self._leaves_at - time.monotonic())
+
+    def why_stopped(self) -> str:
+        """Return why no round goes on; "" while rounds do."""
+        if not self.is_leaving:
+            self._stopped_since = float("inf")
+            return ""
+        self._stopped_since = min(self._stopped_since, self.mesh.clock())
+        return STOPPED if self.mesh.clock() >= self._stopped_since + _STOP_SECONDS else ""
+
+    def check(self) -> None:
+        """Raise what ends this job: UserError where a later process has its slot."""
+        for carrier in self.mesh.carriers:
+            failure = getattr(carrier, "failure", None)
+            if failure is not None:
+                raise RuntimeError(
+                    f"the thread that exchanges with other replicas has failed: {failure!r}; started again, this "
+                    "job continues from its newest checkpoint"
+                ) from failure
+        if self.failure is None and any(
+            other.slot == self.slot and other.incarnation > self.mesh.me.incarnation
+            for other in self.mesh.members()
+        ):
+            self.failure = UserError(
+                f"another process of replica {self.slot} has begun, and the others exchange with it: does another "
+                "job have the same --replica? This job ends; started again, it goes on from its newest checkpoint"
+            )
+        if self.failure is not None:
+            raise self.failure
+
+    def wait(self, condition: Callable[[], object], seconds: float) -> bool:
+        """Wait until a condition holds; return False when time is up, or this job is to stop."""
+        until = self.mesh.clock() + seconds
+
+        def is_over() -> bool:
+            self.check()
+            return bool(condition()) or self.is_leaving
+
+        self.mesh.wait(is_over, until)
+        return bool(condition())
+
+    def refuse(self, line: str) -> None:
+        """Note that another job cannot exchange with this one."""
+        self.refusal = self.refusal or outside(line)
+        self.warn(line)
+
+    # Lines
+
+    def warn(self, line: str) -> None:
+        """Write a line, which may quote others, to stderr, once; no more after many."""
+        line = outside(line)
+        if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
+            self._warnings.add(line)
+            self.note(line)
+
+    def note(self, line: str) -> None:
+        """Write a line to stderr."""
+        sys.stderr.write(f"replica {self.slot}: {line}\n")
+
+    def watch(self) -> None:
+        """Write lines on who comes and leaves, and publish rows that are due, until `close`; in a thread."""
+        while not self._closed:
+            for line in self._attendance.changes(self.peers()):
+                self.note(line)
+            has_news = self._rows.is_new or self.step != self.status.step
+            if has_news and self.mesh.clock() > self._published + _SOON_SECONDS:
+                self.change()
+            self._forget(self.mesh.known())
+            with suppress(BaseException):
+                self.check()
+            time.sleep(_LOOK_SECONDS)
+
+    def _forget(self, known: Collection[Member]) -> None:
+        """Forget what members have sent that are not the latest of their slot."""
+        self.mesh.forget(lambda member: member not in known)
+        for gone in [member for member in list(self._parsed) if member not in known]:
+            del self._parsed[gone]
+
+
+class OwnRows:
+    """The rows of metrics that the next status has, each with its number.
+
+    Attributes:
+        is_new: whether there are rows that were not published.
+    """
+
+    def __init__(self) -> None:
+        self._rows, self._plain = list[tuple[int, str]](), set[int]()
+        self._number = self._published = 0
+        self.is_new = False
+
+    def add(self, text: str, is_plain: bool) -> None:
+        """Add a row. Of too many, a published row goes first, then a plain row, then the oldest."""
+        self._number += 1
+        self._rows.append((self._number, text))
+        self._plain |= {self._number} if is_plain else set()
+        self.is_new = True
+        if len(self._rows) > _MOST_ROWS:
+            self._drop()
+
+    def publish(self, characters: int) -> list[tuple[int, str]]:
+        """Return rows of at most so many characters, the oldest first."""
+        while len(json.dumps(self._rows)) > max(characters, len("[]")):
+            self._drop()
+        self._published, self.is_new = self._number, False
+        return list(self._rows)
+
+    def _drop(self) -> None:
+        row = min(self._rows, key=lambda row: (row[0] > self._published, row[0] not in self._plain, row[0]))
+        self._rows.remove(row)
+        self._plain.discard(row[0])
+
+
+class Attendance:
+    """What the user was told of the other replicas."""
+
+    def __init__(self) -> None:
+        self._told = dict[int, bool]()  # whether it is there, by slot
+
+    def changes(self, peers: Mapping[int, Peer]) -> Iterator[str]:
+        """Yield a line for each kind of change since the last call: many changes at once are one line."""
+        changed: dict[str, list[int]] = {kind: [] for kind in _VERBS}
+        for slot, peer in peers.items():
+            was_there, has_left = self._told.get(slot, False), peer.status.phase == "left"
+            if peer.present and not has_left and not was_there:
+                changed["back" if slot in self._told else "come"].append(slot)
+            elif was_there and (has_left or not peer.present):
+                changed["left" if has_left else "lost"].append(slot)
+            else:
+                continue
+            self._told[slot] = not was_there
+        replicas = 1 + sum(self._told.values())
+        for kind, slots in changed.items():
+            if slots:
+                yield f"{_named(slots)} {_VERBS[kind][len(slots) > 1]} ({replicas} replica{'s' * (replicas > 1)})"
+
+
+def _named(slots: Sequence[int]) -> str:
+    more = f" and {len(slots) - _MOST_IN_LINE} more" if len(slots) > _MOST_IN_LINE else ""
+    return f"replica{'s' * (len(slots) > 1)} {', '.join(map(str, slots[:_MOST_IN_LINE]))}{more}"

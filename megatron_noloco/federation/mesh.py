@@ -1,0 +1,576 @@
+"""Named pieces of data: each member offers pieces, and others fetch them.
+
+    giver                                           taker
+    mesh.offer("round/7/bucket/0", piece, to=taker)    piece = mesh.fetch(giver, "round/7/bucket/0")
+
+A fetch of a piece that is not offered yet waits. A fetch may be repeated, and changes nothing at the giver. So
+there is no connection to keep, no order of messages to agree on, and what is lost is asked for again.
+
+A *member* is one process: a slot, and an incarnation by which a restarted job is another member. Its *status* is
+what it publishes to all. A `Carrier` moves statuses and pieces: over HTTPS (`https_carrier`), through a folder or
+a bucket (`folder_carrier`), or in memory (tests). Everything else about pieces is here: what is offered
+(`Offers`), what has come (`Inbox`), and the one rule on when to give up (`Patience`).
+
+Rounds, states, the final mean and newcomers are blocking code above `offer`, `fetch`, `members`, `publish`.
+"""
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from megatron_noloco.settings import MOST_SLOTS
+
+Value = TypeVar("Value")
+Blob = bytes | bytearray | memoryview
+Status = Mapping[str, Any]
+"""What a member publishes: JSON."""
+
+PATIENCE_SECONDS = 10.0  # without a byte
+MOST_PIECE_BYTES = 2**26
+MOST_NAME_CHARACTERS = 160
+GRACE_SECONDS = 1.0  # for an absent member to be there again
+_MOST_INBOX_BYTES = 2**27  # of a giver
+_MOST_INBOX_PIECES = 1024
+_MOST_WISHES = 256  # of a taker
+_REMEMBERED = 512  # prefixes that were withdrawn
+_LOOK_SECONDS = 0.25
+
+
+class Member(NamedTuple):
+    """A process of a replica; `str` gives its name, "SLOT.INCARNATION"."""
+
+    slot: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.slot}.{self.incarnation}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Member":
+        """Return the member of a name; raises ValueError."""
+        slot, _, incarnation = text.partition(".")
+        if not (slot.isdecimal() and incarnation.isdecimal() and len(text) <= 26 and text.isascii()):
+            raise ValueError("not the name of a member")
+        member = cls(int(slot), int(incarnation))
+        if str(member) != text or not (member.slot < MOST_SLOTS and 0 < member.incarnation < 2**63):
+            raise ValueError("not the name of a member")
+        return member
+
+
+class LostError(ConnectionError):
+    """A piece does not come. The message continues "replica K: "."""
+
+
+class GoneError(LostError):
+    """The giver is not there any more."""
+
+
+class StalledError(LostError):
+    """No byte has come for so long that none is expected."""
+
+
+class RefusedError(LostError):
+    """The giver does not offer the piece, and never will."""
+
+
+class Piece:
+    """A piece that this member offers. Nobody reads its memory after `Offers.withdraw`.
+
+    Attributes:
+        to: the member that fetches it; None: any member may.
+    """
+
+    def __init__(self, content: Blob, to: Member | None) -> None:
+        self.to, self.size = to, len(content)
+        self._content: memoryview | None = memoryview(content)
+        self._lock = threading.Lock()
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Return a copy of a part. Raises RefusedError where the piece was withdrawn."""
+        with self._lock:
+            if self._content is None:
+                raise RefusedError("the piece was withdrawn")
+            return bytes(self._content[start:stop])
+
+    @property
+    def is_withdrawn(self) -> bool:
+        return self._content is None
+
+    def withdraw(self) -> None:
+        with self._lock:
+            self._content = None
+
+
+Answer = Callable[[Piece | RefusedError], None]
+
+
+class Offers:
+    """The pieces that this member offers, and the wishes for pieces that it does not offer yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces: dict[str, Piece] = {}
+        self._wishes: dict[str, dict[Member, Answer]] = {}
+        self._withdrawn: deque[str] = deque(maxlen=_REMEMBERED)
+
+    def offer(self, name: str, piece: Piece) -> None:
+        with self._lock:
+            self._pieces[name] = piece
+            wishes = self._wishes.pop(name, {})
+        for taker, answer in wishes.items():
+            answer(piece if piece.to in (None, taker) else RefusedError("the piece is another member's"))
+
+    def withdraw(self, prefix: str) -> None:
+        """Remove the pieces whose names begin so, and refuse wishes for them, now and later."""
+        with self._lock:
+            self._withdrawn.append(prefix)
+            gone = [self._pieces.pop(name) for name in list(self._pieces) if name.startswith(prefix)]
+            refused = [self._wishes.pop(name) for name in list(self._wishes) if name.startswith(prefix)]
+        for piece in gone:
+            piece.withdraw()
+        for wishes in refused:
+            for answer in wishes.values():
+                answer(RefusedError("the piece was withdrawn"))
+
+    def release(self, name: str) -> None:
+        """Remove a piece that nobody will ask for again."""
+        with self._lock:
+            piece = self._pieces.pop(name, None)
+        if piece is not None:
+            piece.withdraw()
+
+    def wish(self, name: str, taker: Member, answer: Answer) -> None:
+        """Answer once the piece is offered. A repeated wish of a taker replaces the earlier wish."""
+        found: Piece | RefusedError | None
+        with self._lock:
+            found = self._pieces.get(name)
+            if found is None and any(map(name.startswith, self._withdrawn)):
+                found = RefusedError("the piece was withdrawn")
+            elif found is not None and found.to not in (None, taker):
+                found = RefusedError("the piece is another member's")
+            elif found is None and sum(taker in wishes for wishes in self._wishes.values()) >= _MOST_WISHES:
+                found = RefusedError("too many wishes")
+            if found is None:
+                self._wishes.setdefault(name, {})[taker] = answer
+                return
+        answer(found)
+
+    def unwish(self, name: str, taker: Member, answer: Answer) -> None:
+        """Forget a wish, unless a later wish of the taker has replaced it."""
+        with self._lock:
+            wishes = self._wishes.get(name, {})
+            if wishes.get(taker) is answer:
+                del wishes[taker]
+                if not wishes:
+                    del self._wishes[name]
+
+    def takers(self, prefix: str) -> list[tuple[Member, str]]:
+        """Return who waits for pieces whose names begin so, the longest wait first."""
+        with self._lock:
+            return [
+                (taker, name)
+                for name, wishes in self._wishes.items()
+                if name.startswith(prefix)
+                for taker in wishes
+            ]
+
+
+class Inbox:
+    """Pieces that came before this member has fetched them. The oldest go when a giver sends too many."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[Member, OrderedDict[str, Blob]] = {}
+        self._bytes: dict[Member, int] = {}
+
+    def put(self, giver: Member, name: str, blob: Blob) -> None:
+        self.take(giver, name)
+        pieces = self._pieces.setdefault(giver, OrderedDict())
+        pieces[name] = blob
+        self._bytes[giver] = self._bytes.get(giver, 0) + len(blob)
+        while self._bytes[giver] > _MOST_INBOX_BYTES or len(pieces) > _MOST_INBOX_PIECES:
+            self.take(giver, next(iter(pieces)))
+
+    def take(self, giver: Member, name: str) -> Blob | None:
+        blob = self._pieces.get(giver, OrderedDict()).pop(name, None)
+        if blob is not None:
+            self._bytes[giver] -= len(blob)
+        return blob
+
+    def forget(self, gone: Callable[[Member], bool]) -> None:
+        for giver in [giver for giver in self._pieces if gone(giver)]:
+            del self._pieces[giver], self._bytes[giver]
+
+
+class Fetch:
+    """A piece that was asked for.
+
+    Attributes:
+        outcome: what has come; None: nothing yet.
+        is_sent: whether the giver sends the piece without being asked, where it can.
+    """
+
+    def __init__(self, giver: Member, name: str, is_sent: bool) -> None:
+        self.giver, self.name, self.is_sent = giver, name, is_sent
+        self.outcome: Blob | LostError | None = None
+        self.when_over: list[Callable[[], None]] = []
+
+
+class Carrier(ABC):
+    """Moves statuses and pieces between members. Its methods may be called from any thread, and do not block."""
+
+    mesh: "Mesh"
+
+    def start(self, mesh: "Mesh") -> None:
+        """Begin to carry, for this mesh."""
+        self.mesh = mesh
+
+    @abstractmethod
+    def publish(self, status: Status) -> None:
+        """Have all members get this status of the own member."""
+
+    @abstractmethod
+    def members(self) -> Mapping[Member, Status]:
+        """Return the other members that are there, as far as this carrier sees."""
+
+    @abstractmethod
+    def known(self) -> Mapping[Member, Status]:
+        """Return the other members that are or were there, the latest process of each slot."""
+
+    @abstractmethod
+    def reaches(self, member: Member) -> bool:
+        """Return whether pieces pass between this member and another."""
+
+    @abstractmethod
+    def ask(self, fetch: Fetch) -> None:
+        """Have `mesh.receive` or `mesh.refuse` called. Stop when the fetch has an outcome (`when_over`)."""
+
+    @abstractmethod
+    def send(self, to: Member, name: str, piece: Piece) -> None:
+        """Bring a piece to a member that is known to want it, unless that member asks for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Say that this member has left, and end."""
+
+
+class Patience:
+    """The one rule on when an operation is given up: no byte has moved between the two for ten seconds.
+
+    Args:
+        begin_by: returns when the giver must have begun; None: ten seconds from now.
+        end_by: returns when the whole must be over.
+
+    Attributes:
+        has_begun: whether a piece has come.
+    """
+
+    def __init__(
+        self,
+        mesh: "Mesh",
+        giver: Member,
+        begin_by: Callable[[], float] | None = None,
+        end_by: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        started = mesh.clock()
+        self._mesh, self._giver, self._started = mesh, giver, started
+        self._begin_by = begin_by or (lambda: started + PATIENCE_SECONDS)
+        self._end_by = end_by
+        self.has_begun = False
+
+    def until(self) -> float:
+        """Return when to give up, on the clock of the mesh."""
+        if not self.has_begun:
+            return min(self._begin_by(), self._end_by())
+        moved = max(self._started, self._mesh.moved.get(self._giver, -math.inf))
+        return min(moved + PATIENCE_SECONDS, self._end_by())
+
+
+class Mesh:
+    """The members, as one of them meets them. All methods may be called from any thread.
+
+    Args:
+        carriers: the first that reaches a member carries what is exchanged with it.
+
+    Attributes:
+        moved: when bytes of pieces have come or gone last, by the other member, on `clock`.
+    """
+
+    def __init__(self, me: Member, carriers: Sequence[Carrier]) -> None:
+        self.me, self.offers, self.carriers = me, Offers(), carriers
+        self.moved: dict[Member, float] = {}
+        self._inbox, self._fetches = Inbox(), dict[tuple[Member, str], list[Fetch]]()
+        self._changed, self._changes = threading.Condition(), 0
+        self._status: Status = {}
+        self.offers.offer("here", Piece(b"", None))  # asks whether a member answers
+        with ExitStack() as started:
+            for carrier in carriers:
+                carrier.start(self)
+                started.callback(carrier.close)
+            started.pop_all()
+
+    # Statuses
+
+    def publish(self, status: Status) -> None:
+        """Have all members get this status."""
+        self._status = status
+        for carrier in self.carriers:
+            carrier.publish(status)
+        self.wake()
+
+    def members(self) -> Mapping[Member, Status]:
+        """Return the members that are there, with the last status of each; of a slot only the latest process."""
+        found: dict[Member, Status] = {self.me: self._status}
+        for carrier in reversed(self.carriers):
+            found |= carrier.members()
+        return {member: found[member] for member in latest(found)}
+
+    def known(self) -> Mapping[Member, Status]:
+        """Return the members that are or were there, this member included, with the last status of each."""
+        found: dict[Member, Status] = {self.me: self._status}
+        for carrier in reversed(self.carriers):
+            found |= carrier.known()
+        return {member: found[member] for member in latest(found)}
+
+    def reaches(self, member: Member) -> bool:
+        """Return whether pieces pass between this member and another that is there."""
+        return self._carrier_of(member) is not None
+
+    def close(self) -> None:
+        """Say that this member has left, and end."""
+        for carrier in self.carriers:
+            carrier.close()
+
+    # Pieces
+
+    def offer(self, name: str, content: Blob, to: Member | None = None) -> None:
+        """Offer a piece, until it is withdrawn; its memory must not change meanwhile.
+
+        Args:
+            to: who fetches it; it is sent before it is asked for, where that is possible. None: any member may.
+        """
+        piece = Piece(content, to)
+        self.offers.offer(name, piece)
+        carrier = None if to is None else self._carrier_of(to)
+        if to is not None and carrier is not None:
+            carrier.send(to, name, piece)
+
+    def withdraw(self, prefix: str) -> None:
+        """Withdraw the pieces whose names begin so. Nobody reads their memory from then on."""
+        self.offers.withdraw(prefix)
+
+    def release(self, name: str) -> None:
+        """Forget a piece that has arrived where it was to go."""
+        self.offers.release(name)
+
+    def begin(self, giver: Member, name: str, is_sent: bool = False) -> Fetch:
+        """Begin to fetch a piece; see `result`."""
+        fetch = Fetch(giver, name, is_sent)
+        with self._changed:
+            fetch.outcome = self._inbox.take(giver, name)
+            if fetch.outcome is None:
+                self._fetches.setdefault((giver, name), []).append(fetch)
+        if fetch.outcome is None:
+            if (carrier := self._carrier_of(giver)) is None:
+                self.refuse(fetch, GoneError("is not there"))
+            else:
+                carrier.ask(fetch)
+        return fetch
+
+    def result(
+        self,
+        fetch: Fetch,
+        until: float | Patience,
+        why_not: Callable[[], str] = lambda: "",
+    ) -> Blob:
+        """Wait for a piece.
+
+        Args:
+            until: when to give up, on `clock`.
+            why_not: says why the piece will never come; "" while it may.
+
+        Raises GoneError, StalledError, RefusedError.
+        """
+
+        def limit() -> float:
+            return until.until() if isinstance(until, Patience) else until
+
+        absent, reason = math.inf, ""
+
+        def is_over() -> bool:
+            nonlocal absent, reason
+            reason = why_not()
+            absent = math.inf if self.reaches(fetch.giver) else min(absent, self.clock())
+            return fetch.outcome is not None or bool(reason)
+
+        def is_news(stop: float) -> bool:
+            return is_over() or min(limit(), absent + self.grace) < stop
+
+        try:
+            while not is_over():
+                stop = min(limit(), absent + self.grace)
+                if self.clock() >= stop:
+                    if self.clock() >= absent + self.grace:
+                        raise GoneError("is not there any more")
+                    raise StalledError("sends nothing")
+                self.wait(partial(is_news, stop), stop)
+        except BaseException:
+            self.cancel(fetch)
+            raise
+        if fetch.outcome is None:
+            self.cancel(fetch)
+            raise RefusedError(reason)
+        if isinstance(until, Patience):
+            until.has_begun = True
+        if isinstance(fetch.outcome, LostError):
+            raise fetch.outcome
+        return fetch.outcome
+
+    def fetch(self, giver: Member, name: str, seconds: float = PATIENCE_SECONDS) -> Blob:
+        """Return a small piece. Raises GoneError, StalledError, RefusedError."""
+        return self.result(self.begin(giver, name), self.clock() + seconds)
+
+    def fetch_all(
+        self,
+        giver: Member,
+        names: Iterable[str],
+        window: int,
+        patience: Patience,
+        is_sent: bool = False,
+        why_not: Callable[[], str] = lambda: "",
+    ) -> Iterator[Blob]:
+        """Yield pieces in order, of which so many are asked for at a time. Raises as `result`."""
+        left, under_way = iter(names), deque[Fetch]()
+
+        def fill() -> None:
+            under_way.extend(
+                self.begin(giver, name, is_sent) for name in islice(left, window - len(under_way))
+            )
+
+        try:
+            fill()
+            while under_way:
+                blob = self.result(under_way[0], patience, why_not)
+                under_way.popleft()
+                fill()
+                yield blob
+        finally:
+            for fetch in under_way:
+                self.cancel(fetch)
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Ask no more."""
+        self.refuse(fetch, RefusedError("was cancelled"))
+
+    # For carriers
+
+    def receive(self, giver: Member, name: str, blob: Blob) -> None:
+        """Take a piece that has come, asked for or not."""
+        with self._changed:
+            fetches = self._fetches.pop((giver, name), [])
+            for fetch in fetches:
+                fetch.outcome = blob
+            if not fetches:
+                self._inbox.put(giver, name, blob)
+        self._end(fetches)
+
+    def refuse(self, fetch: Fetch, error: LostError) -> None:
+        """End a fetch, unless it has an outcome."""
+        with self._changed:
+            if fetch.outcome is None:
+                fetch.outcome = error
+            at = fetch.giver, fetch.name
+            left = [other for other in self._fetches.get(at, ()) if other is not fetch]
+            if left:
+                self._fetches[at] = left
+            else:
+                self._fetches.pop(at, None)
+        self._end([fetch])
+
+    def wished(self, giver: Member) -> list[str]:
+        """Return the names of the pieces that this member waits for from another."""
+        with self._changed:
+            return [name for member, name in self._fetches if member == giver]
+
+    def note_bytes(self, other: Member) -> None:
+        """Note that bytes of a piece have come from a member, or gone to it."""
+        self.moved[other] = self.clock()
+
+    def forget(self, gone: Callable[[Member], bool]) -> None:
+        """Forget what came from members that are not there any more, and was not fetched."""
+        with self._changed:
+            self._inbox.forget(gone)
+        for giver in [giver for giver in list(self.moved) if gone(giver)]:
+            self.moved.pop(giver, None)
+
+    def wake(self) -> None:
+        """Have waiting threads look again."""
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+    # Time and threads, which a mesh in memory replaces
+
+    grace = GRACE_SECONDS
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def wait(self, ready: Callable[[], object], until: float = math.inf) -> bool:
+        """Wait until a condition holds, which is looked at when anything has changed; return whether it does."""
+        while True:
+            changes = self._changes
+            if ready():
+                return True
+            left = until - self.clock()
+            if left <= 0:
+                return False
+            with self._changed:
+                if changes == self._changes:
+                    self._changed.wait(min(left, _LOOK_SECONDS))
+
+    def spawn(self, function: Callable[[], Value], name: str) -> "Future[Value]":
+        """Run a function in a thread of its own, as `in_thread` does."""
+        future = in_thread(function, name)
+        future.add_done_callback(lambda _: self.wake())
+        return future
+
+    def _carrier_of(self, member: Member) -> Carrier | None:
+        return next((carrier for carrier in self.carriers if carrier.reaches(member)), None)
+
+    def _end(self, fetches: list[Fetch]) -> None:
+        for fetch in fetches:
+            while fetch.when_over:
+                fetch.when_over.pop()()
+        self.wake()
+
+
+def in_thread(function: Callable[[], Value], name: str) -> "Future[Value]":
+    """Run a function in a thread of its own, which never keeps the process from ending."""
+    future: Future[Value] = Future()
+
+    def body() -> None:
+        try:
+            found = function()
+        except BaseException as error:  # raised where the future's result is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    threading.Thread(target=body, name=name, daemon=True).start()
+    return future
+
+
+def latest(members: Iterable[Member]) -> list[Member]:
+    """Return the latest member of each slot, by slot."""
+    newest: dict[int, Member] = {}
+    for member in members:
+        newest[member.slot] = max(member, newest.get(member.slot, member))
+    return [newest[slot] for slot in sorted(newest)]

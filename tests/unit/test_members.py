@@ -1,0 +1,174 @@
+"""What a replica publishes of itself, and what it makes of what others publish."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_noloco.errors import UserError
+from megatron_noloco.federation.members import (
+    LONGEST_ROW,
+    Attendance,
+    FinalStatus,
+    OwnRows,
+    Peer,
+    PeerStatus,
+)
+from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.statuses import MOST_STATUS_BYTES
+from tests.unit.memory_mesh import Message, World
+from tests.unit.worlds import Used, members_of, pause, replica_of, run_all, take_part, vectors
+
+# Who comes and goes
+
+_STATES = {"there": (True, "training"), "lost": (False, "training"), "left": (False, "left")}
+
+
+def peer(state: str) -> Any:
+    present, phase = _STATES[state]
+    return Peer(Member(1, 1), PeerStatus(phase=phase), present, present)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.dictionaries(st.integers(1, 8), st.sampled_from([*_STATES]))))
+def test_lines_say_who_is_there_and_each_change_once(looks: list[dict[int, str]]) -> None:
+    attendance, peers, there = Attendance(), dict[int, Peer](), set[int]()
+    for changes in looks:
+        peers |= {slot: peer(state) for slot, state in changes.items()}
+        for line in attendance.changes(peers):
+            who, verb, more = line.partition(" ha")[0], line, line.rpartition("(")[2]
+            slots = {int(word.strip(",")) for word in who.split() if word.strip(",").isdecimal()}
+            comes = "come" in verb or "back" in verb
+            assert slots.isdisjoint(there) if comes else slots <= there
+            there ^= slots
+            assert more == f"{1 + len(found(peers))} replica{'s' * bool(found(peers))})"
+        assert there == found(peers)
+        assert [*attendance.changes(peers)] == []
+
+
+def found(peers: dict[int, Peer]) -> set[int]:
+    return {slot for slot, one in peers.items() if one.present}
+
+
+def test_many_at_once_are_one_line() -> None:
+    peers = dict.fromkeys(range(1, 201), peer("there"))
+    (line,) = Attendance().changes(peers)
+    assert line == "replicas 1, 2, 3, 4, 5, 6, 7, 8 and 192 more have come (201 replicas)"
+
+
+# Rows of metrics
+
+
+def test_of_many_rows_those_of_rounds_and_the_newest_are_told() -> None:
+    rows = OwnRows()
+    for number in range(1, 41):
+        rows.add(f"row {number}", is_plain=number % 20 != 10)
+    assert [number for number, _ in rows.publish(9999)] == [10, 30, 39, 40]
+    assert not rows.is_new
+    for number in range(41, 46):
+        rows.add(f"row {number}", is_plain=False)
+    assert rows.is_new
+    assert [number for number, _ in rows.publish(9999)] == [42, 43, 44, 45]
+
+
+def test_a_status_has_the_rows_for_which_there_is_room() -> None:
+    """A status that is too long would end the job: rows go first."""
+    world = World()
+    one, other = members_of(world, 0), members_of(world, 1)
+    row = {"kind": "evaluation", "text": "x" * (LONGEST_ROW - 40)}
+    for _ in range(4):
+        one.publish_row(row)
+    one.publish_row({"kind": "evaluation", "text": "x" * LONGEST_ROW})
+    one.change()
+    other.present()
+    assert [(slot, json.loads(text)) for slot, text in other.rows()] == [(0, row)] * 3
+    assert other.rows() == []
+    one.publish_row(row)
+    members = [(slot, 2**62) for slot in range(256)]
+    one.change(mean=FinalStatus(members=members, parents=[0] * 256, attempt=1))
+    assert other.present()[0].mean.attempt == 1
+    assert len(json.dumps(world.carriers[one.mesh.me].status)) < MOST_STATUS_BYTES
+
+
+# Others
+
+
+@pytest.mark.parametrize("field", [{"begun": "1"}, {"phase": "asleep"}, {"begun": -2}, {"partners": [1]}])
+def test_a_malformed_status_is_of_nobody(field: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    world = World()
+    one, other = members_of(world, 0), members_of(world, 1)
+    assert {*one.present()} == {1}
+    other.mesh.publish({**world.carriers[other.mesh.me].status, **field})
+    for _ in range(2):
+        assert one.present() == {}
+        assert one.peer(1) is None
+    assert capfd.readouterr().err == "replica 0: the status of replica 1 is malformed\n"
+
+
+def test_an_unknown_field_of_a_status_is_left_alone() -> None:
+    """So that a later version may have more."""
+    world = World()
+    one, other = members_of(world, 0), members_of(world, 1)
+    other.mesh.publish({**world.carriers[other.mesh.me].status, "direct": [1], "weather": "fine"})
+    assert {*one.present()} == {1}
+
+
+def test_the_later_process_of_a_slot_wins() -> None:
+    world = World()
+    earlier, other = members_of(world, 0), members_of(world, 1)
+    earlier.check()
+    later = members_of(world, 0, incarnation=2)
+    with pytest.raises(UserError, match="another process of replica 0 has begun"):
+        earlier.check()
+    later.check()
+    assert other.peers()[0].incarnation == 2
+
+
+def test_two_hidden_members_see_and_do_not_reach_each_other() -> None:
+    world = World()
+    one, other, third = (members_of(world, slot, hidden=slot < 2) for slot in range(3))
+    assert [(peer.present, peer.reached) for peer in one.peers().values()] == [(True, False), (True, True)]
+    assert one.hidden() == other.hidden() == third.hidden() == {0, 1}
+
+
+# To leave
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int8"])
+def test_who_leaves_after_a_round_leaves_nobody_in_doubt(payload: str) -> None:
+    """The word of the replica that decides is under way when it ends."""
+
+    def late_word(world: World, number: int, message: Message) -> float | None:
+        return 1.0 if message.name.endswith("verdict") else None
+
+    world = World(on_message=late_word)
+    members = [members_of(world, slot) for slot in range(2)]
+
+    def body(slot: int) -> Used:
+        used = take_part(replica_of(members[slot], payload=payload), vectors()[slot], 0)
+        members[slot].close()
+        return used
+
+    bodies = [(one, lambda slot=one.slot: body(slot)) for one in members]
+    assert all(used.counts for used in run_all(world, bodies))
+    assert world.now < 5.0
+
+
+def test_who_leaves_waits_for_no_partner_that_it_never_met() -> None:
+    world = World()
+    one, other = members_of(world, 0), members_of(world, 1)
+
+    def waits() -> None:
+        other.begin_round(0, 0)
+        pause(other.mesh, 30.0)
+
+    def leaves() -> float:
+        pause(one.mesh, 1.0)
+        one.close()
+        return one.mesh.clock()
+
+    _, left_at = run_all(world, [(other, waits), (one, leaves)])
+    assert left_at == pytest.approx(1.0)
+    assert other.peers()[0].status.phase == "left"
+    assert other.present() == {}
