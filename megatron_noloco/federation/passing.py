@@ -44,7 +44,7 @@ def pass_on(
     """
     why = ""
 
-    def wait_for(name: str, limit: Callable[[], float] | None = None) -> None:
+    def wait_until_wanted(name: str, limit: Callable[[], float] | None = None) -> None:
         began = mesh.clock()
 
         def is_over() -> bool:
@@ -61,10 +61,10 @@ def pass_on(
 
     try:
         for number, piece in enumerate(pieces):
-            wait_for(f"{base}{number}", None if number else begin_by)
+            wait_until_wanted(f"{base}{number}", None if number else begin_by)
             mesh.offer(f"{base}{number}", piece)
             mesh.release(f"{base}{number - _WINDOW}")
-        wait_for(base + _END)
+        wait_until_wanted(base + _END)
     finally:
         mesh.withdraw(base)
 

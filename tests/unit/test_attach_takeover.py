@@ -155,11 +155,9 @@ def test_steps_that_are_left_out_make_a_job_no_faster(monkeypatch: pytest.Monkey
     """4 steps in 8 seconds, with which it has come from local step 0 to 10."""
     clock, told = iter((0.0, 8.0)), list[dict[str, Any]]()
     monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    thread: Any = SimpleNamespace(
-        node=SimpleNamespace(slot=0), tell_row=lambda text: told.append(json.loads(text))
-    )
+    members: Any = SimpleNamespace(slot=0, publish_row=told.append)
     report = RoundReport(0, ExchangeReport((0, 1)), 0.5, 1.0)
-    rows = attached.RoundRows(thread)
+    rows = attached.RoundRows(members)
     for done, reports in ((1, []), (2, []), (9, []), (10, [report])):
         rows.after_step(done, reports)
     assert [(row["step"], row["speed/seconds_per_step"]) for row in told] == [(10, 2.0)]
