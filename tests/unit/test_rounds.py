@@ -236,8 +236,9 @@ def test_a_fault_at_any_message_splits_no_verdict(payload: str, sends: bool, eve
         faulty = Faulty(payload, seed=at, sends=sends, on_message=on_message)
         verdicts.add(faulty.check())
         in_doubt += faulty.in_doubt
-    assert True in verdicts or fault.startswith("kill")
-    assert not fault.startswith("cut") or False in verdicts or in_doubt
+    if every == 1:  # each kind of end is among those of all messages
+        assert True in verdicts or fault.startswith("kill")
+        assert not fault.startswith("cut") or False in verdicts or in_doubt
 
 
 @pytest.mark.parametrize(
