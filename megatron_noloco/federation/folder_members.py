@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.keys import Seal
 from megatron_noloco.federation.mesh import Member, Mesh, Status
-from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus, Statuses, addresses_in
+from megatron_noloco.federation.statuses import (
+    MOST_SIGNED_BYTES,
+    SignedStatus,
+    Statuses,
+    addresses_in,
+    object_in,
+)
 from megatron_noloco.federation.store import Store
 from megatron_noloco.files import outside
 
@@ -103,7 +109,7 @@ class RunFolder:
     def _digests_of(self, run: str) -> tuple[int, str, dict[str, Any]]:
         """Return incarnation, name and digests of another run."""
         with suppress(Exception):  # anybody may have written the file
-            found = json.loads(self._rendezvous.get(f"{run}/digests.json", _MOST_DIGESTS_BYTES))
+            found = object_in(self._rendezvous.get(f"{run}/digests.json", _MOST_DIGESTS_BYTES))
             return int(found["incarnation"]), run, dict(found["digests"])
         return -1, run, {}
 
@@ -334,11 +340,11 @@ class FolderMembers:
         """Read a status. What cannot be read is tried again at the next look, in a later sign."""
         try:
             sealed = self._alive.get(sign.file, MOST_SIGNED_BYTES + MOST_ADDED)
-            signed = SignedStatus.parse(json.loads(self._seal.open(sign.file, sealed)))
+            signed = SignedStatus.parse(object_in(self._seal.open(sign.file, sealed)))
             if (signed.member, signed.number) == (member, sign.number):
                 with self._lock:
                     self._statuses.take(signed)
-        except (FileNotFoundError, ValueError, RecursionError):
+        except (FileNotFoundError, ValueError):
             pass
         except OSError as error:
             self._folder.say(error)

@@ -14,7 +14,6 @@ from megatron_noloco.federation.https_client import (
     CONNECTION_ERRORS,
     DIGESTS,
     Job,
-    object_in,
     read_small,
 )
 from megatron_noloco.federation.https_presence import HIDDEN_GRACE_SECONDS, Stream
@@ -29,7 +28,7 @@ from megatron_noloco.federation.mesh import (
     Piece,
     RefusedError,
 )
-from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus
+from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus, object_in
 from megatron_noloco.federation.visit import MEMBER, MOST_PROBE_BYTES
 from megatron_noloco.files import outside
 

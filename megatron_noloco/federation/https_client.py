@@ -19,7 +19,7 @@ from megatron_noloco.federation.https_presence import Presence
 from megatron_noloco.federation.https_server import KEEP_ALIVE_SECONDS, READ_BYTES, open_socket
 from megatron_noloco.federation.keys import ANY_MEMBER, Identity, host_name
 from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Mesh
-from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus, split_address
+from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus, object_in, split_address
 from megatron_noloco.federation.visit import MEMBER, why_not
 from megatron_noloco.files import outside
 
@@ -288,14 +288,3 @@ async def read_small(content: StreamReader) -> bytes:
             if len(text) > MOST_SIGNED_BYTES:
                 raise ConnectionError("the body is too long")
     return text
-
-
-def object_in(text: bytes) -> dict[str, Any]:
-    """Return an object of JSON; raises ValueError."""
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("is no JSON object")
-    return found

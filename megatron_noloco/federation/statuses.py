@@ -48,13 +48,7 @@ class SignedStatus:
     @cached_property
     def status(self) -> Status:
         """The status; ValueError where the text is not the JSON of an object."""
-        try:
-            status = json.loads(self.text)
-        except RecursionError:
-            status = None
-        if not isinstance(status, dict):
-            raise ValueError("is no JSON object")
-        return status
+        return object_in(self.text)
 
     @cached_property
     def line(self) -> bytes:
@@ -135,6 +129,17 @@ class Statuses:
             text = signed.signed_text(self._run)
             self._identity.check(signed.certificate, signed.member.slot, text, signed.signature)
         assert isinstance(signed.status, dict)
+
+
+def object_in(text: str | bytes) -> dict[str, Any]:
+    """Return an object of JSON that another member has written; raises ValueError."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("is no JSON object")
+    return found
 
 
 def addresses_in(status: Status) -> list[str]:

@@ -1,7 +1,6 @@
 """Requests of commands that are no member: statuses, pieces that are offered to all, the speed of the link."""
 
 import http.client
-import json
 import os
 import socket
 import statistics
@@ -22,7 +21,7 @@ from megatron_noloco.federation.mesh import (
     StalledError,
     Status,
 )
-from megatron_noloco.federation.statuses import SignedStatus, Statuses, addresses_in, split_address
+from megatron_noloco.federation.statuses import SignedStatus, Statuses, addresses_in, object_in, split_address
 from megatron_noloco.files import outside
 
 Value = TypeVar("Value")
@@ -93,8 +92,8 @@ class Visit:
         text = self._first(lambda connection: self._get(connection, "status?once", _MOST_STATUSES_BYTES))
         self.present = set()
         for line in text.splitlines():
-            with suppress(ValueError, RecursionError, TypeError, AttributeError):
-                content = json.loads(line)
+            with suppress(ValueError, TypeError):
+                content = object_in(line)
                 if "member" in content:
                     signed = SignedStatus.parse(content)
                     self.present = self.present or {signed.member}  # the first is the job's own
