@@ -87,10 +87,9 @@ class CatchUp:
         is_far = is_far_behind(self.last_round(step), self.last_round(due), self._behind)
         if is_far and not self._has_recovered:
             return None
-        if left_out <= self._few and not is_far:
-            self._has_recovered = False
-            return step
         self._has_recovered = False
+        if left_out <= self._few and not is_far:
+            return step
         self._members.go_on(self.last_round(step + left_out))
         return step + left_out
 

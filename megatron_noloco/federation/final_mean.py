@@ -15,6 +15,7 @@ members is in the proposal, so each counts once.
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from megatron_noloco.federation.catch_up import SILENT_SECONDS
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.members import Members
+from megatron_noloco.federation.members import Members, Peer
 from megatron_noloco.federation.mesh import GoneError, LostError, Member, Patience, StalledError
 from megatron_noloco.federation.passing import Passed, contents, pass_on
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
@@ -123,8 +124,7 @@ class FinalMean:
     def __init__(self, replica: Replica, left_out: Mapping[int, str]) -> None:
         self._replica, leading = replica, replica.leading
         self._gather = Gather(replica.movement, _PASSES)
-        self._left_out = left_out
-        self._leader = None if leading is None else _Leader(leading.members, left_out, self._vectors)
+        self._leader = None if leading is None else _Leader(leading.members, left_out)
         self._vector, self.stopped, self.is_late = NOTHING, False, False
         self.report = ExchangeReport(())
 
@@ -169,10 +169,6 @@ class FinalMean:
             total[start:stop] = self._vector[start:stop]
         self._complete(total, included or {own})
         yield MeanPiece(0, len(total), total)
-
-    def _vectors(self) -> int:
-        """Return the number of elements of the canonical vector."""
-        return self._replica.movement.length
 
     def _next_step(self, answer: object) -> _Step | None:
         """Go on with the answer to the last step; return the next on all ranks, or None at the end."""
@@ -265,7 +261,7 @@ class _Leader:
         sent: vectors.
     """
 
-    def __init__(self, members: Members, left_out: Mapping[int, str], length: Callable[[], int]) -> None:
+    def __init__(self, members: Members, left_out: Mapping[int, str]) -> None:
         self._members, self._mesh, self.left_out = members, members.mesh, dict(left_out)
         self.members: list[int] = []
         self.sent = 0
@@ -311,10 +307,10 @@ class _Leader:
         self._told = self._mesh.clock()
         self._members.change(mean=replace(self._members.status.mean, **found, moved=self._moves, **changes))
 
-    def _note_progress(self, attempt: _Attempt) -> None:
+    def _note_progress(self, attempt: _Attempt, peers: Mapping[int, Peer]) -> None:
         """Note whether bytes have moved, here or at others, and tell the others."""
         now, own = self._mesh.clock(), max(self._mesh.moved.values(), default=0.0)
-        moved = {slot: peer.status.mean.moved for slot, peer in self._members.peers().items()}
+        moved = {slot: peer.status.mean.moved for slot, peer in peers.items()}
         if own > self._progress:
             self._progress, self._moves = own, self._moves + 1
         if any(moved[slot] != self._seen.get(slot) for slot in moved if slot in attempt.members):
@@ -425,7 +421,7 @@ class _Leader:
         for child in attempt.children(slot):
             if not (below := attempt.below(child)):
                 continue
-            with _naming(self, attempt, child):
+            with self._naming(attempt, child):
                 limit = partial(self._still, attempt.depth(child))
                 passed = Passed(mesh, attempt.members[child], f"{base}sum/{child}/", stop, limit)
                 passed.into(cast(Leader, (yield _Step("receive"))))
@@ -439,7 +435,7 @@ class _Leader:
         else:
             above = attempt.members[parent]
             limit = partial(self._still, len(attempt.members))
-            with _naming(self, attempt, parent):
+            with self._naming(attempt, parent):
                 if attempt.below(slot):
                     yield from self._send(above, f"{base}sum/{slot}/", stop, limit)
                 passed = Passed(mesh, above, f"{base}mean/{slot}/", stop, limit)
@@ -448,11 +444,11 @@ class _Leader:
             if not (yield _Step("take", included)):
                 raise _FailedError
         for child in attempt.children(slot):
-            with _naming(self, attempt, child):
+            with self._naming(attempt, child):
                 limit = partial(self._still, 0)
                 yield from self._send(attempt.members[child], f"{base}mean/{child}/", stop, limit)
         for child in attempt.children(slot):
-            with _naming(self, attempt, child):
+            with self._naming(attempt, child):
                 fetch = mesh.begin(attempt.members[child], f"{base}done/{child}")
                 limit = partial(self._still, 1 + attempt.depth(child))
                 mesh.result(fetch, Patience(mesh, attempt.members[child], limit), stop)
@@ -486,8 +482,8 @@ class _Leader:
 
     def _why_over(self, attempt: _Attempt) -> str:
         """Return why an attempt is over; "" while it goes on."""
-        self._note_progress(attempt)
         peers = self._members.peers()
+        self._note_progress(attempt, peers)
         if self._members.is_leaving:
             return "a job was asked to stop"
         for slot, member in attempt.members.items():
@@ -503,31 +499,22 @@ class _Leader:
             return "there is another attempt"
         return ""
 
-    def give_up(self, attempt: _Attempt, slot: int) -> None:
-        """Note why a member was given up.
+    @contextmanager
+    def _naming(self, attempt: _Attempt, slot: int) -> Iterator[None]:
+        """Note why a member was given up with which something is exchanged.
 
         It does not answer; or it answers and stands still: others go on without its sum, or without it.
         """
-        member = attempt.members[slot]
         try:
-            self._mesh.result(self._mesh.begin(member, "here"), self._mesh.clock() + _ANSWER_SECONDS)
-        except LostError:
-            self._missed.add(frozenset((self._members.slot, slot)))
-        else:
-            (self._dropped if slot in attempt.left_out else self._refused).add(slot)
-
-
-class _naming:
-    """Around what is exchanged with a member: notes why it was given up."""
-
-    def __init__(self, leader: _Leader, attempt: _Attempt, slot: int) -> None:
-        self._leader, self._attempt, self._slot = leader, attempt, slot
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, StalledError | GoneError):
-            self._leader.give_up(self._attempt, self._slot)
+            yield
+        except (StalledError, GoneError):
+            try:
+                self._mesh.fetch(attempt.members[slot], "here", _ANSWER_SECONDS)
+            except LostError:
+                self._missed.add(frozenset((self._members.slot, slot)))
+            else:
+                (self._dropped if slot in attempt.left_out else self._refused).add(slot)
+            raise
 
 
 def _reached(attempt: _Attempt) -> set[int]:

@@ -19,8 +19,8 @@ from megatron_noloco.federation.mesh import (
     StalledError,
 )
 
-BACK_SECONDS = 60.0  # for a member that was lost to come back
-TURN_SECONDS = 3600.0  # for the first piece: other takers may have their turn before
+_BACK_SECONDS = 60.0  # for a member that was lost to come back
+_TURN_SECONDS = 3600.0  # for the first piece: other takers may have their turn before
 _WINDOW = 4  # pieces that a taker asks for at a time
 _MOST_LOSSES = 3  # in a row without a piece
 _END = "end"  # the name of the piece that a taker wants when it has everything
@@ -53,7 +53,7 @@ def pass_on(
             return bool(why) or (taker, name) in mesh.offers.takers(base)
 
         while not mesh.wait(is_over, mesh.clock() + 1.0):
-            moved = max(began, mesh.moved.get(taker, began)) + BACK_SECONDS
+            moved = max(began, mesh.moved.get(taker, began)) + _BACK_SECONDS
             if mesh.clock() > (moved if limit is None else limit()):
                 raise StalledError("wants nothing")
         if why:
@@ -91,7 +91,7 @@ class Passed:
         stop: Stop,
         begin_by: Callable[[], float] | None = None,
     ) -> None:
-        turn = mesh.clock() + TURN_SECONDS
+        turn = mesh.clock() + _TURN_SECONDS
         self._mesh, self._giver, self._base, self._stop = mesh, giver, base, stop
         self._begin_by, self._next = begin_by or (lambda: turn), 0
 
@@ -127,5 +127,5 @@ class Passed:
 
     def _is_back(self) -> bool:
         mesh = self._mesh
-        mesh.wait(lambda: mesh.reaches(self._giver) or bool(self._stop()), mesh.clock() + BACK_SECONDS)
+        mesh.wait(lambda: mesh.reaches(self._giver) or bool(self._stop()), mesh.clock() + _BACK_SECONDS)
         return mesh.reaches(self._giver) and not self._stop()

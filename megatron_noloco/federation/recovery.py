@@ -162,17 +162,22 @@ class States:
                 offer = b"" if state is None else _offer_of(state, copy)
                 for taker in takers:
                     members.mesh.offer(_asked(taker), offer)
-            for taker in takers if state is not None else ():
-                assert state is not None
-                gather, vectors = Gather(self.movement, _GIVING), state.vectors.values()
-                with _finishing([gather.whole(vector, None) for vector in vectors]) as transfers:
-                    if members is not None:
-                        pieces = _pieces(state.rest, cast(list[Leader], transfers))
-                        with suppress(LostError):
-                            pass_on(members.mesh, taker, f"{_ASKED}{taker}/{copy}/", pieces, self._why_closed)
+            if state is not None:
+                for taker in takers:
+                    self._serve(taker, state, copy)
         if members is not None:
             for taker in takers:
                 members.mesh.release(_asked(taker))
+
+    def _serve(self, taker: Member, state: State, copy: int) -> None:
+        """Pass a copy on to one taker."""
+        gather, vectors = Gather(self.movement, _GIVING), state.vectors.values()
+        with _finishing([gather.whole(vector, None) for vector in vectors]) as transfers:
+            if self._members is not None:
+                pieces = _pieces(state.rest, cast(list[Leader], transfers))
+                with suppress(LostError):
+                    base = f"{_ASKED}{taker}/{copy}/"
+                    pass_on(self._members.mesh, taker, base, pieces, self._why_closed)
 
     def _why_closed(self) -> str:
         return "gives no state any more" * self._closed

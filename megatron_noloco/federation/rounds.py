@@ -197,12 +197,11 @@ class PairExchange:
         self._replica = replica
         self._buffers = Buffers()
         self._vector = self._mean = NOTHING
-        self._number, self._partner = 0, None
+        self._number = 0
+        self._partner: int | None = None
         self._transfer: Transfer
         self._round: _Round
         self._outcome: Future[_Outcome]
-
-    _partner: int | None
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""

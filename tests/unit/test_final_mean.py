@@ -243,5 +243,5 @@ def test_a_proposal_that_is_no_tree_is_left_alone(parents: list[int]) -> None:
     hostile.mesh.publish(status)
 
     assert own.present()[0].mean.attempt == 1
-    leader = _Leader(own, {}, lambda: LENGTH)
+    leader = _Leader(own, {})
     assert leader._proposed({0: hostile.mesh.me, 1: own.mesh.me}) is None
