@@ -83,7 +83,7 @@ def _invite(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.federation.invitation import LONGEST_LINE, file_of, line_of
-    from megatron_noloco.preflight.inviting import FederatedRun, InviteRequest, invite, keys_of_inviter
+    from megatron_noloco.preflight.inviting import InviteRequest, invite, keys_of_inviter
     from megatron_noloco.preflight.newcomer import write_private
     from megatron_noloco.training.prepare import network_for
 
@@ -93,7 +93,7 @@ def _invite(args: argparse.Namespace) -> int:
     if args.file is not None and args.file.exists():
         raise UserError(f"invite: --file {args.file}: there is such a file already; give another")
     network, tokenizer = network_for(config), build_tokenizer(config.data.tokenizer)
-    invitation = invite(config, keys, FederatedRun(network.run, network.digests, tokenizer), request)
+    invitation = invite(config, keys, network, tokenizer, request)
     line, until = line_of(invitation), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(request.ends))
     path = args.file or Path(f"invitation-{invitation.slot}.noloco")
     with writing(path, "--file"):

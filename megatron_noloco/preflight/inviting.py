@@ -12,6 +12,7 @@ from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.invitation import MOST_ADDRESSES, Invitation, can_name, reserve
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
 from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, Member, Mesh, Status
+from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.statuses import addresses_in
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import Visit
@@ -60,32 +61,25 @@ def keys_of_inviter(config: RunConfig, path: str, request: InviteRequest) -> Key
     return keys
 
 
-class FederatedRun(NamedTuple):
-    """The run of a federation; see `compatibility`."""
+def invite(
+    config: RunConfig, keys: Keys, network: Network, tokenizer: Tokenizer, request: InviteRequest
+) -> Invitation:
+    """Return an invitation, whose slot is given away until it ends. Raises UserError.
 
-    number: int
-    digests: Mapping[str, str]
-    tokenizer: Tokenizer
-
-
-def invite(config: RunConfig, keys: Keys, run: FederatedRun, request: InviteRequest) -> Invitation:
-    """Return an invitation, whose slot is given away until it ends. Raises UserError."""
-    rendezvous, piece = str(config.federation.rendezvous), tokenizer_piece(run.tokenizer)
+    Args:
+        network: of the config.
+    """
+    piece, folder, identity = tokenizer_piece(tokenizer), network.folder, keys.identity(VISITOR)
     if len(piece) > MOST_PIECE_BYTES:
         raise UserError("invite: the tokenizer's files are too large to be sent: copy config and key instead")
-    folder, identity = None, keys.identity(VISITOR)
+    digest = digest_of_piece(piece)
     try:
-        if rendezvous.startswith(TCP):
-            seeds = (
-                [request.at]
-                if request.at
-                else [text.strip() for text in rendezvous.removeprefix(TCP).split(",")]
-            )
-            others = _of_network(Visit(identity, run.number, seeds))
+        if folder is None:
+            seeds = [request.at] if request.at else network.seeds
+            others = _of_network(Visit(identity, network.run, seeds))
         else:
-            folder = Store.of(rendezvous)
-            others = _of_folder(folder, run, identity)
-            folder.put(file_of_piece(digest_of_piece(piece)), piece)
+            others = _of_folder(folder, network, identity)
+            folder.put(file_of_piece(digest), piece)
         if request.slot in {member.slot for member in others.present}:
             raise UserError(f"invite: replica {request.slot} is running: stop it first, or leave out --slot")
         key_file, known = Path(str(config.federation.key_file)), {member.slot for member in others.statuses}
@@ -94,14 +88,14 @@ def invite(config: RunConfig, keys: Keys, run: FederatedRun, request: InviteRequ
         raise UserError(f"invite: {error}") from None
     requirements, shared = offered(config)
     return Invitation(
-        run=run.number,
+        run=network.run,
         slot=slot,
         member_file=keys.member_file(slot, request.ends),
         folder="" if folder is None else folder.url,
         addresses=others.addresses(),
         config=shared,
         requirements=requirements,
-        tokenizer=digest_of_piece(piece),
+        tokenizer=digest,
     )
 
 
@@ -140,9 +134,9 @@ def _of_network(visit: Visit) -> _Others:
     return others
 
 
-def _of_folder(folder: Store, run: FederatedRun, identity: Identity) -> _Others:
+def _of_folder(folder: Store, network: Network, identity: Identity) -> _Others:
     """Return the jobs that have files in a folder. Raises UserError."""
-    carrier = FolderCarrier(folder, run.number, run.digests, identity, lambda line: None)
+    carrier = FolderCarrier(folder, network.run, network.digests, identity, lambda line: None)
     mesh = Mesh(me := Member(VISITOR, time.time_ns()), [carrier])
     try:
         mesh.wait(lambda: False, mesh.clock() + _LOOK_SECONDS)
