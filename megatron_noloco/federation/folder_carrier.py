@@ -152,7 +152,6 @@ class FolderCarrier(Carrier):
 
     @property
     def failure(self) -> BaseException | None:
-        """An exception of a thread, which is a bug."""
         return self._folder.failure
 
     def publish(self, status: Status) -> None:

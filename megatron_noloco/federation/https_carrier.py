@@ -106,9 +106,6 @@ class HttpsCarrier(Carrier):
         listener: where others connect; None: this member is hidden.
         addresses_to_try: returns addresses of members, HOST:PORT; may block, may raise OSError.
         warn: writes a line for the user.
-
-    Attributes:
-        failure: what has ended this carrier's work; None: nothing has.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class HttpsCarrier(Carrier):
     ) -> None:
         self._run, self._digests, self._identity = run, digests, identity
         self._listener, self._addresses_to_try, self._warn_user = listener, addresses_to_try, warn
-        self.failure: Exception | None = None
+        self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="federation", daemon=True)
         self._is_open = threading.Event()
@@ -135,6 +132,10 @@ class HttpsCarrier(Carrier):
         self._dials, self._far_dials = asyncio.Semaphore(_MOST_DIALS), asyncio.Semaphore(_MOST_FAR_DIALS)
 
     # Called from any thread
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
 
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
@@ -220,8 +221,8 @@ class HttpsCarrier(Carrier):
 
     def _fail(self, error: Exception) -> None:
         is_ending = not threading.main_thread().is_alive()  # the interpreter lends no threads any more
-        if self.failure is None and not is_ending:
-            self.failure = error
+        if self._failure is None and not is_ending:
+            self._failure = error
             sys.stderr.write("the thread that exchanges with other replicas has failed\n")
             traceback.print_exception(error)
             self.mesh.wake()

@@ -343,12 +343,11 @@ class Members:
     def check(self) -> None:
         """Raise what ends this job: UserError where a later process has its slot."""
         for carrier in self.mesh.carriers:
-            failure = getattr(carrier, "failure", None)
-            if failure is not None:
+            if carrier.failure is not None:
                 raise RuntimeError(
-                    f"the thread that exchanges with other replicas has failed: {failure!r}; started again, this "
-                    "job continues from its newest checkpoint"
-                ) from failure
+                    f"the thread that exchanges with other replicas has failed: {carrier.failure!r}; started "
+                    "again, this job continues from its newest checkpoint"
+                ) from carrier.failure
         if self.failure is None and any(
             other.slot == self.slot and other.incarnation > self.mesh.me.incarnation
             for other in self.mesh.members()

@@ -228,6 +228,11 @@ class Carrier(ABC):
 
     mesh: "Mesh"
 
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """What has ended the work of this carrier, which is a bug; None: nothing has."""
+
     def start(self, mesh: "Mesh") -> None:
         """Begin to carry, for this mesh."""
         self.mesh = mesh

@@ -201,6 +201,8 @@ class MemoryCarrier(Carrier):
         self.status: Status = {}
         self._world = world
 
+    failure = None
+
     def publish(self, status: Status) -> None:
         self.status = json.loads(json.dumps(status))
 

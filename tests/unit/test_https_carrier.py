@@ -290,26 +290,29 @@ def test_a_stopped_member_is_absent_after_the_lease_and_back(
         until(lambda: one.sees(other, stopped.member) and other.sees(one, stopped.member))
 
 
-def test_a_restarted_member_replaces_the_earlier_process(tls: World, folder: Path) -> None:
-    one = tls.add(0)
+@contextmanager
+def replaced(folder: Path, one: Someone, slot: int) -> Iterator[Member]:
+    """Have a process of a slot answer where a process of slot 2 has ended; yield the earlier member."""
     with process(folder, 2, one) as first:
         until(lambda: one.sees(first.member))
         port = int(first.address.rpartition(":")[2])
-    with process(folder, 2, one, port=port) as second:
+    with process(folder, slot, one, port=port) as second:
         until(lambda: one.sees(second.member))
-        assert first.member not in one.mesh.known()
+        yield first.member
+
+
+def test_a_restarted_member_replaces_the_earlier_process(tls: World, folder: Path) -> None:
+    one = tls.add(0)
+    with replaced(folder, one, 2) as first:
+        assert first not in one.mesh.known()
         with pytest.raises(GoneError):
-            one.mesh.fetch(first.member, "piece", LONG)
+            one.mesh.fetch(first, "piece", LONG)
 
 
 def test_another_slot_at_a_known_address_is_not_taken_for_it(tls: World, folder: Path) -> None:
     one = tls.add(0)
-    with process(folder, 2, one) as first:
-        until(lambda: one.sees(first.member))
-        port = int(first.address.rpartition(":")[2])
-    with process(folder, 3, one, port=port) as second:
-        until(lambda: one.sees(second.member))
-        assert first.member not in one.mesh.members()
+    with replaced(folder, one, 3) as first:
+        assert first not in one.mesh.members()
 
 
 def test_a_suspended_process_loses_nobody(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
