@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy
 from aiohttp import StreamReader, payload, web
 from aiohttp.abc import AbstractStreamWriter
 
@@ -214,19 +215,20 @@ class Server:
             task.result()
 
 
-async def receive(content: StreamReader, size: int, note: Callable[[], object]) -> bytearray:
+async def receive(content: StreamReader, size: int, note: Callable[[], object]) -> memoryview:
     """Return a body of so many bytes. Raises ConnectionError and TimeoutError.
 
     Args:
         note: is called with each chunk that comes.
     """
-    blob = bytearray()  # grows with what comes, whatever the other side says will come
+    blob, at = memoryview(numpy.empty(size, numpy.uint8)), 0  # the system gives memory as it is written
     async with asyncio.timeout(PATIENCE_SECONDS) as limit:
-        while len(blob) < size:
+        while at < size:
             chunk = await content.readany()
-            if not chunk:
-                raise ConnectionError("the body is incomplete")
-            blob += chunk
+            if not chunk or len(chunk) > size - at:
+                raise ConnectionError("the body has another length")
+            blob[at : at + len(chunk)] = chunk
+            at += len(chunk)
             note()
             limit.reschedule(asyncio.get_running_loop().time() + PATIENCE_SECONDS)
     return blob
