@@ -12,9 +12,10 @@ missed or refused; the next tree goes around such pairs, and takes no sum of who
 members is in the proposal, so each counts once.
 """
 
+import hashlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -378,7 +379,8 @@ class _Leader:
         number = max([self._last, *numbers]) + 1
         self._publish(
             attempt=number,
-            members=[(slot, ended[slot].incarnation) for slot in order],
+            members=order,
+            processes=_digest(ended[slot] for slot in order),
             parents=[parents[slot] for slot in order],
             left_out=sorted(out),
         )
@@ -400,13 +402,14 @@ class _Leader:
         peer = self._members.peer(min(ended))
         if peer is None or peer.status.mean.attempt <= self._last:
             return None
-        mean = peer.status.mean
-        members = {slot: Member(slot, incarnation) for slot, incarnation in mean.members}
-        parents = dict(zip(members, mean.parents, strict=False))
+        mean, known = peer.status.mean, {member.slot: member for member in self._mesh.known()}
+        members = {slot: known[slot] for slot in mean.members if slot in known}
+        parents = dict(zip(mean.members, mean.parents, strict=False))
         attempt = _Attempt(peer.member, mean.attempt, members, parents, {*mean.left_out})
         is_sound = (
             members.get(self._members.slot) == self._mesh.me
             and parents.get(peer.member.slot) == _ROOT
+            and mean.processes == _digest(members.values())
             and len(parents) == len(mean.members) == len(_reached(attempt))
         )
         return attempt if is_sound else None
@@ -515,6 +518,11 @@ class _Leader:
             else:
                 (self._dropped if slot in attempt.left_out else self._refused).add(slot)
             raise
+
+
+def _digest(members: Iterable[Member]) -> str:
+    """Return what tells these processes from others of their slots, in a status that has no room for all."""
+    return hashlib.sha256(" ".join(map(str, members)).encode()).hexdigest()
 
 
 def _reached(attempt: _Attempt) -> set[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -140,6 +141,8 @@ class Answers:
             return _refusal(503, "not ready yet")
         if asker.slot == VISITOR and query != "once":
             return _refusal(403, "only members hold a stream: ask for status?once")
+        if (latest := self._presence.peers.get(asker.slot)) is not None and latest.member > asker:
+            return _refusal(410, "a later process has your slot")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         answer.enable_chunked_encoding()
         await answer.prepare(request)
@@ -160,24 +163,23 @@ class Answers:
             self._end_stream(stream)
 
     async def _write(self, answer: web.StreamResponse, stream: Stream) -> None:
-        is_due, direct = True, frozenset[int]()
+        clock, due, direct = asyncio.get_running_loop().time, -math.inf, frozenset[int]()
         while not stream.is_over:
             stream.wake.clear()
             if (peer := self._presence.peer_of(stream.member)) is not None:
                 peer.stream = stream
-                is_due |= direct != peer.direct
+                due = due if direct == peer.direct else -math.inf
                 direct = peer.direct
+            is_due = clock() >= due
+            due = clock() + self._presence.pulse if is_due else due
             if text := b"".join(self._lines_for(stream, is_due)):
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await answer.write(text)
             if peer is not None:
                 peer.told = stream.own
-            try:
-                async with asyncio.timeout(self._presence.pulse):
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
                     await stream.wake.wait()
-                is_due = False
-            except TimeoutError:
-                is_due = True
 
     def _end_stream(self, stream: Stream) -> None:
         peer = self._presence.peer_of(stream.member)

@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -221,6 +221,7 @@ class HttpsCarrier(Carrier):
 
     def _fail(self, error: Exception) -> None:
         is_ending = not threading.main_thread().is_alive()  # the interpreter lends no threads any more
+        self._is_open.set()
         if self._failure is None and not is_ending:
             self._failure = error
             sys.stderr.write("the thread that exchanges with other replicas has failed\n")
@@ -285,6 +286,8 @@ class HttpsCarrier(Carrier):
             if task is None:
                 self._begin_send(to, name, piece)
         if is_new:
+            for taker in {taker for taker, _ in self._grants} - self._presence.present.keys():
+                self._drop_wishes(taker)
             self.mesh.wake()
 
     def _follow_wanted(self) -> None:
@@ -427,24 +430,27 @@ class HttpsCarrier(Carrier):
         peer = self._presence.peer_of(to)
         if peer is None or peer.has_left or piece.is_withdrawn:
             self._sends.pop((to, name), None)
-        elif self._presence.is_active(peer):
+        elif self._presence.is_active(peer) and to in self._presence.present:
             self._sends[to, name] = piece, self._spawn(self._send(peer, name, piece))
         else:
             self._sends[to, name] = piece, None
 
     async def _send(self, peer: Peer, name: str, piece: Piece) -> None:
+        is_over = True
         with suppress(RefusedError):
-            await self._bring(peer, name, piece)
+            is_over = await self._bring(peer, name, piece) is not None
         if self._sends.get((peer.member, name), (None, None))[0] is piece:
-            del self._sends[peer.member, name]
+            self._sends[peer.member, name] = piece, None  # until the member is there again
+            if is_over:
+                del self._sends[peer.member, name]
 
-    async def _bring(self, peer: Peer, name: str, found: Piece | RefusedError) -> float:
+    async def _bring(self, peer: Peer, name: str, found: Piece | RefusedError) -> int | None:
         """Bring a piece to a member, until it has it; return the number of its last wishes before that.
 
-        Raises RefusedError where the piece is withdrawn before.
+        Returns None where the member is absent. Raises RefusedError where the piece is withdrawn before.
         """
         pause = _FIRST_RETRY
-        while self._presence.peer_of(peer.member) is peer and peer.addresses and not peer.has_left:
+        while peer.addresses and peer.member in self._presence.present:
             try:
                 number = await self._put(peer, name, found)
                 if number is not None:
@@ -454,7 +460,7 @@ class HttpsCarrier(Carrier):
                     found.read(0, 0)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_RETRY)
-        return math.inf
+        return None
 
     async def _put(self, peer: Peer, name: str, found: Piece | RefusedError) -> int | None:
         """Bring a piece once; None: in vain. Raises RefusedError where it was withdrawn."""
@@ -477,14 +483,17 @@ class HttpsCarrier(Carrier):
 
     def _take_wishes(self, peer: Peer, names: Sequence[str], number: int) -> None:
         """Note all that a member wants of this one, and cannot ask for."""
-        for member, name in list(self._grants):
-            if member == peer.member and name not in names:
-                self.mesh.offers.unwish(name, member, self._grants.pop((member, name)).answer)
+        self._drop_wishes(peer.member, names)
         for name in names:
             if (grant := self._grants.get((peer.member, name))) is not None:
                 grant.number = number
             else:
                 self._wish(peer, name, number)
+
+    def _drop_wishes(self, taker: Member, kept: Collection[str] = ()) -> None:
+        for member, name in list(self._grants):
+            if member == taker and name not in kept:
+                self.mesh.offers.unwish(name, member, self._grants.pop((member, name)).answer)
 
     def _wish(self, peer: Peer, name: str, number: int) -> None:
         grant = self._grants[peer.member, name] = _Grant(number)
@@ -502,7 +511,9 @@ class HttpsCarrier(Carrier):
             number = await self._bring(peer, name, error)
         if self._grants.get((peer.member, name)) is grant:
             del self._grants[peer.member, name]
-            if grant.number > number:  # the member has asked anew since it had the piece
+            if (
+                number is not None and grant.number > number
+            ):  # the member has asked anew since it had the piece
                 self._wish(peer, name, grant.number)
 
 

@@ -241,7 +241,7 @@ class Presence:
                 peer = self.peer_of(Member.parse(name))
             except ValueError:
                 continue
-            if peer is not None and isinstance(age, int | float) and age >= 0:
+            if peer is not None and isinstance(age, int | float) and 0 <= age < LEASE_SECONDS:
                 peer.seen = max(peer.seen, now - age - _RELAY_SECONDS)
                 self.has_news |= peer.member not in self._shown
 

@@ -48,7 +48,6 @@ _VERBS = {  # of one replica, of several
 Phase = Literal["training", "behind", "ended", "left"]
 Slot = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
-Incarnation = Annotated[int, Field(gt=0, lt=2**63)]
 Text = Annotated[str, Field(max_length=255)]
 Row = Annotated[str, Field(max_length=LONGEST_ROW)]
 
@@ -59,7 +58,8 @@ class FinalStatus:
 
     Attributes:
         attempt: number of the attempt that it has proposed last; 0: none.
-        members: of this attempt: slots and incarnations.
+        members: of this attempt: slots.
+        processes: a digest of which processes of these slots are members.
         parents: of these in the tree; -1 for the root.
         left_out: slots of these that get the mean, and are not in it.
         failed: number of the latest attempt that has failed here.
@@ -73,9 +73,8 @@ class FinalStatus:
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
 
     attempt: Number = 0
-    members: Annotated[list[tuple[Slot, Incarnation]], Field(max_length=MOST_SLOTS)] = field(
-        default_factory=list
-    )
+    members: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    processes: Text = ""
     parents: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_SLOTS)]], Field(max_length=MOST_SLOTS)] = (
         field(default_factory=list)
     )

@@ -189,9 +189,12 @@ class Inbox:
     def __init__(self) -> None:
         self._pieces: dict[Member, OrderedDict[str, Blob]] = {}
         self._bytes: dict[Member, int] = {}
+        self._discarded: deque[tuple[Member, str]] = deque(maxlen=_REMEMBERED)
 
     def put(self, giver: Member, name: str, blob: Blob) -> None:
         self.take(giver, name)
+        if any(giver == other and name.startswith(prefix) for other, prefix in self._discarded):
+            return
         pieces = self._pieces.setdefault(giver, OrderedDict())
         pieces[name] = blob
         self._bytes[giver] = self._bytes.get(giver, 0) + len(blob)
@@ -203,6 +206,12 @@ class Inbox:
         if blob is not None:
             self._bytes[giver] -= len(blob)
         return blob
+
+    def discard(self, giver: Member, prefix: str) -> None:
+        """Keep no piece of a giver whose name begins so, from now on."""
+        self._discarded.append((giver, prefix))
+        for name in [name for name in self._pieces.get(giver, ()) if name.startswith(prefix)]:
+            self.take(giver, name)
 
     def forget(self, gone: Callable[[Member], bool]) -> None:
         for giver in [giver for giver in self._pieces if gone(giver)]:
@@ -339,9 +348,10 @@ class Mesh:
 
     def known(self) -> Mapping[Member, Status]:
         """Return the members that are or were there, this member included, with the last status of each."""
-        found: dict[Member, Status] = {self.me: self._status}
-        for carrier in reversed(self.carriers):
+        found: dict[Member, Status] = {}
+        for carrier in self.carriers:
             found |= carrier.known()
+        found |= self.members()  # a carrier through which a member is absent has an old status of it
         return {member: found[member] for member in latest(found)}
 
     def reaches(self, member: Member) -> bool:
@@ -469,6 +479,11 @@ class Mesh:
         finally:
             for fetch in under_way:
                 self.cancel(fetch)
+
+    def discard(self, giver: Member, prefix: str) -> None:
+        """Keep no piece of a giver whose name begins so: none will be fetched."""
+        with self._changed:
+            self._inbox.discard(giver, prefix)
 
     def cancel(self, fetch: Fetch) -> None:
         """Ask no more."""

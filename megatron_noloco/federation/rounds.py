@@ -13,8 +13,8 @@ the same weights.
 Only the side that decides ever says that a round counts, and only when both have the mean. The other side cannot
 count without that word. Where the word does not come, the round is *in doubt* there: the replica goes on with its
 own vector, keeps how far the mean is from it, and asks again before its next rounds. If the round counts after
-all, the difference is added to the vector of its next round. So nothing of a round that counts is lost, unless one
-side is gone with its weights.
+all, the difference is added to the vector of its next round. So nothing of a round that counts is lost, unless the
+process of one side ends.
 
     leader:      chooses the partner: the planned one, or another replica without a partner (`pairing`)
     all ranks:   learn the partner, and begin to gather and to hand out (`gather`)
@@ -247,7 +247,7 @@ class PairExchange:
         replica, leading = self._replica, self._replica.leading
         assert leading is not None
         leading.members.check()
-        settled = dict(_verdicts(leading.members.mesh, replica.ledger.doubts))
+        settled = dict(_verdicts(leading.members.mesh, replica.ledger))
         at = divmod(number, len(replica.movement.intervals))
         candidates, why_not = leading.partners.candidates(number)
         partner = replica.pairing.choose(replica.place.replica, at, candidates)
@@ -299,9 +299,7 @@ class _Round:
         self._replica, self._number, self._transfer, self.report = replica, number, transfer, report
         self._members, self._partners = leading
         self._mesh = self._members.mesh
-        peer = self._members.peer(partner)
-        assert peer is not None
-        self._partner = peer.member
+        self._partner = next(member for member in self._mesh.known() if member.slot == partner)
         self._waits_since = self._begin_by = self._end_by = self._began = math.inf
         self._coding = Coding(replica.pairing.noloco.payload_bits, number, transfer.movement.exact)
         self._members.begin_round(number, partner)
@@ -343,7 +341,7 @@ class _Round:
             check_plausible(math.sqrt(squared_norm), self.report)
             has_mean = True
         except (LostError, UnequalError, ImplausibleError) as caught:
-            error, failure = caught, getattr(caught, "why", str(caught))
+            error, failure = caught.with_traceback(None), getattr(caught, "why", str(caught))
         if decides:
             counts: bool | None = has_mean and hear(False)
             self._say(name + "verdict", bool(counts), error)
@@ -352,6 +350,7 @@ class _Round:
             counts = has_mean and hear(None)
         mesh.cancel(word)
         mesh.withdraw(name + "b/")
+        mesh.discard(self._partner, name + "b/")
         if counts is None:
             self._replica.ledger.doubts.append(_Doubt(self._number, self._partner, mesh.clock()))
         self._members.end_round(self._number)
@@ -454,9 +453,10 @@ class _Round:
             self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
 
 
-def _verdicts(mesh: Mesh, doubts: list[_Doubt]) -> Iterator[tuple[int, bool]]:
+def _verdicts(mesh: Mesh, ledger: _Ledger) -> Iterator[tuple[int, bool]]:
     """Yield the rounds in doubt that are settled, and whether each counts."""
-    for doubt in list(doubts):
+    finished = [doubt for doubt in ledger.doubts if doubt.number in ledger.changes]  # on all ranks
+    for doubt in finished:
         counts = False
         try:
             name = f"round/{doubt.number}/verdict"
@@ -469,7 +469,7 @@ def _verdicts(mesh: Mesh, doubts: list[_Doubt]) -> Iterator[tuple[int, bool]]:
             )
             if mesh.clock() < doubt.since + _DOUBT_SECONDS and not is_followed:
                 continue  # its weights may come again
-        doubts.remove(doubt)
+        ledger.doubts.remove(doubt)
         yield doubt.number, counts
 
 

@@ -17,8 +17,8 @@ from megatron_noloco.federation.mesh import Member, Status
 if TYPE_CHECKING:
     from megatron_noloco.federation.keys import Identity
 
-MOST_STATUS_BYTES = 2**14
-MOST_SIGNED_BYTES = 2**16  # of a status as it travels
+MOST_STATUS_BYTES = 2**16  # of some 2,000 members in a proposal of the mean at the end
+MOST_SIGNED_BYTES = 2**18  # of a status as it travels
 MOST_ADDRESSES = 4
 _DAY_NS = 86_400 * 10**9
 _CLOCKLESS_NS = 1_767_225_600 * 10**9  # a clock before 2026 is wrong

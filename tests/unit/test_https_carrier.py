@@ -315,6 +315,35 @@ def test_another_slot_at_a_known_address_is_not_taken_for_it(tls: World, folder:
         assert first not in one.mesh.members()
 
 
+def test_hidden_members_stay_known_while_statuses_change_quickly(
+    tls: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sees whom is told in its turn, whatever else is told meanwhile."""
+    monkeypatch.setattr(https_presence, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(https_presence, "_PULSE_SECONDS", 0.5)
+    one = tls.add(0)
+    hidden = [tls.add(slot, [one], listens=False) for slot in (1, 2)]
+    tls.meet()
+    for number in range(60):
+        one.publish(number=number)
+        time.sleep(0.1)
+        assert hidden[0].sees(one, hidden[1])
+
+
+def test_an_absent_member_has_no_wishes(tls: World, folder: Path) -> None:
+    """Nor is a piece brought to it for ever."""
+    one = tls.add(0)
+    with process(folder, 2, one, listens=False) as other:
+        until(lambda: one.sees(other.member))
+        one.carrier._soon(one.carrier._take_wishes, one.carrier._presence.peers[2], ["a", "b"], 1)
+        until(lambda: len(one.mesh.offers.takers("")) == 2)
+        one.mesh.offer("a", b"")
+    until(lambda: other.member not in one.mesh.members())
+    until(lambda: not one.mesh.offers.takers("") and not one.carrier._grants)
+    tasks = one.carrier._tasks
+    until(lambda: not [task for task in tasks if "_grant" in repr(task.get_coro())])
+
+
 def test_a_suspended_process_loses_nobody(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(https_presence, "LEASE_SECONDS", 5.0)
     one = tls.add(0)
@@ -507,12 +536,24 @@ def test_a_member_speaks_for_itself_only(world: World) -> None:
     assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
     later = Rogue(world, 3)
     later.introduce(one)
+    assert b"410" in rogue.request(one, "GET", "status")
     assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
     assert b"410" in rogue.request(one, "GET", f"{one.me}/{rogue.me}/name")
     if world.keys is not None:
         rogue.me = other.me
         assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
         assert b"400" in Rogue(world, 4).request(one, "PUT", "status", b"{}")
+
+
+@pytest.mark.parametrize("age", [10**400, -1, "1", None, True, 1e300])
+def test_an_absurd_sight_is_left_out(world: World, age: Any) -> None:
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    rogue.introduce(one)
+    seen = one.carrier._presence.peers[3].seen
+    one.carrier._soon(one.carrier._take_line, one.carrier._presence.peers[3], {"seen": {str(rogue.me): age}})
+    time.sleep(0.1)
+    assert one.carrier._presence.peers[3].seen - seen < 5.0
 
 
 def test_garbage_ends_one_connection_only(world: World) -> None:

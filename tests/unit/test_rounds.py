@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.members import Members
+from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
+from megatron_noloco.federation.rounds import ImplausibleError, Replica, _Doubt, check_plausible
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, TorchWeights
 from megatron_noloco.settings import PAPER, NolocoSettings
 from tests.unit.fleet import noise
@@ -282,6 +283,35 @@ def test_a_mean_is_plausible_near_the_own_vector(
     with pytest.raises(ImplausibleError, match=why) as refused:
         check()
     assert refused.value.is_ours == why.startswith("was sent")
+
+
+def test_a_doubt_of_a_round_that_is_not_finished_waits_for_its_end() -> None:
+    """With overlapped fragments the next round may begin between the end of a round's thread and `finish`."""
+    world = World()
+    own = members_of(world, 0)
+    replica, begun = replica_of(own), vectors()[0]
+    replica.ledger.doubts.append(_Doubt(4, Member(1, 1), -math.inf))
+    run_all(world, [(own, lambda: take_part(replica, begun, 5))])
+    assert [doubt.number for doubt in replica.ledger.doubts] == [4]
+    replica.ledger.changes[4] = torch.ones(LENGTH)
+    run_all(world, [(own, lambda: take_part(replica, begun, 6))])
+    assert not replica.ledger.doubts, "its partner is not there"
+
+
+def test_of_a_round_that_was_given_up_nothing_is_kept() -> None:
+    """The partner begins after the deadline, and sends what nobody fetches."""
+
+    def body(slot: int, replica: Replica) -> Any:
+        mesh = replica.leading.members.mesh  # type: ignore[union-attr]
+        if slot == 0:
+            take_part(replica, vectors()[0], 0)
+        pause(mesh, 3 * DEADLINE)
+        for at in range(4 * slot):
+            mesh.offer(f"round/0/b/{at}/0", bytes(10), Member(0, 1))
+        pause(mesh, 10.0)
+        return mesh._inbox._bytes
+
+    assert not sum(both(World(), body)[0].values())
 
 
 def test_a_round_in_doubt_leaves_the_mean_where_it_would_be() -> None:
