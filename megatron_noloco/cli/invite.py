@@ -82,7 +82,7 @@ def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.federation.invitation import LONGEST_LINE, file_of, line_of
+    from megatron_noloco.preflight.invitation import LONGEST_LINE, file_of, line_of
     from megatron_noloco.preflight.inviting import InviteRequest, invite, keys_of_inviter
     from megatron_noloco.preflight.newcomer import write_private
     from megatron_noloco.training.prepare import network_for
@@ -120,9 +120,9 @@ def _join(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # likewise
     if _is_line(args.invitation) and {*args.invitation} <= {*sys.argv}:
         _hide(args.invitation)
-    from megatron_noloco.federation.invitation import invitation_in
     from megatron_noloco.preflight import newcomer
     from megatron_noloco.preflight.arrival import arrive
+    from megatron_noloco.preflight.invitation import invitation_in
     from megatron_noloco.preflight.short_run import trainer
 
     invitation = invitation_in(_text_of(args.invitation))

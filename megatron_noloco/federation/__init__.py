@@ -19,7 +19,6 @@ The files from the bottom up; each imports only those of its own line and above:
 | `states`, `recovery`, `catch_up`, `final_mean` | a state of a peer; which step comes; the mean at the end |
 | `membership` | how a job enters a federation |
 | `federation_peers` | the other jobs, as a training loop meets them |
-| `invitation` | the file with which a machine joins |
 
 A replica has a *slot*, and each later process of it a larger *incarnation*. Rank 0 of a replica is its *leader*,
 which alone is a member; the other ranks are *followers*. A round, a state, the final mean are blocking code above

@@ -221,7 +221,7 @@ async def receive(content: StreamReader, size: int, note: Callable[[], object]) 
     Args:
         note: is called with each chunk that comes.
     """
-    blob, at = memoryview(numpy.empty(size, numpy.uint8)), 0  # the system gives memory as it is written
+    blob, at = numpy.empty(size, numpy.uint8).data, 0  # the system gives memory as it is written
     async with asyncio.timeout(PATIENCE_SECONDS) as limit:
         while at < size:
             chunk = await content.readany()

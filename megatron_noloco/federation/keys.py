@@ -11,7 +11,6 @@ signs its status with the certificate's private key. Two processes derive a secr
 
 import base64
 import datetime
-import hashlib
 import hmac
 import os
 import ssl
@@ -65,7 +64,6 @@ class Keys:
 
     Attributes:
         can_invite: whether it can write member files.
-        fingerprint: SHA-256 of the authority's certificate, hexadecimal.
         slot: of a member file; None for a key file.
     """
 
@@ -88,7 +86,6 @@ class Keys:
             raise ValueError
         self._certificate = certificates[0]
         self.can_invite = len(certificates) == 1
-        self.fingerprint = hashlib.sha256(self._authority.public_bytes(Encoding.DER)).hexdigest()
         self.slot = None if self.can_invite else _checked(self._certificate, self._authority).slot
         self._folder_key = (
             _derive(_der(self._private), b"folder") if self.can_invite else _folder_key_in(text)
@@ -168,7 +165,6 @@ class Identity:
     Attributes:
         slot: that its certificate names.
         certificate: DER.
-        ends: Unix time after which the certificate is not good.
         folder_key: 32 bytes that all members have, and nobody else.
         server: for connections that others open; they must show a certificate of this authority.
         client: for connections that this process opens; `server_hostname` is `host_name(slot)` or `ANY_MEMBER`.
@@ -182,7 +178,7 @@ class Identity:
         folder_key: bytes,
     ) -> None:
         self._private, self.folder_key = private, folder_key
-        _, self.slot, self.ends = _checked(certificate, authority)
+        _, self.slot, _ = _checked(certificate, authority)
         self.certificate = certificate.public_bytes(Encoding.DER)
         self._check = lru_cache(_MOST_CERTIFICATES)(lambda der: _checked(_parsed(der), authority))
         with _chain_file(private, certificate) as chain:

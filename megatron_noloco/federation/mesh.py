@@ -514,11 +514,6 @@ class Mesh:
                 self._fetches.pop(at, None)
         self._end([fetch])
 
-    def wished(self, giver: Member) -> list[str]:
-        """Return the names of the pieces that this member waits for from another."""
-        with self._changed:
-            return [name for member, name in self._fetches if member == giver]
-
     def note_bytes(self, other: Member) -> None:
         """Note that bytes of a piece have come from a member, or gone to it."""
         self.moved[other] = self.clock()

@@ -46,15 +46,7 @@ MOMENTS = {"exp_avg", "momentum_buffer", *_NOT_NEGATIVE}  # fields with a number
 
 
 class NotTakenError(Exception):
-    """Raised for a state that is not taken over. The message says why.
-
-    Attributes:
-        is_lost: whether the giver was lost, and may be asked again.
-    """
-
-    def __init__(self, why: str, is_lost: bool = False) -> None:
-        super().__init__(why)
-        self.is_lost = is_lost
+    """Raised for a state that is not taken over. The message says why."""
 
 
 class State(NamedTuple):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.invitation import Invitation
 from megatron_noloco.federation.keys import Identity, Keys
 from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, LostError
 from megatron_noloco.federation.store import Store, seconds_of_calls
 from megatron_noloco.federation.visit import LinkSpeed, Visit
 from megatron_noloco.files import outside
+from megatron_noloco.preflight.invitation import Invitation
 from megatron_noloco.preflight.newcomer import TOKENIZER, digest_of_piece, file_of_piece, write_private
 
 _FILE = re.compile(  # of a tokenizer

@@ -9,7 +9,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
-from megatron_noloco.federation.invitation import MOST_ADDRESSES, Invitation, can_name, reserve
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
 from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, Member, Mesh, Status
 from megatron_noloco.federation.network import Network
@@ -17,6 +16,7 @@ from megatron_noloco.federation.statuses import addresses_in
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import Visit
 from megatron_noloco.files import outside
+from megatron_noloco.preflight.invitation import MOST_ADDRESSES, Invitation, can_name, reserve
 from megatron_noloco.preflight.newcomer import digest_of_piece, file_of_piece, offered, tokenizer_piece
 from megatron_noloco.settings import MOST_SLOTS, TCP
 

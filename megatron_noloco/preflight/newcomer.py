@@ -19,15 +19,15 @@ from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.invitation import (
+from megatron_noloco.federation.statuses import is_address
+from megatron_noloco.federation.visit import LinkSpeed
+from megatron_noloco.files import outside, write_text
+from megatron_noloco.preflight.invitation import (
     DATA,
     DIGEST_DIGITS,
     Invitation,
     JoinRequirements,
 )
-from megatron_noloco.federation.statuses import is_address
-from megatron_noloco.federation.visit import LinkSpeed
-from megatron_noloco.files import outside, write_text
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import USABLE, fullest_stage
 from megatron_noloco.preflight.plan import architecture_of_run, plan_of

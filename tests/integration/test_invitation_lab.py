@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.federation.invitation import invitation_in, line_of
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.monitor.run_log import RunLog
+from megatron_noloco.preflight.invitation import invitation_in, line_of
 from tests.harness import launch_environ, network_lab
 from tests.integration.tiny import tiny, write_config, write_text
 from tests.netlab.lab import Lab

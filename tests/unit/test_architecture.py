@@ -47,6 +47,7 @@ DOORS = {
     "pydantic": (
         *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
         *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what others send
+        f"{PACKAGE}/preflight/invitation.py",
         f"{PACKAGE}/checkpoint/catalog.py",
     ),
     "cryptography": (f"{PACKAGE}/federation/keys.py",),

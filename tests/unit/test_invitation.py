@@ -17,8 +17,9 @@ import pytest
 
 from megatron_noloco import __version__
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation import invitation
-from megatron_noloco.federation.invitation import (
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.preflight import invitation
+from megatron_noloco.preflight.invitation import (
     LONGEST_LINE,
     Invitation,
     JoinRequirements,
@@ -27,7 +28,6 @@ from megatron_noloco.federation.invitation import (
     line_of,
     reserve,
 )
-from megatron_noloco.federation.keys import Keys
 
 DAY = 86400.0
 
@@ -66,7 +66,7 @@ def test_an_invitation_is_read_as_it_was_written(made: Invitation, keys: Keys, t
         assert invitation_in(text) == made
     (path := tmp_path / "member.pem").write_text(invitation_in(line).member_file)
     member = Keys.read(path)
-    assert (member.slot, member.can_invite, member.fingerprint) == (5, False, keys.fingerprint)
+    assert (member.slot, member.can_invite, member._authority) == (5, False, keys._authority)
     assert member.identity(5).slot == 5
 
 

@@ -125,7 +125,7 @@ def test_the_later_process_of_a_slot_wins() -> None:
     assert other.peers()[0].incarnation == 2
 
 
-def test_a_status_that_a_broken_way_has_kept_is_not_taken_for_the_present() -> None:
+def test_an_old_status_of_a_broken_way_hides_no_fresh_one() -> None:
     """Over HTTPS the member is absent, and its last status is old; in the folder it is there."""
     https, folder = World(), World()
     one, other = Member(0, 1), Member(1, 1)

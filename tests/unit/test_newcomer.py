@@ -28,7 +28,6 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation import visit
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
-from megatron_noloco.federation.invitation import Invitation, JoinRequirements, invitation_in, line_of
 from megatron_noloco.federation.keys import Identity, Keys
 from megatron_noloco.federation.mesh import Member, Mesh, StalledError, Status
 from megatron_noloco.federation.store import Store
@@ -36,6 +35,7 @@ from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.fields import fields_of
 from megatron_noloco.preflight import arrival, inviting, machine
 from megatron_noloco.preflight.arrival import arrive
+from megatron_noloco.preflight.invitation import Invitation, JoinRequirements, invitation_in, line_of
 from megatron_noloco.preflight.machine import Finding
 from megatron_noloco.preflight.newcomer import (
     Local,
@@ -214,7 +214,7 @@ def test_two_commands_lead_to_a_config(
     assert config.training.output_dir == str(place.folder / "joined" / "run")
     member_file = Path(str(config.federation.key_file))
     assert member_file.stat().st_mode & 0o077 == 0
-    assert Keys.read(member_file).fingerprint == place.keys.fingerprint
+    assert Keys.read(member_file)._authority == place.keys._authority
     assert jobs.visitors == [(4096, place.run), (1, place.run)]
     assert "--replica 1" in Path("joined/start.sh").read_text()
     with pytest.raises(UserError, match="is there already, and is no empty folder"):

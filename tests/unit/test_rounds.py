@@ -285,7 +285,7 @@ def test_a_mean_is_plausible_near_the_own_vector(
     assert refused.value.is_ours == why.startswith("was sent")
 
 
-def test_a_doubt_of_a_round_that_is_not_finished_waits_for_its_end() -> None:
+def test_a_doubt_waits_for_the_end_of_its_round() -> None:
     """With overlapped fragments the next round may begin between the end of a round's thread and `finish`."""
     world = World()
     own = members_of(world, 0)
