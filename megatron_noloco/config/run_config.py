@@ -93,18 +93,17 @@ class RunConfig(DeepSpeedConfig):
         yield from _check_loss_scale(self._routing(replicas or 2), self.fp16)
 
     def as_deepspeed(self) -> dict[str, Any]:
-        """Return what DeepSpeed is given, with every "auto" resolved.
+        """Return what DeepSpeed is given: every default, so that its own never count, and every "auto" resolved.
 
         It must see a world of this replica's data parallelism.
         """
-        names = DeepSpeedConfig.model_fields.keys() & self.model_fields_set
-        given = self.model_dump(include=set(names), exclude_unset=True, exclude_none=True)
+        given = self.model_dump(include=set(DeepSpeedConfig.model_fields), exclude_none=True)
         settled: dict[str, Any] = {
             TRAIN: self.batch.samples,
             MICRO: self.batch.micro,
             STEPS: self.batch.steps,
             "optimizer": self.optimizer.as_deepspeed(),
-            "zero_optimization": {**given.get("zero_optimization", {}), "stage": self.zero_stage},
+            "zero_optimization": given["zero_optimization"] | {"stage": self.zero_stage},
         }
         if self.scheduler is not None:
             settled["scheduler"] = schedule_as_deepspeed(self.scheduler, self.training.train_iters)

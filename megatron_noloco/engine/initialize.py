@@ -48,9 +48,9 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     if groups.topology.ep > 1:
         _announce_experts(stage, groups)
     settings = deepspeed_settings(ds_config)
-    # DeepSpeed's buffer for gradients has 500 million elements, however small the model.
-    elements = sum(parameter.numel() for parameter in stage.parameters())
-    settings["zero_optimization"].setdefault("reduce_bucket_size", min(elements, 500_000_000))
+    # DeepSpeed's buffer for gradients has as many elements, however small the model.
+    elements, zero = sum(parameter.numel() for parameter in stage.parameters()), settings["zero_optimization"]
+    zero["reduce_bucket_size"] = min(elements, zero["reduce_bucket_size"])
     parameters, optimizer = _parameters_and_optimizer(stage, groups, settings["optimizer"])
     schedule = settings.get("scheduler")
     with quiet():

@@ -36,8 +36,10 @@ def shortened(config: RunConfig, steps: int, factor: float = 1.0) -> RunConfig:
         params = schedule_as_deepspeed(scheduler, whole)["params"]
         warm_up, _ = warm_up_of(scheduler.type, params)
         phases = {"warmup_num_steps": warm_up} | {name: params[name] for name in _PHASES if name in params}
-        # Rounded down, so that together they are no longer than the run.
+        # Rounded down, so that together they are no longer than the run; a phase that there is has a step.
         phases = {name: max(min(1, phase), phase * steps // whole) for name, phase in phases.items()}
+        if (total := phases.pop("total_num_steps", None)) is not None:
+            phases["total_num_steps"] = max(total, sum(phases.values()))
         peaks = {name: _times(factor, params[name]) for name in PEAKS if params.get(name) is not None}
         scheduler = scheduler.replace(params=scheduler.params.replace(**phases, **peaks))
     rates = {name: _times(factor, rate) for name, rate in optimizer.rates.items()}
@@ -95,7 +97,9 @@ def dry_run(config: RunConfig, architecture: Architecture) -> str:
     CPU. Raises RuntimeError where the training fails.
     """
     config = config.replace(
-        noloco=config.noloco.replace(local_steps=_DRY_STEPS, sites=None, routing="off"),
+        noloco=config.noloco.replace(
+            local_steps=_DRY_STEPS, overlap_steps=0, fragments=1, sites=None, routing="off"
+        ),
         parallel=config.parallel.replace(replicas=1),
         federation=FederationSettings(),
     )

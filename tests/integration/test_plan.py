@@ -155,8 +155,9 @@ def memory(
 
 
 def test_a_dry_run_measures_what_a_rank_needs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a run whose warm-up is longer than the dry run."""
+    """Of a run whose warm-up and whose overlap are longer than the dry run."""
     changes = {
+        "noloco": {"local_steps": 8, "overlap_steps": 5, "fragments": 4},
         "data": {"text": str(write_text(tmp_path))},
         "training": {"train_iters": 100},
         "parallel": {"replicas": 4, "data_parallel_size": 2},

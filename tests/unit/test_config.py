@@ -8,20 +8,23 @@ from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
 
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.config.deepspeed_block import DeepSpeedConfig, ZeroConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.saved import config_of_checkpoint
 from megatron_noloco.data.sources import IndexedSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
+from megatron_noloco.fields import Settings
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.training import prepare
 from tests.harness import call_here
-from tests.unit.configs import FEDERATION, GOOD, MISSING, config, edited
+from tests.unit.configs import FEDERATION, GOOD, MISSING, SMALLEST, config, edited
 
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
 
@@ -95,9 +98,20 @@ def test_every_auto_is_resolved() -> None:
     )
     assert "auto" not in json.dumps(run.as_deepspeed())
     assert run.as_deepspeed()["gradient_clipping"] == 1.0
-    assert run.as_deepspeed()["zero_optimization"] == {"stage": 1}
+    assert run.as_deepspeed()["zero_optimization"] == ZeroConfig().model_dump()
     assert run.as_deepspeed()["scheduler"]["params"]["total_num_steps"] == 10
     assert run.precision == "fp32"
+
+
+def test_deepspeed_is_given_every_default() -> None:
+    """Or the default that a person reads would not be the value that runs: its own clips gradients at 1."""
+    given = RunConfig(**SMALLEST).as_deepspeed()
+    for name, one in DeepSpeedConfig.model_fields.items():
+        default = one.get_default()
+        if name not in SMALLEST and default not in (None, PydanticUndefined):
+            plain = default.model_dump(exclude_none=True) if isinstance(default, Settings) else default
+            assert given[name] == plain
+    assert given["gradient_clipping"] == 0.0
 
 
 def test_deepspeed_s_own_spellings_pass() -> None:
@@ -109,7 +123,7 @@ def test_deepspeed_s_own_spellings_pass() -> None:
         scheduler=None,
     )
     assert "optimizer: AdamW, lr 1, weight_decay 0" in describe(run, run.topology(8))
-    assert run.as_deepspeed()["zero_optimization"] == {"reduce_bucket_size": 5e8, "stage": 1}
+    assert run.as_deepspeed()["zero_optimization"]["reduce_bucket_size"] == 5e8
     assert run.as_deepspeed()["fp16"]["loss_scale"] == 128
     assert "scheduler" not in run.as_deepspeed()
 

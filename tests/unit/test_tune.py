@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.engine.schedules import rates_in
@@ -98,6 +100,23 @@ def test_shortened_run_keeps_schedule_shape(name: str) -> None:
         last.append(rates[steps][0])
     assert of_peak[1] == pytest.approx(of_peak[0], abs=0.05)
     assert last[1] == pytest.approx(last[0], abs=0.01)
+
+
+@given(
+    total=st.integers(3, 200),
+    warm_up=st.integers(0, 100),
+    decay=st.integers(1, 100),
+    steps=st.integers(5, 150),
+)
+def test_a_sound_wsd_is_sound_in_a_short_run(total: int, warm_up: int, decay: int, steps: int) -> None:
+    """Also where it ends before the run does."""
+    assume(warm_up + decay <= total)
+    params = {"total_num_steps": total, "warmup_num_steps": warm_up, "decay_num_steps": decay}
+    scheduler = {"type": "WSD", "params": params}
+    whole = RunConfig(**edited({"scheduler": scheduler, "training": {"train_iters": 100}}))
+    short = RunConfig(**shortened(whole, steps).given())
+    assert short.scheduler is not None
+    assert bool(short.scheduler.params.warmup_num_steps) == bool(warm_up)
 
 
 def test_peaks_of_the_schedule_are_multiplied_too() -> None:
