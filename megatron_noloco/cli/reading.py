@@ -52,13 +52,13 @@ def _watch(args: argparse.Namespace) -> int:
         return 0
     following = Following(args.folder, run.facts.get("config", {}))
     try:
-        with Live(run_table(run), console=terminal, auto_refresh=False) as live:
+        with Live(run_table(run, lines=terminal.height), console=terminal, auto_refresh=False) as live:
             while True:
                 time.sleep(_LOOK_SECONDS)
                 if run.separate_jobs and not is_under_way(args.folder):
                     following.update()
                 run.update()
-                live.update(run_table(run), refresh=True)
+                live.update(run_table(run, lines=terminal.height), refresh=True)
     except KeyboardInterrupt:
         return 0
 

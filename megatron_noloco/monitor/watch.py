@@ -1,7 +1,7 @@
 """Shows the state of a run on the terminal: a table with a row per replica, and notes below it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -13,24 +13,47 @@ from megatron_noloco.monitor.numbers import TABLE, shown
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
 _QUIET_SECONDS, _QUIET_ROWS = 60.0, 3  # their sum without a new row: a replica may have ended
+_PAGE_SECONDS = 6
+_WIDTH = 80  # of the terminal, at least
+_SHARE_OF_NOTES = 6  # a note for so many lines of the terminal, at most
 
 
-def run_table(run: RunLog, now: float | None = None) -> Group:
+def run_table(run: RunLog, now: float | None = None, lines: int | None = None) -> Group:
     """Return the state of a run, 80 characters wide. The column "age" is the time since a replica's newest row.
 
     Args:
         now: seconds since the epoch; None: the time of the clock.
+        lines: of the terminal; where there are too few, replicas are shown page by page. None: as many as needed.
     """
     now = time.time() if now is None else now
+    below = [*_totals(run), *_fitting(list(notes(run)), lines)]
+    progress = _progress(run, now)
+    replicas = run.replicas
+    room = len(replicas) if lines is None else max(1, lines - _height([progress, *below]) - 3)
+    if len(replicas) > room:
+        start = int(now / _PAGE_SECONDS) % -(-len(replicas) // room) * room
+        replicas = replicas[start : start + room]
+        below.insert(0, f"replicas {replicas[0].replica} to {replicas[-1].replica} of {len(run.replicas)}")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     headings = ["replica", "step", *(number.column for number in TABLE.values() if number.column), "age"]
-    columns = zip(headings, *(_cells(log, now) for log in run.replicas), strict=True)
+    columns = zip(headings, *(_cells(log, now) for log in replicas), strict=True)
     shown = [column for column in columns if any(column[1:])]
     for heading, *_ in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*(cells for _, *cells in shown), strict=True):
         table.add_row(*map(Text, row))  # of a text rich would read the markup
-    return Group(Text(_progress(run, now)), table, *map(Text, [*_totals(run), *notes(run)]))
+    return Group(Text(progress), table, *map(Text, below))
+
+
+def _height(texts: Sequence[str]) -> int:
+    return sum(-(-len(text) // _WIDTH) for text in texts)
+
+
+def _fitting(notes: Sequence[str], lines: int | None) -> Sequence[str]:
+    """Return as many notes as there is room for."""
+    room = len(notes) if lines is None else lines // _SHARE_OF_NOTES
+    more = len(notes) - room
+    return notes if more <= 0 else [*notes[:room], f"{more} more replicas have notes: `watch --once` shows all"]
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:

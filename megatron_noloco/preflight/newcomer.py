@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.statuses import is_address
+from megatron_noloco.federation.network import can_listen
 from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.files import outside, write_text
 from megatron_noloco.preflight.invitation import (
@@ -87,7 +86,7 @@ class Local(NamedTuple):
 
 def check_local(requirements: JoinRequirements, local: Local) -> None:
     """Raise UserError where this machine lacks what it must have itself, or what is said of it is wrong."""
-    if local.listen != "off" and not _can_listen(local.listen):
+    if local.listen != "off" and not can_listen(local.listen):
         raise UserError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
     for name, path in _data(requirements, local).items():
         if name not in DATA:
@@ -106,12 +105,6 @@ def check_local(requirements: JoinRequirements, local: Local) -> None:
         raise UserError(
             f"join: {local.folder} is there already, and is no empty folder; give another --folder"
         )
-
-
-def _can_listen(text: str) -> bool:
-    """Return whether a text is tcp://HOST:PORT, with * for all hosts, and 0 for any port."""
-    place = re.sub(r"^\*", "all", text.removeprefix(TCP))
-    return text.startswith(TCP) and is_address(re.sub(":0$", ":1", place))
 
 
 def _data(requirements: JoinRequirements, local: Local) -> dict[str, str]:
@@ -189,7 +182,10 @@ def proposed(config: RunConfig, gpus: Sequence[int]) -> tuple[RunConfig, int]:
     best, ranks = config, 1
     for tp in (size for size in (1, 2, 4, 8) if size <= len(gpus)):
         dp = max(size for size in range(1, len(gpus) // tp + 1) if batch % (micro * size) == 0)
-        sizes = ParallelConfig(tensor_model_parallel_size=tp, data_parallel_size=dp)
+        has_experts = config.model.own("num_moe_experts") is not None
+        sizes = ParallelConfig(
+            tensor_model_parallel_size=tp, data_parallel_size=dp, sequence_parallel=has_experts and tp > 1
+        )
         try:
             found = config.replace(
                 parallel=sizes, gradient_accumulation_steps=batch // (micro * dp), train_batch_size=None

@@ -659,6 +659,14 @@ def test_the_batch_stays_whatever_layout_is_proposed() -> None:
         assert config.parallel.data_parallel_size == dp, gpus
 
 
+def test_tensor_parallelism_is_proposed_for_mixtures_too() -> None:
+    mixture = raw(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    mixture["model"] = {**mixture["model"], "family": "mixtral"}
+    config, ranks = proposed(RunConfig(**mixture), [1_000] * 2)
+    assert (ranks, config.parallel.tensor_model_parallel_size) == (2, 2)
+    assert config.parallel.sequence_parallel
+
+
 def test_the_line_does_not_stay_in_the_list_of_processes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -167,6 +167,23 @@ def test_the_table_fits_into_80_characters(tmp_path: Path) -> None:
     assert row in shown(RunLog(tmp_path), 80), "nan: a loss that was not finite"
 
 
+def test_many_replicas_are_shown_page_by_page(tmp_path: Path) -> None:
+    """In a terminal of 24 lines, with what is about all."""
+    names, missed = [f"{index:02}" for index in range(64)], {"round/missed": "replica 1 is not there"}
+    for name in names:
+        write(tmp_path, name, step(4, **meeting(1), **missed), {"kind": "checkpoint", "step": 4})
+    log, seen = RunLog(tmp_path), set[str]()
+    for page in range(10):
+        text = io.StringIO()
+        Console(file=text, width=80, height=24).print(run_table(log, log.replicas[0].written + 6 * page, 24))
+        lines = text.getvalue().splitlines()
+        assert len(lines) < 24
+        assert any(line.startswith("last checkpoint: step 4") for line in lines)
+        assert "60 more replicas have notes: `watch --once` shows all" in lines
+        seen |= {line.split()[0] for line in lines if line.split()[0] in names}
+    assert seen == {*names}
+
+
 def test_the_table_has_a_line_for_each_replica_and_what_is_wrong(run: Path) -> None:
     os.utime(run / "replica_01" / "metrics.jsonl", (1, 1))
     (run / "running").write_text("process 7 on another host\n")
