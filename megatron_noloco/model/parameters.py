@@ -8,12 +8,12 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, Table, table_of
-from megatron_noloco.model.language_model import LanguageModel
 from megatron_noloco.plans.draws import Stream, draw_words
 
 Read = Callable[[str], Tensor]  # the full tensor of a parameter, by its name in the unsplit model
@@ -45,7 +45,7 @@ def _draw(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
 
 
 def match_rows(
-    chunk: LanguageModel, table: Table, first_layer: int, experts: range
+    chunk: GPTModel, table: Table, first_layer: int, experts: range
 ) -> Iterator[tuple[Parameter, nn.Parameter]]:
     """Yield every parameter of a model chunk with its row, in the order of the table, which flat vectors have.
 

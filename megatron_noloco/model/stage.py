@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,7 +21,6 @@ from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.model.families.hf_keys import YARN_DEFAULTS
-from megatron_noloco.model.language_model import LanguageModel
 from megatron_noloco.model.layers import NORMS, CausalAttention, CrossEntropyWithZLoss, Router, document_mask
 from megatron_noloco.pipeline.core_versions import NO_CUDA_GRAPHS, submodules_of
 from megatron_noloco.pipeline.groups import Groups
@@ -29,11 +29,14 @@ from megatron_noloco.plans.topology import Topology
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Chunk(LanguageModel):
+class Chunk(GPTModel):
     """Core's model of consecutive layers, with masks between documents, and a loss without vocabulary padding.
 
     Padded rows of the vocabulary are left out of the softmax. Otherwise they would take probability from real
     tokens, and the loss would depend on the padding and differ from that of the exported model.
+
+    `GPTModel` is deprecated since core 0.19 (Megatron-LM #6071). Its successor `HybridModel` gave the same losses
+    when it stood in its place (version 0.4 had that file, model/hybrid.py).
     """
 
     def __init__(

@@ -59,7 +59,6 @@ from megatron_noloco.config.names import hint_of, names_of_others
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonParams, OptimizerParams
 from megatron_noloco.fields import Settings, fields_of
 from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
-from megatron_noloco.model.language_model import LanguageModel
 from megatron_noloco.model.layers import window
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.core_versions import balancing_losses, submodules_of
@@ -201,24 +200,6 @@ class TestStage:
     @pytest.mark.parametrize("function", [get_num_layers_to_build, get_transformer_layer_offset])
     def test_layer_counts_take_stage_and_chunk(self, function: Any) -> None:
         assert first_parameters(function, 3) == ["config", "vp_stage", "pp_rank"]
-
-
-class TestLanguageModel:
-    """model/language_model.py takes `GPTModel`, and model/hybrid.py builds its successor."""
-
-    def test_core_still_has_the_model_that_stages_are_made_of(self) -> None:
-        """Where this fails, runs go on, with `HybridModel`; `model/language_model.py` has what is left to do."""
-        assert LanguageModel.__name__ == "GPTModel"
-
-    def test_its_successor_computes_the_same(self) -> None:
-        """As transformers, and on one rank as on several. Until then nothing else runs it."""
-        pytest.importorskip("megatron.core.models.hybrid", reason="before core 0.18")
-        options = ["-q", "-m", "not slow", "-p", "tests.without_gpt_model"]
-        tests = "tests/integration/test_families.py"
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, tests], capture_output=True, text=True, cwd=ROOT
-        )
-        assert run.returncode == 0, run.stdout
 
 
 class TestMixture:
