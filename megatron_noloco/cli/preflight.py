@@ -11,7 +11,6 @@ from megatron_noloco.cli.options import (
     Commands,
     add_command,
     at_least_one,
-    at_least_zero,
     bandwidth,
     duration,
     latency,
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 _JSON = "one JSON object for scripts"
 _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
 "note" or "problem"), what, advice, and figures; the figures of the exchange are
-hosts, library, thread_level, over, latency_seconds, gb_per_second and hidden.
-A machine with any problem is not ready."""
+latency_seconds, gb_per_second and over. A machine with any problem is not ready."""
 _MFU = 0.4
 _RANKS_OF_GPU_NODE = 8
 
@@ -77,9 +75,8 @@ def add_commands(commands: Commands) -> None:
         _FINDINGS,
     )
     add = doctor.add_argument
-    add("--hostfile", type=Path, help="hostfile of mpirun: measure exchanges between its first two hosts")
-    seconds = "time for measuring exchanges; 0: do not measure them (default: 10)"
-    add("--seconds", type=at_least_zero, default=10.0, help=seconds)
+    add("--hostfile", type=Path, help="hostfile of mpirun: send messages between its first two hosts")
+    add("--no-exchange", action="store_true", help="start no ranks that send each other messages")
     folder = "folder or bucket of federation.rendezvous: write, list, read and remove a file there"
     add("--rendezvous", metavar="URL", help=folder)
     link = "rate of the link to a partner: say how to set TCP for it (buffers, BBR)"
@@ -194,15 +191,17 @@ def _doctor(args: argparse.Namespace) -> int:
 
     if args.hostfile is not None and not args.hostfile.is_file():
         raise UserError(f"--hostfile {args.hostfile}: there is no such file")
-    if args.hostfile is not None and not args.seconds:
-        raise UserError("--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out")
+    if args.hostfile is not None and args.no_exchange:
+        raise UserError(
+            "--hostfile: names hosts that send each other messages, which --no-exchange leaves out"
+        )
     if args.latency and args.bandwidth is None:
         raise UserError("--latency: give --bandwidth as well")
     link = None if args.bandwidth is None else LinkSpeed(args.bandwidth, args.latency)
     folder = [] if args.rendezvous is None else [machine.check_folder(args.rendezvous)]
     findings = [*machine.check_machine(link)]
-    if args.seconds:
-        findings += check_mpi(args.hostfile, args.seconds)
+    if not args.no_exchange:
+        findings += check_mpi(args.hostfile)
     findings += folder
     ready = machine.is_ready(findings)
     if args.json:

@@ -53,7 +53,9 @@ def _fitting(notes: Sequence[str], lines: int | None) -> Sequence[str]:
     """Return as many notes as there is room for."""
     room = len(notes) if lines is None else lines // _SHARE_OF_NOTES
     more = len(notes) - room
-    return notes if more <= 0 else [*notes[:room], f"{more} more replicas have notes: `watch --once` shows all"]
+    return (
+        notes if more <= 0 else [*notes[:room], f"{more} more replicas have notes: `watch --once` shows all"]
+    )
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:

@@ -119,17 +119,15 @@ def test_hosts_are_sites_where_the_config_says_so(hosts: Lab, tmp_path: Path) ->
 
 
 def test_the_doctor_exchanges_between_them(hosts: Lab) -> None:
-    options = ["doctor", "--hostfile", str(hosts.hostfile), "--seconds", "0.2", "--json"]
+    options = ["doctor", "--hostfile", str(hosts.hostfile), "--json"]
     command = hosts.on(hosts.names[0], sys.executable, "-m", "megatron_noloco", *options)
     finished = run_launcher(
         command, PATIENCE_SECONDS, {"PYTHONPATH": str(REPOSITORY), "NIC": NIC, **hosts.environ}
     )
     findings = json.loads(succeeded(finished))["findings"]
     (measured,) = (finding["figures"] for finding in findings if finding["figures"])
-    assert measured["hosts"] == hosts.names
     assert measured["over"] == "tcp"
     assert measured["gb_per_second"] > 0
-    assert 0 <= measured["hidden"] <= 1
 
 
 @pytest.fixture(scope="module")

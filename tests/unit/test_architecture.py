@@ -27,7 +27,7 @@ _BELOW = {
     "checkpoint": "plans job outer model engine",
     "huggingface": "plans job pipeline model data config checkpoint",
     "federation": "plans transport job outer",
-    "preflight": "plans transport outer monitor model data engine config federation",
+    "preflight": "plans outer monitor model data engine config federation",
     "training": "plans transport job outer monitor pipeline model "
     "data engine config checkpoint huggingface federation preflight",
     "attach": "plans transport job outer model engine federation",
@@ -43,7 +43,7 @@ CLI = f"{PACKAGE}/cli/"
 DOORS = {
     "deepspeed": (f"{PACKAGE}/engine/",),
     "megatron": (f"{PACKAGE}/model/", f"{PACKAGE}/pipeline/"),
-    "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/preflight/pair.py"),
+    "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/"),
     "pydantic": (
         *(f"{PACKAGE}/config/", SETTINGS, FIELDS),
         *(f"{PACKAGE}/federation/", f"{PACKAGE}/training/replica_state.py"),  # what others send

@@ -52,7 +52,7 @@ def test_a_full_disk_below_the_output_is_one_line() -> None:
     assert (finished.returncode, finished.stderr) == (2, b"[Errno 28] No space left on device\n")
 
 
-@pytest.mark.parametrize("command", ["config --explain", "doctor --seconds 0 --json"])
+@pytest.mark.parametrize("command", ["config --explain", "doctor --no-exchange --json"])
 def test_a_reader_that_has_gone_ends_a_command_without_a_message(command: str) -> None:
     """As `| head -1`."""
     words = [sys.executable, "-m", "megatron_noloco", *command.split()]
@@ -175,8 +175,8 @@ MFU = "--mfu: estimates the time of a step on the GPU of --gpu; give it without 
         # Options without effect
         *((f"plan {{file}} --mfu 0.5 {more}", MFU) for more in ("", "--gpu A100 --step 1s")),
         (
-            "doctor --hostfile {file} --seconds 0",
-            "--hostfile: names hosts to measure exchanges between, which --seconds 0 leaves out",
+            "doctor --hostfile {file} --no-exchange",
+            "--hostfile: names hosts that send each other messages, which --no-exchange leaves out",
         ),
     ],
 )
