@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -122,7 +122,8 @@ class CatchUp:
         own, members = self.last_round(done), self._members
         reaches = [slot for slot, peer in members.peers().items() if peer.reached]
         members.go_on(own, "ended", reaches=reaches)
-        return WaitAtEnd(members, own, self._noloco.deadline_seconds, self._left_out)
+        last = math.inf if self._steps is None else self.last_round(self._steps)
+        return WaitAtEnd(members, own, last, self._noloco.deadline_seconds, self._left_out)
 
     def _left_out(self, last: Mapping[int, int]) -> dict[int, str]:
         """Return why slots are not in the mean that have come: those that ended far behind half of the others.
@@ -184,12 +185,18 @@ class _Awaited:
             return "has left"
         return f"began no round for {seconds:g} s" if self.peer.present else "is not there"
 
-    def look(self, peer: Peer, at: float) -> None:
+    def look(self, peer: Peer, at: float, last: float) -> None:
         before, self.peer = self.peer, peer
-        if peer.status.begun > self.furthest:
+        if self.furthest < peer.status.begun <= last:
             self.furthest, self.since, self.spared = peer.status.begun, at, False
         elif not self.spared and (peer.status.begun, peer.present) != (before.status.begun, before.present):
             self.since, self.spared = at, True  # once: a replica that comes and goes must not hold others up
+
+
+def most_are_final(peers: Iterable[Peer]) -> bool:
+    """Return whether most of those that wait at their end use the mean already."""
+    ended = [bool(peer.status.mean.final) for peer in peers if peer.present and peer.status.phase == "ended"]
+    return 2 * sum(ended) > len(ended)
 
 
 class Ended(NamedTuple):
@@ -213,6 +220,7 @@ class WaitAtEnd:
 
     Args:
         own: last round of this replica.
+        last: that of the run; inf: it is not known.
         left_out: returns why slots that have come are not in the mean, from the last round of each.
     """
 
@@ -220,10 +228,12 @@ class WaitAtEnd:
         self,
         members: Members,
         own: int,
+        last: float,
         seconds: float,
         left_out: Callable[[Mapping[int, int]], dict[int, str]],
     ) -> None:
-        self._members, self._own, self._seconds, self._why_not = members, own, seconds, left_out
+        self._members, self._own, self._last = members, own, last
+        self._seconds, self._why_not = seconds, left_out
         self._awaited, self._ready_since = dict[int, _Awaited](), math.inf
 
     def look(self) -> Ended | None:
@@ -234,16 +244,15 @@ class WaitAtEnd:
             if slot not in self._awaited:
                 since = at if peer.present else -math.inf
                 self._awaited[slot] = _Awaited(peer, peer.status.begun, since)
-            self._awaited[slot].look(peer, at)
+            self._awaited[slot].look(peer, at, self._last)
         for slot in self._awaited.keys() - peers.keys():  # a later process of the slot differs
             gone = replace(self._awaited[slot].peer, present=False, reached=False)
-            self._awaited[slot].look(gone, at)
+            self._awaited[slot].look(gone, at, self._last)
         came = {slot: one.peer.status.begun for slot, one in self._awaited.items() if one.is_at_end}
         came[self._members.slot] = self._own
         why = {slot: one.why_away(self._seconds) for slot, one in self._awaited.items() if slot not in came}
         found = Ended(False, why | self._why_not(came))
-        finals = {slot for slot, one in self._awaited.items() if one.is_at_end and one.peer.status.mean.final}
-        if finals:
+        if most_are_final(peers.values()):
             return found._replace(is_final=True)
         late, lowest = at - self._seconds, min(came)
         is_waiting = any(one.since > late and one.is_awaited for one in self._awaited.values())

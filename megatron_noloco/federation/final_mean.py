@@ -15,6 +15,7 @@ members is in the proposal, so each counts once.
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,9 +26,9 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.catch_up import SILENT_SECONDS
+from megatron_noloco.federation.catch_up import SILENT_SECONDS, most_are_final
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.members import Members, Peer
+from megatron_noloco.federation.members import LARGEST, FinalStatus, Members, Peer
 from megatron_noloco.federation.mesh import GoneError, LostError, Member, Patience, StalledError
 from megatron_noloco.federation.passing import Passed, contents, pass_on
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
@@ -47,6 +48,9 @@ _AGAIN_SECONDS = 0.5  # before another attempt
 _STILL_SECONDS = 30.0  # without progress of any member, for each level below
 _TELL_SECONDS = 5.0  # between two statuses that show progress
 _MOST_LEVELS = 100
+_MOST_SECONDS = 3600.0  # in which an attempt waits because other members say that they make progress
+_MOST_FAILURES = 3  # attempts
+_LAST = LARGEST // 2  # numbers of attempts are below
 _ROOT = -1
 
 
@@ -54,6 +58,8 @@ def tree(
     members: Sequence[int], missed: Set[frozenset[int]], leaves: Set[int] = frozenset()
 ) -> dict[int, int]:
     """Return the parent of each member, -1 for the root: a binomial tree in the order given, around missed pairs.
+
+    Whom nobody reaches is not in it.
 
     Args:
         leaves: members that are no parents.
@@ -71,8 +77,7 @@ def tree(
             if (parent := next(able, None)) is not None:
                 parents[order[index]] = parent
         still = [index for index in left if order[index] not in parents]
-        if still == left:  # nobody reaches them, as far as is known
-            parents |= {order[index]: order[0] for index in still}
+        if still == left:  # nobody reaches them
             break
         left = still
     return parents
@@ -152,8 +157,8 @@ class FinalMean:
                 answer = self._is_sound(memory / len(step.slots))
                 total += memory if answer else 0
             elif step.what == "take":
-                is_alike = own in step.slots  # a replica that is left out has other weights
-                answer = self._is_sound(memory) if is_alike else self._is_finite(memory)
+                # Also a replica that is left out, whoever said so, has weights near those of the others; or none.
+                answer = self._is_sound(memory) if self._is_finite(self._vector) else self._is_finite(memory)
                 total, memory, included = memory, total, {*step.slots}
             elif step.what == "divide":
                 total, included = total / max(1, len(step.slots)), {*step.slots}
@@ -268,6 +273,9 @@ class _Leader:
         self.sent = 0
         self._last, self._missed = 0, set[frozenset[int]]()
         self._refused, self._dropped = set[int](), set[int]()
+        self._tree = dict[int, int]()  # of the last proposal of this replica
+        self._ended_attempts = Counter[int]()  # by slot
+        self._hearsay_until = 0.0
         self._progress, self._seen, self._told, self._moves = 0.0, dict[int, int](), 0.0, 0
         self._script = self._run()
 
@@ -285,11 +293,13 @@ class _Leader:
                 yield _Step("stop" if self._members.is_leaving else "late")
                 return
             self._last, self._progress = attempt.number, self._mesh.clock()
+            self._hearsay_until = self._progress + _MOST_SECONDS
             try:
                 yield from self._try(attempt)
             except (_FailedError, LostError, UnequalError):
-                self._publish(failed=attempt.number)
+                self._publish(failed=attempt.number, because=sorted(self._failed_in(attempt)))
                 self._mesh.wait(lambda: False, self._mesh.clock() + _AGAIN_SECONDS)
+                self._blame(attempt)
                 continue
             finally:
                 self._mesh.withdraw(f"{attempt.base}sum/")
@@ -297,6 +307,26 @@ class _Leader:
             self._publish(final=attempt.number)
             yield _Step("end")
             return
+
+    def _failed_in(self, attempt: _Attempt) -> dict[int, set[int]]:
+        """Return the others in which an attempt has failed, each with those that had failed before, as it says."""
+        means = {slot: peer.status.mean for slot, peer in self._members.peers().items()}
+        return {
+            slot: {*mean.because}
+            for slot, mean in means.items()
+            if slot in attempt.members and mean.failed == attempt.number
+        }
+
+    def _blame(self, attempt: _Attempt) -> None:
+        """Go on without a member that ends one attempt after the other, though nobody has failed before."""
+        failed = self._failed_in(attempt)
+        for slot, before in failed.items():
+            if all(
+                slot in failed.get(other, {slot}) for other in before
+            ):  # none, or only whom it has made fail
+                self._ended_attempts[slot] += 1
+                if self._ended_attempts[slot] >= _MOST_FAILURES:
+                    self._dropped.add(slot)
 
     def _publish(self, **changes: Any) -> None:
         missed = [sorted(pair) for pair in self._missed]
@@ -314,7 +344,8 @@ class _Leader:
         moved = {slot: peer.status.mean.moved for slot, peer in peers.items()}
         if own > self._progress:
             self._progress, self._moves = own, self._moves + 1
-        if any(moved[slot] != self._seen.get(slot) for slot in moved if slot in attempt.members):
+        is_news = any(moved[slot] != self._seen.get(slot) for slot in moved if slot in attempt.members)
+        if is_news and now < self._hearsay_until:
             self._progress, self._seen = now, moved
         if self._moves != self._members.status.mean.moved and now > self._told + _TELL_SECONDS:
             self._publish()
@@ -349,7 +380,8 @@ class _Leader:
         return min(ended) == self._members.slot or self._proposed(ended) is not None or self._is_late()
 
     def _is_late(self) -> bool:
-        return any(peer.present and peer.status.mean.final for peer in self._members.peers().values())
+        """Return whether others have their mean, as most of those say that wait at their end."""
+        return most_are_final(self._members.peers().values())
 
     def _ended(self) -> dict[int, Member]:
         """Return the members that wait at their end, this one included."""
@@ -358,33 +390,48 @@ class _Leader:
             for slot, peer in self._members.peers().items()
             if peer.present and peer.status.phase == "ended" and not peer.status.mean.final
         }
-        said = (peer.status.mean.dropped for peer in self._members.peers().values())
-        dropped = self._dropped.union(*said)  # who is dropped takes the state of a replica that has the mean
+        peers = self._members.peers()
+        said = Counter(dropped for slot in others for dropped in {*peers[slot].status.mean.dropped})
+        # Who is dropped takes the state of a replica that has the mean.
+        dropped = self._dropped | {slot for slot, number in said.items() if 2 * number > len(others)}
+        dropped |= self._said_of_children(lambda mean: mean.dropped)
         others = {slot: member for slot, member in others.items() if slot not in dropped}
         return others | {self._members.slot: self._mesh.me}
 
     def _propose(self, ended: Mapping[int, Member]) -> _Attempt:
         statuses = [peer.status.mean for peer in self._members.peers().values()]
-        numbers = [max(mean.attempt, mean.failed) for mean in statuses]
-        missed = (
-            {frozenset(pair) for mean in statuses for pair in mean.missed} | self._missed | self._apart(ended)
-        )
-        refused = {slot for mean in statuses for slot in mean.refused} | self._refused
+        numbers = [number for mean in statuses for number in (mean.attempt, mean.failed) if number < _LAST]
+        missed = self._said_missed() | self._missed | self._apart(ended)
+        refused = self._said_of_children(lambda mean: mean.refused) | self._refused
         self.left_out |= dict.fromkeys(refused & ended.keys(), "sent numbers that must not be used")
         out = self.left_out.keys() & ended.keys()
         if out == ended.keys():  # nobody else is there, whoever said what
             out = out - {self._members.slot}
         order = [self._members.slot, *sorted(ended.keys() - {self._members.slot})]
         parents = tree(order, missed, out - {self._members.slot})
+        order = [slot for slot in order if slot in parents]
         number = max([self._last, *numbers]) + 1
         self._publish(
             attempt=number,
             members=order,
             processes=_digest(ended[slot] for slot in order),
             parents=[parents[slot] for slot in order],
-            left_out=sorted(out),
+            left_out=sorted(out & parents.keys()),
         )
-        return _Attempt(self._mesh.me, number, dict(ended), parents, out)
+        self._tree = parents
+        return _Attempt(self._mesh.me, number, {slot: ended[slot] for slot in order}, parents, out)
+
+    def _said_missed(self) -> set[frozenset[int]]:
+        """Return the pairs that one of their members has missed."""
+        peers = self._members.peers().items()
+        return {frozenset(pair) for slot, peer in peers for pair in peer.status.mean.missed if slot in pair}
+
+    def _said_of_children(self, slots_in: Callable[[FinalStatus], list[int]]) -> set[int]:
+        """Return the slots that a status names whose parent it is of, in the last tree of this replica."""
+        means = {slot: peer.status.mean for slot, peer in self._members.peers().items()}
+        return {
+            child for slot, mean in means.items() for child in slots_in(mean) if self._tree.get(child) == slot
+        }
 
     def _apart(self, ended: Mapping[int, Member]) -> set[frozenset[int]]:
         """Return the pairs of which neither side could exchange with the other when it came to its end."""
@@ -411,6 +458,7 @@ class _Leader:
             and parents.get(peer.member.slot) == _ROOT
             and mean.processes == _digest(members.values())
             and len(parents) == len(mean.members) == len(_reached(attempt))
+            and mean.attempt < _LAST
         )
         return attempt if is_sound else None
 
@@ -481,7 +529,10 @@ class _Leader:
                 raise _FailedError
 
     def _is_final(self, attempt: _Attempt) -> bool:
-        return any(peer.status.mean.final == attempt.number for peer in self._members.peers().values())
+        """Return whether the root has decided; where the root is gone, whether another has heard so."""
+        root, peers = attempt.root.slot, self._members.peers()
+        said = {slot for slot, peer in peers.items() if peer.status.mean.final == attempt.number}
+        return root in said or (bool(said) and not self._mesh.reaches(attempt.root))
 
     def _why_over(self, attempt: _Attempt) -> str:
         """Return why an attempt is over; "" while it goes on."""

@@ -7,6 +7,7 @@ sign that never changes while this process looks may be of a process that died l
 No clock of another machine is read, and none of the folder: seconds are between two looks of this process.
 """
 
+import base64
 import hmac
 import itertools
 import json
@@ -34,6 +35,7 @@ from megatron_noloco.federation.statuses import (
 )
 from megatron_noloco.federation.store import Store
 from megatron_noloco.files import outside
+from megatron_noloco.settings import MOST_SLOTS
 
 MOST_ADDED = 64  # bytes; more than a seal adds
 LEFTOVER_SECONDS = 600.0
@@ -43,7 +45,8 @@ _MOST_DIGESTS_BYTES = 2**16
 _MOST_LINES = 100  # others may cause them
 _RUN = re.compile(r"[0-9a-f]{16}")
 _EARLIER_VERSION = re.compile(r"rank_\d{5}_[0-9a-f]{16}\.json")
-_SIGN = re.compile(r"(\d{1,4}\.\d{1,19})~(\d{1,12})~(\d{1,12})~([0-9a-f]{32})")
+_SIGN = re.compile(r"(\d{1,4}\.\d{1,19})~(\d{1,12})~(\d{1,12})~([0-9a-f]{32})~([\w=-]{0,120})")
+_MOST_SIGNS = 2 * MOST_SLOTS  # anybody may write some
 _BEAT_SECONDS = 2.0
 _SOON_SECONDS = 0.5  # a beat for a member that has just come
 _LEASE_SECONDS = (12.0, 60.0)  # at least and at most
@@ -171,6 +174,7 @@ class _Sign(NamedTuple):
     Attributes:
         file: its name.
         number: of its status.
+        signature: of the member and the beat, by the member; base64.
         changed: when it changed.
         lease: seconds for which it is good; 0.0 until it has changed.
     """
@@ -178,6 +182,7 @@ class _Sign(NamedTuple):
     file: str
     beat: int
     number: int
+    signature: str
     changed: float = 0.0
     lease: float = 0.0
 
@@ -283,7 +288,9 @@ class FolderMembers:
             self._folder.say(f"{self._folder.url}: another program has removed files of this run")
         self._beat += 1
         texts = self._me, str(self._beat), str(own.number)
-        file = "~".join([*texts, self._seal.mac("alive", self._folder.run, *texts)])
+        identity, text = self._statuses.identity, self._text_of(self._me, self._beat)
+        signature = b"" if identity is None else base64.urlsafe_b64encode(identity.sign(text))
+        file = "~".join([*texts, self._seal.mac("alive", self._folder.run, *texts), signature.decode()])
         self._alive.put(file, self._seal.close(file, own.line))
         self._own_signs.append(file)
         self._alive.remove(self._own_signs[:-2])  # the last but one may be read just now
@@ -312,18 +319,39 @@ class FolderMembers:
         """Return the newest signs that are new. A beat never goes back, so no sign can be repeated."""
         new = dict[Member, _Sign]()
         for found in filter(None, map(_SIGN.fullmatch, names)):
-            *texts, mac = found.groups()
+            *texts, mac, signature = found.groups()
             member, beat = member_in(texts[0]), int(texts[1])
             if member is None or member == self._mesh.me:
                 continue
             last = new.get(member) or self._signs.get(member)
             if last is not None and beat <= last.beat:
                 continue
-            if hmac.compare_digest(mac, self._seal.mac("alive", self._folder.run, *texts)):
-                new[member] = _Sign(found[0], beat, int(texts[2]))
-            else:
+            if last is None and len(self._signs) + len(new) >= _MOST_SIGNS:
+                continue
+            sign = _Sign(found[0], beat, int(texts[2]), signature)
+            if not hmac.compare_digest(mac, self._seal.mac("alive", self._folder.run, *texts)):
                 self._has_strangers = True
+            elif self._is_of(member, sign):
+                new[member] = sign
         return new
+
+    def _is_of(self, member: Member, sign: _Sign) -> bool:
+        """Return whether a sign is of its member, as far as its certificate is known.
+
+        All members have the key of the names, and so do those whose time is over.
+        """
+        identity, known = self._statuses.identity, self._statuses.newest.get(member.slot)
+        if identity is None or known is None or known.member != member:
+            return True
+        try:
+            signature = base64.urlsafe_b64decode(sign.signature)
+            identity.check(known.certificate, member.slot, self._text_of(member, sign.beat), signature)
+        except ValueError:
+            return False
+        return True
+
+    def _text_of(self, member: Member | str, beat: int) -> bytes:
+        return f"alive\n{self._folder.run}\n{member}\n{beat}".encode()
 
     def _members_to_read(self) -> list[Member]:
         """Return the members that have a newer status than the known one of their slot."""
@@ -344,6 +372,8 @@ class FolderMembers:
             if (signed.member, signed.number) == (member, sign.number):
                 with self._lock:
                     self._statuses.take(signed)
+                    if not self._is_of(member, self._signs.get(member, sign)):
+                        del self._signs[member]  # its own comes at the next look
         except (FileNotFoundError, ValueError):
             pass
         except OSError as error:

@@ -4,12 +4,13 @@ import asyncio
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 from urllib.parse import unquote
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from megatron_noloco.federation.https_client import (
     CONNECTION_ERRORS,
@@ -61,7 +62,7 @@ class Answers:
 
     Args:
         refresh: is called when something about members has changed.
-        fail: is told an error that is none of a connection.
+        fail: is told an error that is none of a connection, and a bug.
     """
 
     def __init__(
@@ -92,8 +93,12 @@ class Answers:
         asker = _member_in(request.headers.get(MEMBER, ""))
         connection = request.protocol
         assert isinstance(connection, Connection)
+        if request.version < HttpVersion11:
+            return _refusal(505, "HTTP/1.1 is needed")
         if len(parts) < 4 or parts[:2] != ["", "run"] or request.method not in ("GET", "PUT"):
             return _refusal(404, "no such page")
+        if time.time() > connection.ends:
+            return _refusal(403, "the certificate's time is over")
         if asker is None or connection.slot not in (None, asker.slot):
             return _refusal(403, f"the header {MEMBER} must name a member of the certificate's slot")
         if parts[2] != f"{self._job.run:016x}":
@@ -257,8 +262,14 @@ class Answers:
         size = request.content_length
         if size is None or size > MOST_PIECE_BYTES:
             return _refusal(413, f"a piece has at most {MOST_PIECE_BYTES} bytes, and says how many")
+
+        def note() -> None:
+            if self._presence.peer_of(giver) is not peer:
+                raise ConnectionError("a later process has the slot")
+            self._mesh.note_bytes(giver)
+
         async with peer.taking if size > BULK_BYTES else nullcontext():
-            blob = await receive(request.content, size, lambda: self._mesh.note_bytes(giver))
+            blob = await receive(request.content, size, note)
         number = self._wishes.number
         self._mesh.receive(giver, name, blob)
         return web.Response(headers={WISH: str(number)})
@@ -303,7 +314,7 @@ def _member_in(name: str) -> Member | None:
 
 def is_name(name: Any) -> bool:
     """Return whether a piece may have this name."""
-    return isinstance(name, str) and 0 < len(name) <= MOST_NAME_CHARACTERS
+    return isinstance(name, str) and 0 < len(name) <= MOST_NAME_CHARACTERS and name.isprintable()
 
 
 def _line(content: dict[str, Any]) -> bytes:

@@ -29,9 +29,11 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -81,6 +83,7 @@ _MOST_DIALS, _MOST_FAR_DIALS = 8, 4  # at a time, of members that are there, and
 _FIRST_RETRY, _LAST_RETRY = 0.2, 2.0
 _RARE_SECONDS = 300.0  # a member that is absent for longer is dialled rarely
 _MOST_REFUSED_HOSTS = 8
+_MOST_FAULTS = 8
 
 
 class _Grant:
@@ -106,6 +109,9 @@ class HttpsCarrier(Carrier):
         listener: where others connect; None: this member is hidden.
         addresses_to_try: returns addresses of members, HOST:PORT; may block, may raise OSError.
         warn: writes a line for the user.
+
+    Attributes:
+        faults: exceptions of single requests, which are bugs: each has ended what one other member asked for.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class HttpsCarrier(Carrier):
         self._run, self._digests, self._identity = run, digests, identity
         self._listener, self._addresses_to_try, self._warn_user = listener, addresses_to_try, warn
         self._failure: Exception | None = None
+        self.faults: deque[BaseException] = deque(maxlen=_MOST_FAULTS)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="federation", daemon=True)
         self._is_open = threading.Event()
@@ -184,17 +191,17 @@ class HttpsCarrier(Carrier):
         self._loop.set_exception_handler(self._note)
         executor = ThreadPoolExecutor(4, "federation-look")
         self._loop.set_default_executor(executor)
-        self._spawn(self._work())
+        self._spawn(self._work(), self._fail)
         self._loop.run_forever()
         executor.shutdown(wait=False, cancel_futures=True)
         self._loop.close()
 
     async def _work(self) -> None:
         self._client = Client(self._job)
-        answers = Answers(self._job, self._wishes, self._refresh_soon, self._fail)
+        answers = Answers(self._job, self._wishes, self._refresh_soon, self._note_fault)
         self._server = Server(self._identity, answers.answer, self._warn_of_stranger)
         if self._listener is not None:
-            self._spawn(self._server.accept(self._listener))
+            self._spawn(self._server.accept(self._listener), self._fail)
         self._is_open.set()
         while True:
             self._presence.clock.tick()
@@ -202,22 +209,31 @@ class HttpsCarrier(Carrier):
             self._refresh()
             await asyncio.sleep(TICK_SECONDS)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], fail: Callable[[Exception], None] | None = None
+    ) -> "asyncio.Task[None]":
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(partial(self._over, fail or self._note_fault))
         return task
 
-    def _over(self, task: "asyncio.Task[None]") -> None:
+    def _over(self, fail: Callable[[Exception], None], task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self._fail(error)
+            fail(error)
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         usual = (*CONNECTION_ERRORS, asyncio.InvalidStateError)  # of what comes with a cancellation
         if isinstance(error, Exception) and not isinstance(error, usual):
-            self._fail(error)
+            self._note_fault(error)
+
+    def _note_fault(self, error: Exception) -> None:
+        """Note an error in what another member has asked for: it must not end this job."""
+        self.faults.append(error)
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        at = "".join(f" ({frame.name}, line {frame.lineno})" for frame in where)
+        self._job.warn(f"a request could not be answered: {type(error).__name__}{at}; please report this")
 
     def _fail(self, error: Exception) -> None:
         is_ending = not threading.main_thread().is_alive()  # the interpreter lends no threads any more
@@ -253,8 +269,8 @@ class HttpsCarrier(Carrier):
         return own is None or all(peer.told is own or peer.has_left for peer in linked)
 
     def _warn_of_stranger(self, host: str) -> None:
-        self._refused_hosts.add(host)
-        if len(self._refused_hosts) <= _MOST_REFUSED_HOSTS:
+        if host not in self._refused_hosts and len(self._refused_hosts) < _MOST_REFUSED_HOSTS:
+            self._refused_hosts.add(host)
             self._job.warn(
                 f"refused a connection from {host}: it has another key, or is of megatron_noloco 0.4 or earlier"
             )
@@ -356,7 +372,7 @@ class HttpsCarrier(Carrier):
         if self._presence.peer_of(peer.member) is peer:
             self._presence.hear(peer)
         if isinstance(wishes := line.get("wish"), list):
-            names = [name for name in wishes[:MOST_WISHES] if is_name(name)]
+            names = list(dict.fromkeys(name for name in wishes[:MOST_WISHES] if is_name(name)))
             number = line.get("number")
             self._take_wishes(peer, names, number if isinstance(number, int) else 0)
         else:
@@ -444,13 +460,20 @@ class HttpsCarrier(Carrier):
             if is_over:
                 del self._sends[peer.member, name]
 
-    async def _bring(self, peer: Peer, name: str, found: Piece | RefusedError) -> int | None:
+    async def _bring(
+        self,
+        peer: Peer,
+        name: str,
+        found: Piece | RefusedError,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> int | None:
         """Bring a piece to a member, until it has it; return the number of its last wishes before that.
 
-        Returns None where the member is absent. Raises RefusedError where the piece is withdrawn before.
+        Returns None where the member is absent, or wants it no more. Raises RefusedError where the piece is
+        withdrawn before.
         """
         pause = _FIRST_RETRY
-        while peer.addresses and peer.member in self._presence.present:
+        while peer.addresses and peer.member in self._presence.present and is_wanted():
             try:
                 number = await self._put(peer, name, found)
                 if number is not None:
@@ -499,21 +522,33 @@ class HttpsCarrier(Carrier):
         grant = self._grants[peer.member, name] = _Grant(number)
 
         def answer(found: Piece | RefusedError) -> None:
-            self._soon(lambda: self._spawn(self._grant(peer, name, grant, found)))
+            self._soon(self._begin_grant, peer, name, grant, found)
 
         grant.answer = answer
         self.mesh.offers.wish(name, peer.member, answer)
 
-    async def _grant(self, peer: Peer, name: str, grant: _Grant, found: Piece | RefusedError) -> None:
-        try:
-            number = await self._bring(peer, name, found)
-        except RefusedError as error:
-            number = await self._bring(peer, name, error)
-        if self._grants.get((peer.member, name)) is grant:
+    def _begin_grant(self, peer: Peer, name: str, grant: _Grant, found: Piece | RefusedError) -> None:
+        if self._grants.get((peer.member, name)) is not grant:
+            return
+        if peer.granting < MOST_WISHES:
+            self._spawn(self._grant(peer, name, grant, found))
+        else:
             del self._grants[peer.member, name]
-            if (
-                number is not None and grant.number > number
-            ):  # the member has asked anew since it had the piece
+
+    async def _grant(self, peer: Peer, name: str, grant: _Grant, found: Piece | RefusedError) -> None:
+        def is_wanted() -> bool:
+            return self._grants.get((peer.member, name)) is grant
+
+        peer.granting += 1
+        try:
+            number = await self._bring(peer, name, found, is_wanted)
+        except RefusedError as error:
+            number = await self._bring(peer, name, error, is_wanted)
+        finally:
+            peer.granting -= 1
+        if is_wanted():
+            del self._grants[peer.member, name]
+            if number is not None and grant.number > number:  # it has asked anew since it had the piece
                 self._wish(peer, name, grant.number)
 
 

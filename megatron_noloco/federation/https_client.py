@@ -277,6 +277,7 @@ async def lines_of(content: StreamReader) -> AsyncIterator[dict[str, Any]]:
                 yield object_in(line)
             except ValueError:
                 raise ConnectionError("a line is no JSON object") from None
+            await asyncio.sleep(0)  # many lines at once hold nobody else up
 
 
 async def read_small(content: StreamReader) -> bytes:

@@ -75,6 +75,7 @@ class Peer:
     Attributes:
         seen: when anybody has seen it last.
         heard: when this process has.
+        ends: Unix time after which its certificate is not good.
         lost: when it seems to have ended; inf: it does not.
         grace: seconds after `lost` in which it may be seen again.
         failing: since when it cannot be dialled; None: it can, or this was not tried.
@@ -85,13 +86,14 @@ class Peer:
         stream: that it holds here.
         told: the own status that it has got.
         own_changed: set when there is a later own status.
-        giving, taking: places for bulk that others ask for, and bring.
+        giving, taking: places for bulk that others ask for, and bring; of all processes of the slot.
+        granting: pieces that are brought to it because it has wished for them.
     """
 
-    def __init__(self, signed: SignedStatus) -> None:
+    def __init__(self, signed: SignedStatus, earlier: "Peer | None" = None) -> None:
         self.member, self.slot = signed.member, signed.member.slot
         self.seen = self.heard = -math.inf
-        self.lost, self.grace = math.inf, GRACE_SECONDS
+        self.lost, self.grace, self.ends = math.inf, GRACE_SECONDS, math.inf
         self.failing: float | None = None
         self.address = self.seed = ""
         self.following: asyncio.Task[None] | None = None
@@ -99,7 +101,9 @@ class Peer:
         self.stream: Stream | None = None
         self.told: SignedStatus | None = None
         self.own_changed = asyncio.Event()
-        self.giving, self.taking = asyncio.Semaphore(_MOST_GIVEN), asyncio.Semaphore(_MOST_TAKEN)
+        self.giving: asyncio.Semaphore = asyncio.Semaphore(_MOST_GIVEN) if earlier is None else earlier.giving
+        self.taking: asyncio.Semaphore = asyncio.Semaphore(_MOST_TAKEN) if earlier is None else earlier.taking
+        self.granting = 0
         self.update(signed)
 
     def update(self, signed: SignedStatus) -> None:
@@ -175,7 +179,9 @@ class Presence:
         else:
             if known is not None:
                 known.stop_following()
-            self.peers[signed.member.slot] = Peer(signed)
+            self.peers[signed.member.slot] = Peer(signed, known)
+        if self.statuses.identity is not None:
+            self.peers[signed.member.slot].ends = self.statuses.identity.ends_of(signed.certificate)
         self.has_news = True
         for slot, stream in self.streams.items():
             reader = self.peer_of(stream.member)
@@ -221,7 +227,8 @@ class Presence:
         """Return whether a member is there."""
         now, last = self.clock(), peer.lost + peer.grace
         is_lost = last < now and peer.seen <= last
-        return now - peer.seen < LEASE_SECONDS and not is_lost and not peer.has_left
+        has_ended = is_lost or peer.has_left or time.time() > peer.ends
+        return now - peer.seen < LEASE_SECONDS and not has_ended
 
     def hear(self, peer: Peer) -> None:
         """Note a sign of life."""

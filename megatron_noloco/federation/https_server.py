@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import math
 import os
+import random
 import resource
 import socket
 import ssl
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -26,7 +27,7 @@ READ_BYTES = 2**20  # received before anybody reads them; then the sender waits
 KEEP_ALIVE_SECONDS = 300.0  # NATs forget an idle connection after 350 s
 _OPEN_SECONDS = 10.0  # for the handshake; without encryption for the first request
 _MOST_STRANGERS = 256  # connections within those seconds
-_MOST_OF_A_SLOT = 512  # connections
+_MOST_OF_A_SLOT = 128  # connections
 _ACCEPT_PAUSE_SECONDS = 0.2  # when this process has too many open files
 _MOST_FIELD_BYTES = 2**14  # a request names the digests of its run
 _QUIET = logging.getLogger("megatron_noloco.http")
@@ -88,6 +89,7 @@ class Connection(web.RequestHandler):
 
     Attributes:
         slot: that the certificate of the other side names; None without encryption.
+        ends: Unix time after which that certificate is not good.
         is_admitted: done once the other side has shown that it is a member.
     """
 
@@ -95,6 +97,7 @@ class Connection(web.RequestHandler):
         super().__init__(manager, **settings)
         self._server = server
         self.slot: int | None = None
+        self.ends = math.inf
         self.is_admitted = asyncio.get_running_loop().create_future()
 
     def admit(self) -> None:
@@ -105,7 +108,7 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         encrypted = transport.get_extra_info("ssl_object")
         if encrypted is not None:
-            self.slot = slot_of(encrypted.getpeercert(binary_form=True))
+            self.slot, self.ends = slot_of(encrypted.getpeercert(binary_form=True))
         self._server.connections.add(self)
 
     def connection_lost(self, error: BaseException | None) -> None:
@@ -130,7 +133,7 @@ class Server:
     ) -> None:
         self._identity, self._refuse = identity, refuse
         self._manager = web.Server(handle, handler_cancellation=True)
-        self._strangers = OrderedDict[asyncio.Task[None], None]()
+        self._strangers = set[asyncio.Task[None]]()
         self.connections = set[Connection]()
 
     async def accept(self, listener: socket.socket) -> None:
@@ -156,10 +159,10 @@ class Server:
                     await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
                     continue
                 task = loop.create_task(self._admit(accepted, host))
-                self._strangers[task] = None
+                self._strangers.add(task)
                 task.add_done_callback(self._forget)
                 if len(self._strangers) > _MOST_STRANGERS:
-                    self._strangers.popitem(last=False)[0].cancel()  # the oldest: a member needs less time
+                    random.choice(list(self._strangers)).cancel()  # so that a flood leaves some to members
         finally:
             loop.remove_reader(listener)
 
@@ -210,7 +213,7 @@ class Server:
         )
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
-        self._strangers.pop(task, None)
+        self._strangers.discard(task)
         if not task.cancelled():
             task.result()
 

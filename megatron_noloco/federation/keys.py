@@ -201,6 +201,10 @@ class Identity:
         except InvalidSignature:
             raise ValueError("has a wrong signature") from None
 
+    def ends_of(self, certificate: bytes) -> float:
+        """Return the Unix time after which a certificate is not good. Raises ValueError."""
+        return self._check(certificate).ends
+
     def pair_key(self, certificate: bytes) -> bytes:
         """Return 32 bytes that only this process and the holder of a certificate can compute.
 
@@ -215,9 +219,13 @@ def host_name(slot: int) -> str:
     return f"slot-{slot}.noloco"
 
 
-def slot_of(certificate: bytes) -> int:
-    """Return the slot that a certificate (DER) names, which TLS has checked. Raises ValueError."""
-    return _slot_in(_parsed(certificate))
+def slot_of(certificate: bytes) -> tuple[int, float]:
+    """Return the slot that a certificate (DER) names, which TLS has checked, and the Unix time of its end.
+
+    Raises ValueError.
+    """
+    parsed = _parsed(certificate)
+    return _slot_in(parsed), parsed.not_valid_after_utc.timestamp()
 
 
 class _EarlierVersionError(ValueError):

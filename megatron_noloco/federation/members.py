@@ -63,6 +63,7 @@ class FinalStatus:
         parents: of these in the tree; -1 for the root.
         left_out: slots of these that get the mean, and are not in it.
         failed: number of the latest attempt that has failed here.
+        because: slots that had failed before; none: for a reason of its own.
         missed: pairs of which one side does not reach the other.
         refused: slots whose sum must not be used, or did not come.
         dropped: slots that did not take the mean either.
@@ -80,6 +81,7 @@ class FinalStatus:
     )
     left_out: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     failed: Number = 0
+    because: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     missed: Annotated[list[list[Slot]], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     refused: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     dropped: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
@@ -295,7 +297,7 @@ class Members:
         parsed = None
         try:
             parsed = _STATUS.validate_json(json.dumps(status))
-        except (ValidationError, ValueError):
+        except (ValidationError, ValueError, RecursionError):
             self.warn(f"the status of replica {member.slot} is malformed")
         is_of_a_kind = parsed is not None and parsed.kind == self.status.kind
         names = differences(self.status.digests, parsed.digests) if parsed and is_of_a_kind else ""

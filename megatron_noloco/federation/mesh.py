@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -119,12 +119,13 @@ class Offers:
         self._lock = threading.Lock()
         self._pieces: dict[str, Piece] = {}
         self._wishes: dict[str, dict[Member, Answer]] = {}
+        self._of_taker = Counter[Member]()  # wishes
         self._withdrawn: deque[str] = deque(maxlen=_REMEMBERED)
 
     def offer(self, name: str, piece: Piece) -> None:
         with self._lock:
             self._pieces[name] = piece
-            wishes = self._wishes.pop(name, {})
+            wishes = self._take_wishes(name)
         for taker, answer in wishes.items():
             answer(piece if piece.to in (None, taker) else RefusedError("the piece is another member's"))
 
@@ -133,7 +134,7 @@ class Offers:
         with self._lock:
             self._withdrawn.append(prefix)
             gone = [self._pieces.pop(name) for name in list(self._pieces) if name.startswith(prefix)]
-            refused = [self._wishes.pop(name) for name in list(self._wishes) if name.startswith(prefix)]
+            refused = [self._take_wishes(name) for name in list(self._wishes) if name.startswith(prefix)]
         for piece in gone:
             piece.withdraw()
         for wishes in refused:
@@ -156,10 +157,12 @@ class Offers:
                 found = RefusedError("the piece was withdrawn")
             elif found is not None and found.to not in (None, taker):
                 found = RefusedError("the piece is another member's")
-            elif found is None and sum(taker in wishes for wishes in self._wishes.values()) >= _MOST_WISHES:
+            elif found is None and self._of_taker[taker] >= _MOST_WISHES:
                 found = RefusedError("too many wishes")
             if found is None:
-                self._wishes.setdefault(name, {})[taker] = answer
+                wishes = self._wishes.setdefault(name, {})
+                self._of_taker[taker] += taker not in wishes
+                wishes[taker] = answer
                 return
         answer(found)
 
@@ -169,8 +172,16 @@ class Offers:
             wishes = self._wishes.get(name, {})
             if wishes.get(taker) is answer:
                 del wishes[taker]
+                self._of_taker[taker] -= 1
                 if not wishes:
                     del self._wishes[name]
+                if not self._of_taker[taker]:
+                    del self._of_taker[taker]
+
+    def _take_wishes(self, name: str) -> dict[Member, Answer]:
+        wishes = self._wishes.pop(name, {})
+        self._of_taker.subtract(list(wishes))
+        return wishes
 
     def takers(self, prefix: str) -> list[tuple[Member, str]]:
         """Return who waits for pieces whose names begin so, the longest wait first."""

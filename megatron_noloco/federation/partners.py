@@ -1,6 +1,7 @@
 """Which other replica can be the partner in a round, and how long it is waited for."""
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from enum import IntEnum
 
 from megatron_noloco.federation.members import NO_PART, Members, Peer
@@ -8,6 +9,7 @@ from megatron_noloco.federation.pairing import Candidates
 
 _REMEMBERED = 8  # rounds with a partner, whose slowest says how long the next may take
 _LONGER = 2.0  # times the slowest
+_SILENT = "has not said how an earlier round has ended"
 
 
 class Availability(IntEnum):
@@ -61,10 +63,15 @@ class Partners:
         if (peer := self._members.peer(slot)) is not None:
             self._avoided[slot] = peer.incarnation, peer.status.begun + rounds, why
 
-    def candidates(self, number: int) -> tuple[Candidates, dict[int, str]]:
-        """Return the other replicas as a round begins; and why each is not available, "" where it is."""
+    def candidates(self, number: int, doubtful: Collection[int] = ()) -> tuple[Candidates, dict[int, str]]:
+        """Return the other replicas as a round begins; and why each is not available, "" where it is.
+
+        Args:
+            doubtful: slots that have not said how an earlier round has ended.
+        """
         members, peers = self._members, self._members.peers()
         standing = {slot: self._availability(slot, peer, number) for slot, peer in peers.items()}
+        standing |= dict.fromkeys(peers.keys() & {*doubtful}, (Availability.AWAY, _SILENT))
         present, free, waiting = (
             {slot for slot, (found, _) in standing.items() if found >= least}
             for least in (Availability.BUSY, Availability.FREE, Availability.WAITING)

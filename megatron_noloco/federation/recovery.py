@@ -212,6 +212,8 @@ class States:
         """Return the slot whose state to take; None: there is no such, or this job is to stop. On the leader."""
         assert self._members is not None
         steps = {slot: peer.status.step for slot, peer in self._members.peers().items() if peer.reached}
+        if self._steps is not None:  # a step that nobody can have is a lie
+            steps = {slot: step for slot, step in steps.items() if step <= self._steps}
         return None if self._members.is_leaving else furthest(steps, self._members.slot, least, given_up)
 
     def _take(self, slot: int, keeper: StateAdapter, least: int) -> tuple[int, int]:
@@ -249,10 +251,12 @@ class States:
         check_step(offer.step, least, self._steps)
         base = f"{_ASKED}{mesh.me}/{offer.copy}/"
         passed = Passed(mesh, peer.member, base, self._members.why_stopped)
-        rest = b"".join(passed.pieces(-(-offer.rest // _REST_BYTES)))
-        if len(rest) != offer.rest:
-            raise UnequalError
-        transfers = yield offer, rest
+        rest = bytearray()
+        for piece in passed.pieces(-(-offer.rest // _REST_BYTES)):
+            if len(piece) != min(_REST_BYTES, offer.rest - len(rest)):
+                raise UnequalError
+            rest += piece
+        transfers = yield offer, bytes(rest)
         if isinstance(transfers, NotTakenError):
             raise transfers
         for transfer in cast(list[Leader], transfers):

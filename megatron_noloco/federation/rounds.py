@@ -249,7 +249,8 @@ class PairExchange:
         leading.members.check()
         settled = dict(_verdicts(leading.members.mesh, replica.ledger))
         at = divmod(number, len(replica.movement.intervals))
-        candidates, why_not = leading.partners.candidates(number)
+        doubtful = {doubt.partner.slot for doubt in replica.ledger.doubts}
+        candidates, why_not = leading.partners.candidates(number, doubtful)
         partner = replica.pairing.choose(replica.place.replica, at, candidates)
         if partner is not None:
             return settled, partner, ""

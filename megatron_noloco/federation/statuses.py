@@ -92,7 +92,7 @@ class Statuses:
     """
 
     def __init__(self, run: int, me: Member, identity: "Identity | None") -> None:
-        self._run, self._me, self._identity = run, me, identity
+        self._run, self._me, self.identity = run, me, identity
         self._number = 0
         self.own: SignedStatus | None = None
         self.newest: dict[int, SignedStatus] = {}
@@ -103,9 +103,9 @@ class Statuses:
         if len(text) > MOST_STATUS_BYTES:
             raise ValueError(f"a status of {len(text)} bytes is longer than {MOST_STATUS_BYTES}")
         self._number += 1
-        certificate = b"" if self._identity is None else self._identity.certificate
+        certificate = b"" if self.identity is None else self.identity.certificate
         unsigned = SignedStatus(self._me, self._number, text, certificate, b"")
-        signature = b"" if self._identity is None else self._identity.sign(unsigned.signed_text(self._run))
+        signature = b"" if self.identity is None else self.identity.sign(unsigned.signed_text(self._run))
         self.own = SignedStatus(self._me, self._number, text, certificate, signature)
         return self.own
 
@@ -125,9 +125,9 @@ class Statuses:
         now = time.time_ns()
         if signed.member.incarnation > now + _DAY_NS and now > _CLOCKLESS_NS:
             raise ValueError("is of a process that starts in the future")
-        if self._identity is not None:
+        if self.identity is not None:
             text = signed.signed_text(self._run)
-            self._identity.check(signed.certificate, signed.member.slot, text, signed.signature)
+            self.identity.check(signed.certificate, signed.member.slot, text, signed.signature)
         assert isinstance(signed.status, dict)
 
 

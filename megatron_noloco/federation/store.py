@@ -18,8 +18,8 @@ import stat
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
 
 _LOCAL = "file://"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_NAMES = 20_000  # of a list, which may have names of strangers
 _Result = TypeVar("_Result")
 
@@ -42,11 +43,14 @@ class Store:
         calls: how often each kind of call was made: of a bucket, requests.
     """
 
-    def __init__(self, url: str, files: Any, path: str, calls: Counter[str]) -> None:
+    def __init__(
+        self, url: str, files: Any, path: str, calls: Counter[str], inner: tuple[str, ...] = ()
+    ) -> None:
         self.url = url
         self.is_local = url.startswith(_LOCAL)
         self.calls = calls
-        self._files, self._path = files, path
+        self._files, self._root, self._inner = files, path, inner
+        self._path = "/".join((path, *inner))
 
     @classmethod
     def of(cls, url: str) -> "Store":
@@ -64,7 +68,8 @@ class Store:
 
     def below(self, name: str) -> "Store":
         """Return a folder in this one, whose calls count as calls of this one."""
-        return Store(f"{self.url}/{name}", self._files, f"{self._path}/{name}", self.calls)
+        inner = (*self._inner, *name.split("/"))
+        return Store(f"{self.url}/{name}", self._files, self._root, self.calls, inner)
 
     def create(self) -> bool:
         """Make the folder, if there is none. A bucket needs none. Return whether it was made now."""
@@ -81,15 +86,17 @@ class Store:
             if not self.is_local:
                 self._files.pipe_file(path, content)
                 return
-            partial = Path(f"{path}.{secrets.token_hex(4)}")
-            try:
-                with partial.open("xb") as file:
-                    file.write(content)
-                partial.replace(path)
-            except OSError:
-                with suppress(OSError):
-                    partial.unlink()
-                raise
+            with self._folder_of(name) as (folder, last):
+                partial = f"{last}.{secrets.token_hex(4)}"
+                try:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    with open(os.open(partial, flags, 0o666, dir_fd=folder), "wb") as file:
+                        file.write(content)
+                    os.replace(partial, last, src_dir_fd=folder, dst_dir_fd=folder)
+                except OSError:
+                    with suppress(OSError):
+                        os.unlink(partial, dir_fd=folder)
+                    raise
 
         self._call("put", "write", name, write)
 
@@ -99,7 +106,8 @@ class Store:
 
         def read() -> bytes:
             if self.is_local:
-                return _read_file(path, most)
+                with self._folder_of(name) as (folder, last):
+                    return _read_file(last, folder, most)
             return bytes(self._files.cat_file(path, start=0, end=most))
 
         return self._call("get", "read", name, read)
@@ -110,8 +118,9 @@ class Store:
         def look() -> list[str]:
             with suppress(FileNotFoundError):
                 if self.is_local:
-                    os.utime(self._path)  # on NFS, brings what other machines have changed
-                    return os.listdir(self._path)
+                    with _opened(self._root, self._inner) as folder:
+                        os.utime(folder)  # on NFS, brings what other machines have changed
+                        return os.listdir(folder)
                 found = self._files.ls(self._path, detail=False)
                 return [path.rstrip("/").rpartition("/")[2] for path in found]
             return []
@@ -121,16 +130,16 @@ class Store:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, if they are there, in one request for a thousand."""
-        paths = [f"{self._path}/{name}" for name in names]
+        files = list(names)
 
         def remove() -> None:
             if self.is_local:
-                _remove_files(paths)
+                self._remove_files(files)
             else:
                 with suppress(FileNotFoundError):
-                    self._files.rm(paths)
+                    self._files.rm([f"{self._path}/{name}" for name in files])
 
-        if paths:
+        if files:
             self._call("remove", "remove files", "", remove)
 
     def remove_all(self) -> None:
@@ -138,12 +147,36 @@ class Store:
 
         def remove() -> None:
             with suppress(FileNotFoundError):
-                if self.is_local:
+                if not self._inner and self.is_local:
                     shutil.rmtree(self._path)
+                elif self.is_local:
+                    with _opened(self._root, self._inner[:-1]) as folder:
+                        shutil.rmtree(self._inner[-1], dir_fd=folder)
                 else:
                     self._files.rm(self._path, recursive=True)
 
         self._call("remove", "remove files", "", remove)
+
+    @contextmanager
+    def _folder_of(self, name: str) -> Iterator[tuple[int, str]]:
+        """Open the folder of a file; give its descriptor, and the name in there."""
+        *folders, last = name.split("/")
+        with _opened(self._root, (*self._inner, *folders)) as folder:
+            yield folder, last
+
+    def _remove_files(self, names: Iterable[str]) -> None:
+        """Remove all that can be removed; raise the first error."""
+        errors = []
+        for name in names:
+            try:
+                with self._folder_of(name) as (folder, last):
+                    os.unlink(last, dir_fd=folder)
+            except (FileNotFoundError, IsADirectoryError):
+                pass
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _call(self, kind: str, verb: str, name: str, call: Callable[[], _Result]) -> _Result:
         self.calls[kind] += 1
@@ -161,9 +194,22 @@ class Store:
             raise kind_of_error(f"cannot {verb} {'in ' if not name else ''}{place}: {why}") from None
 
 
-def _read_file(path: str, most: int) -> bytes:
+@contextmanager
+def _opened(root: str, inner: Iterable[str]) -> Iterator[int]:
+    """Open a folder; below the root, which the user has named, no link: another user may have made it."""
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in inner:
+            outer, folder = folder, os.open(name, _FOLDER, dir_fd=folder)
+            os.close(outer)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _read_file(name: str, folder: int, most: int) -> bytes:
     """Read a regular file: opening a pipe or following a link could block, or lead anywhere."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -174,20 +220,6 @@ def _read_file(path: str, most: int) -> bytes:
             return file.read(status.st_size)
     finally:
         os.close(descriptor)
-
-
-def _remove_files(paths: Iterable[str]) -> None:
-    """Remove all that can be removed; raise the first error."""
-    errors = []
-    for path in paths:
-        try:
-            os.remove(path)
-        except (FileNotFoundError, IsADirectoryError):
-            pass
-        except OSError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def seconds_of_calls(folder: Store) -> dict[str, float]:

@@ -98,8 +98,8 @@ class Visit:
                     signed = SignedStatus.parse(content)
                     self.present = self.present or {signed.member}  # the first is the job's own
                     self._statuses.take(signed)
-                if "seen" in content:
-                    self.present |= set(map(Member.parse, content["seen"]))
+                if isinstance(seen := content.get("seen"), dict):
+                    self.present |= set(map(Member.parse, seen))
         return {signed.member: signed.status for signed in self._statuses.newest.values()}
 
     def piece(self, giver: Member, name: str) -> bytes:

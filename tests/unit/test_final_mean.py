@@ -1,7 +1,7 @@
 """At their end all replicas have the same bits, whatever is lost, cut or killed meanwhile."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation.catch_up import CatchUp
 from megatron_noloco.federation.final_mean import FINAL, FinalMean, _digest, _Leader, tree
-from megatron_noloco.federation.members import FinalStatus, Members
+from megatron_noloco.federation.members import LARGEST, FinalStatus, Members
 from megatron_noloco.federation.mesh import LostError, Member
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.passing import Passed, contents, pass_on
@@ -184,6 +184,69 @@ def test_a_member_that_stands_still_is_left_out(still: int) -> None:
     honest = [one for one in found if one is not None]
     assert {round(3 * mean, 4) for mean, _ in honest} == {15 - 2**still}
     assert max(at for _, at in honest) < 600.0
+
+
+def hostile(own: Members, what: str) -> None:
+    """Wait at the end of a run, and lie."""
+    own.go_on(9, "ended")
+    for number in range(1, 400):
+        seen = max(status.mean.attempt for status in own.present().values())
+        slots = sorted({own.slot, *own.present()})
+        changes: dict[str, Any] = {
+            "all fail": {"failed": seen},
+            "another fails": {"failed": seen, "because": [2]},
+            "too high": {"failed": LARGEST, "attempt": LARGEST},
+            "has a mean": {"final": max(1, seen)},
+            "all are refused": {"refused": slots, "dropped": slots},
+            "all pairs miss": {"missed": [[one, two] for one in slots for two in slots if one < two]},
+            "moves": {"moved": number, "failed": 0},
+            "proposes": {
+                "attempt": number,
+                "failed": number - 1,
+                "members": slots,
+                "processes": _digest(Member(slot, 1) for slot in slots),
+                "parents": [-1, *(len(slots) - 1) * [own.slot]],
+            },
+        }[what]
+        own.change(mean=replace(own.status.mean, **changes))
+        pause(own.mesh, 2.0)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 3])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("all fail", "another fails", "too high", "has a mean", "all are refused", "all pairs miss"),
+        *("moves", "proposes"),
+    ],
+)
+def test_a_liar_at_the_end_leaves_one_model(what: str, slot: int) -> None:
+    """Or none yet: who has no mean takes the state of a replica that has it."""
+    world = World()
+    members = [members_of(world, slot) for slot in range(4)]
+
+    def one(own: Members) -> Any:
+        if own.slot == slot:
+            return hostile(own, what)
+        found = end(own, float(2**own.slot))
+        pause(own.mesh, 60.0)
+        return found
+
+    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    honest = [one for one in found if one is not None]
+    means = {round(one.mean, 4) for one in honest if not one.is_late}
+    assert len(means) == 1
+    assert sum(not one.is_late for one in honest) >= 2
+
+
+def test_a_proposal_that_leaves_others_out_brings_no_absurd_mean() -> None:
+    world = World()
+    own = members_of(world, 1)
+    members_of(world, 0)
+    mean = FinalMean(replica_of(own, alone(LENGTH, bucket=BUCKET)), {})
+    mean.begin(torch.ones(LENGTH), (1,), FINAL, "a test")
+    assert not mean._is_sound(torch.full((LENGTH,), 1e30))
+    assert mean._is_sound(torch.full((LENGTH,), 2.0))
 
 
 def test_who_comes_when_all_have_their_mean_is_told_so() -> None:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from megatron_noloco.federation import https_presence, https_server
+from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
-from megatron_noloco.federation.mesh import GoneError, LostError, Member, Mesh, RefusedError
+from megatron_noloco.federation.mesh import GoneError, LostError, Member, Mesh, RefusedError, StalledError
 from megatron_noloco.federation.statuses import Statuses
 from megatron_noloco.federation.visit import Visit
 from megatron_noloco.settings import MOST_SLOTS
@@ -57,6 +59,7 @@ class Someone:
         self.publish(phase="left")
         self.mesh.close()
         assert self.carrier.failure is None
+        assert not self.carrier.faults
 
     def sees(self, *others: "Someone | Member") -> bool:
         members = {other.me if isinstance(other, Someone) else other for other in others}
@@ -554,6 +557,44 @@ def test_an_absurd_sight_is_left_out(world: World, age: Any) -> None:
     one.carrier._soon(one.carrier._take_line, one.carrier._presence.peers[3], {"seen": {str(rogue.me): age}})
     time.sleep(0.1)
     assert one.carrier._presence.peers[3].seen - seen < 5.0
+
+
+def test_requests_of_http_1_0_are_refused(world: World) -> None:
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    rogue.introduce(one)
+    with rogue.connect(one) as opened:
+        opened.sendall(rogue.head("GET", "status").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert b"505" in opened.recv(100)
+
+
+def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    monkeypatch.setattr(Answers, "_give", AsyncMock(side_effect=ZeroDivisionError))
+    with pytest.raises(StalledError):
+        other.mesh.fetch(one.me, "piece", 2.0)
+    (line,) = one.lines
+    assert line.startswith("a request could not be answered: ZeroDivisionError")
+    one.carrier.faults.clear()
+    assert one.sees(other)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "", "x" * 161, 7])
+def test_names_of_pieces_are_printable(name: Any) -> None:
+    assert not is_name(name)
+
+
+def test_who_was_a_member_is_none_when_its_certificate_has_ended(tls: World) -> None:
+    one = tls.add(0)
+    rogue = Rogue(tls, 3)
+    rogue.introduce(one)
+    until(lambda: rogue.me in one.carrier.known())
+    peer = one.carrier._presence.peers[3]
+    assert peer.ends > time.time()
+    peer.ends = time.time() - 1
+    assert not one.carrier._presence.is_there(peer)
 
 
 def test_garbage_ends_one_connection_only(world: World) -> None:

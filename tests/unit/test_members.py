@@ -106,6 +106,17 @@ def test_a_malformed_status_is_of_nobody(field: dict[str, Any], capfd: pytest.Ca
     assert capfd.readouterr().err == "replica 0: the status of replica 1 is malformed\n"
 
 
+def test_a_status_that_is_too_deep_is_malformed(capfd: pytest.CaptureFixture[str]) -> None:
+    world, deep = World(), list[Any]()
+    one, other = members_of(world, 0), members_of(world, 1)
+    for _ in range(2000):
+        deep = [deep]
+    carrier = world.carriers[other.mesh.me]
+    carrier.status = {**carrier.status, "deep": deep}
+    assert one.present() == {}
+    assert capfd.readouterr().err == "replica 0: the status of replica 1 is malformed\n"
+
+
 def test_an_unknown_field_of_a_status_is_left_alone() -> None:
     """So that a later version may have more."""
     world = World()
