@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.data.cache import Recipe, cache_folder, obtain
-from megatron_noloco.data.fast_tokenizer import KEPT_MARK, FastTokenizer, deciding
+from megatron_noloco.data.fast_tokenizer import KEPT_MARK, deciding
 from megatron_noloco.data.inputs import Input
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, write_text
@@ -21,10 +21,7 @@ _RANDOM = ("dropout", "alpha", "nbest_size")  # attributes of a model that draws
 
 
 def kept_folder(folder: Path, cache: str | None) -> Path:
-    """Return the folder in which the tokenizer of `folder` is kept; `folder` itself where it is such a copy.
-
-    Args:
-        cache: see `cache_folder`.
+    """Return the folder in `cache` (see `cache_folder`) that keeps a tokenizer; `folder` itself if it is a copy.
 
     Raises UserError where AutoTokenizer cannot read the folder, or has no fast tokenizer for it.
     """
@@ -54,11 +51,6 @@ def load_folder(folder: Path) -> Any:
 
     logging.set_verbosity_error()  # it warns of classes that it takes in place of another
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def adds_bos(theirs: Any) -> bool:
-    """Return whether a tokenizer of transformers puts its BOS before a text."""
-    return theirs.bos_token_id is not None and theirs("the").input_ids[:1] == [theirs.bos_token_id]
 
 
 def _keep(folder: Path, kept: Path) -> None:
@@ -99,8 +91,10 @@ def check_exported(_: Any, folder: Path) -> str:
 
     For some families AutoTokenizer takes a class of its own, whatever the files say.
     """
-    theirs = load_folder(folder)
-    if deciding(theirs.backend_tokenizer) == FastTokenizer(folder).content:
+    from tokenizers import Tokenizer
+
+    theirs, ours = load_folder(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if deciding(theirs.backend_tokenizer) == deciding(ours):
         return ""
     return (
         f"{folder}: for this family AutoTokenizer takes {type(theirs).__name__}, which reads other tokens than "

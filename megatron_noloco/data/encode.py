@@ -109,13 +109,7 @@ class Counts(Counter[str]):
 
 
 def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) -> None:
-    """Raise UserError where the tokenizer loses more of a text's characters than it may.
-
-    Args:
-        facts: those of `Counts.facts`.
-        most: share of the characters.
-        source: the data, for the user; `option`: the setting that allows more.
-    """
+    """Raise UserError where the tokenizer loses more than a share of the characters; `option` permits more."""
     if facts["lost_in_words"] and facts["lost"] > most * facts["characters"]:
         raise UserError(
             f"{source}: no token stands for {facts['lost_in_words']}; give a tokenizer that has them, or a higher "
@@ -124,12 +118,9 @@ def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) 
 
 
 def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Piece]:
-    """Read inputs in order; leave out, and count, empty files, and files in folders that are not text.
+    """Read documents, of rows the text under a key; leave out files that hold none, and count them.
 
     Raises UserError that names the file, and the place.
-
-    Args:
-        key: of JSON, or the column of a table.
     """
     texts = sum(item.bytes for item in inputs if item.kind == "text")
     records = any(item.kind != "text" for item in inputs)
@@ -151,8 +142,7 @@ def _piece_of(total: int) -> int:
 def _is_left_out(item: Input, key: str, counts: Counts) -> bool:
     """Return whether a file holds no documents, and count it.
 
-    Of a file that was given itself the reader finds what is no text, and what are no JSON lines. Raises UserError
-    where such a file has a format that is not read.
+    A file that was given itself is left to its reader; raises UserError where there is none.
     """
     found = item.folder is not None
     if item.unread and not found:

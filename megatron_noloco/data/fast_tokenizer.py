@@ -43,6 +43,7 @@ class FastTokenizer:
         before_document: tokens with which each document begins in training: BOS if asked for, or none.
         splits_special_tokens: whether a special token that a text spells out is text; in a template's it never is.
         folder: the folder that the user gave.
+        switched_off: what draws tokens at random in the folder, such as "dropout 0.1"; "" if nothing does.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class FastTokenizer:
 
         self.folder = given or folder
         self._kept = folder
+        mark = folder / KEPT_MARK
+        self.switched_off = outside(mark.read_text()) if mark.exists() else ""
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
         except Exception as error:  # tokenizers raises plain Exception
@@ -104,7 +107,7 @@ class FastTokenizer:
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of all that decides which tokens a text gets, with the tokens of begin and end."""
-        return sha256_of([self.content, self.beginning_of_document, self.end_of_document])
+        return sha256_of([deciding(self._tokenizer), self.beginning_of_document, self.end_of_document])
 
     @property
     def files_digest(self) -> str:
@@ -135,20 +138,9 @@ class FastTokenizer:
         return other.vocabulary.items() <= self.vocabulary.items() and self._rules == other._rules
 
     @property
-    def content(self) -> dict[str, Any]:
-        """What decides the tokens of a text, see `deciding`."""
-        return deciding(self._tokenizer)
-
-    @property
-    def switched_off(self) -> str:
-        """What draws tokens at random in the tokenizer as published, such as "dropout 0.1"; "" if nothing."""
-        mark = self._kept / KEPT_MARK
-        return outside(mark.read_text()) if mark.exists() else ""
-
-    @property
     def _rules(self) -> dict[str, Any]:
         """The content without the vocabulary; with it where it has the scores of tokens."""
-        content = {name: held for name, held in self.content.items() if name != "added_tokens"}
+        content = {name: held for name, held in deciding(self._tokenizer).items() if name != "added_tokens"}
         if isinstance(content["model"].get("vocab"), dict):
             del content["model"]["vocab"]
         return content

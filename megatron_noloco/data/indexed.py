@@ -268,13 +268,10 @@ def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str
         f"mean {lengths.mean():.1f}, longest {lengths.max()}"
     )
     for number in range(min(samples, len(lengths))):
-        first, stop = bounds[number : number + 2]
-        yield f"document {number}: {_preview(dataset.part(first, stop).tokens[:_PREVIEW_TOKENS], tokenizer)}"
-
-
-def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the tokens' text, or their ids where the tokenizer does not have them all."""
-    if int(tokens.max(initial=0)) >= tokenizer.vocab_size or int(tokens.min(initial=0)) < 0:
-        ids = " ".join(map(str, tokens[:12]))
-        return f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
-    return repr(tokenizer.decode(tokens))
+        tokens = dataset.part(*bounds[number : number + 2]).tokens[:_PREVIEW_TOKENS]
+        if int(tokens.min(initial=0)) >= 0 and int(tokens.max(initial=0)) < tokenizer.vocab_size:
+            shown = repr(tokenizer.decode(tokens))
+        else:
+            ids = " ".join(map(str, tokens[:12]))
+            shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
+        yield f"document {number}: {shown}"

@@ -143,15 +143,13 @@ class Documents(Kind):
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
         facts = self.facts
-        held = ((facts[name], name) for name in ("documents", "files"))
-        documents, files = (f"{number:,} {name[: len(name) - (number == 1)]}" for number, name in held)
+        size = f"{facts['documents']:,} documents in {facts['files']:,} files, {facts['bytes'] / 1e6:.1f} MB"
         tokens = " and ".join(
             f"{len(blend.parts[0].labels)} {name}"
             for name, blend in zip(SPLITS, (training, validation), strict=True)
             if blend is not None
         )
-        size = f"{files}, {facts['bytes'] / 1e6:.1f} MB"
-        return f"{self.source.name}, {documents} in {size}, {tokens} tokens{facts['notes']}"
+        return f"{self.source.name}, {size}, {tokens} tokens{facts['notes']}"
 
 
 class Preprocessed(Documents):

@@ -118,14 +118,15 @@ def _epochs(training: Blend, needs: Needs) -> Iterator[str]:
 
 def _read_twice(kind: Kind) -> Iterator[str]:
     """Yield which datasets for validation are also for training; those of a split never are."""
-    trained = {_excerpt_of(dataset) for dataset, _ in kind.training}
+
+    def content(dataset: Dataset) -> tuple[int, int]:
+        part = excerpt(dataset.tokens, _FINGERPRINT_TOKENS)
+        return len(dataset.tokens), zlib.crc32(part.astype(np.int32).data)
+
+    trained = {content(dataset) for dataset, _ in kind.training}
     for dataset, _ in kind.validation or ():
-        if _excerpt_of(dataset) in trained:
+        if content(dataset) in trained:
             yield f"the validation text {dataset.name} is training text, so its loss says nothing of other text"
-
-
-def _excerpt_of(dataset: Dataset) -> tuple[int, int]:
-    return len(dataset.tokens), zlib.crc32(excerpt(dataset.tokens, _FINGERPRINT_TOKENS).astype(np.int32).data)
 
 
 def open_validation(

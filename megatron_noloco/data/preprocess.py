@@ -39,18 +39,6 @@ class Job:
         return self.prefix.with_name(f"{self.prefix.name}_{self.key}_document")
 
 
-class _Named(Documents):
-    """Documents under a key, for a dataset of `data preprocess`."""
-
-    def __init__(self, job: Job) -> None:
-        source = TextSource(", ".join(job.inputs), Split(1, 0, 0))
-        super().__init__(source, job.tokenizer, find_inputs(job.inputs, "--input"))
-        self.key, self.append_eod = job.key, job.append_eod
-
-    def empty(self, notes: str = "") -> UserError:
-        return UserError(f"--input: no documents in {self.source.path}{notes}")
-
-
 def preprocess(job: Job) -> dict[str, Any]:
     """Make the dataset of a job; return facts about it, see `Counts.facts`.
 
@@ -60,11 +48,13 @@ def preprocess(job: Job) -> dict[str, Any]:
         raise UserError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
     if "/" in job.key:
         raise UserError(f'--json-keys {job.key}: is a part of the name of a file, which cannot have "/"')
-    kind = _Named(job)
+    source = TextSource(", ".join(job.inputs), Split(1, 0, 0), option="--input")
+    kind = Documents(source, job.tokenizer, find_inputs(job.inputs, source.option))
+    kind.key, kind.append_eod = job.key, job.append_eod
     for folder in {item.folder for item in kind.inputs.files if item.folder is not None}:
-        check_outside({"--output-prefix": job.prefix}, folder, "--input")
+        check_outside({"--output-prefix": job.prefix}, folder, source.option)
 
     def check(facts: dict[str, Any]) -> None:
-        check_lost(facts, job.max_lost, "--input", "--max-lost-characters")
+        check_lost(facts, job.max_lost, source.option, "--max-lost-characters")
 
     return write_named(job.output, kind.recipe._replace(option="--output-prefix"), check)

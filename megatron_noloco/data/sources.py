@@ -103,7 +103,7 @@ class TextSource:
     split: Split
     cache: str | None = None  # the folder of its dataset; None: the user's cache folder
     max_lost: float = 0.05  # share of the characters that the tokenizer may lose
-    option = "data.text"
+    option: str = "data.text"  # which names the path
 
     @property
     def name(self) -> str:
