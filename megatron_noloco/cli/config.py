@@ -63,7 +63,6 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
         config, by_recipe = resolve(config, topology.total_replicas)
 
     with importing():  # torch: only for a sound config
-        from megatron_noloco.data.auto_tokenizer import check_folder
         from megatron_noloco.preflight.fit import shortage_of_all
         from megatron_noloco.preflight.short_run import dry_run
         from megatron_noloco.training.prepare import check_sizes, check_start
@@ -72,7 +71,6 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
     problem = None
     try:
         tokenizer, architecture = check_start(config)
-        check_folder(tokenizer)
         if topology is not None:
             check_sizes(config, topology, tokenizer, architecture)
         say(f"{path}: ok")

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from megatron_noloco.data.tokenizer import TokenizerChoice
 
 _PREPROCESS = """\
-Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one document per row)
-and text (anything else: one document per file), JSON lines and text also as .gz or .zst; folders are searched. A
-command that was stopped leaves no dataset: give it again."""
+Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet and Arrow (.parquet, .arrow: one
+document per row) and text (anything else: one document per file), JSON lines and text also as .gz, .zst or .bz2;
+folders are searched. A command that was stopped leaves no dataset: give it again."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -37,12 +37,13 @@ def add_commands(commands: Commands) -> None:
     add = preprocess.add_argument
     add("--input", nargs="+", required=True, help="files or folders")
     add("--output-prefix", required=True, type=Path, help="path without suffix")
-    keys = "keys (Parquet: columns) that hold text; each key gives a dataset (default: text)"
-    add("--json-keys", nargs="+", default=["text"], help=keys)
+    add("--json-keys", metavar="KEY", default="text", help="key, or column, that holds text (default: text)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS")
     as_text = "read a special token that a text spells out, such as <|endoftext|>, as text (default: yes)"
     add("--split-special-tokens", action=argparse.BooleanOptionalAction, default=True, help=as_text)
+    lost = "largest share of the characters that the tokenizer may lose (default: 0.05)"
+    add("--max-lost-characters", type=float, default=0.05, help=lost)
     add("--workers", type=at_least_one, help="threads that encode (default: all cores)")
     preprocess.set_defaults(run=_preprocess)
     inspect = add_command(
@@ -71,10 +72,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.encode import notes_of
-    from megatron_noloco.data.inputs import find_inputs
-    from megatron_noloco.data.preprocess import Job, check, preprocess
-    from megatron_noloco.data.progress import Progress
+    from megatron_noloco.data.preprocess import Job, preprocess
     from megatron_noloco.data.tokenizer import build_tokenizer
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
@@ -82,17 +80,14 @@ def _preprocess(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
     choice = _tokenizer(args, args.split_special_tokens, args.prepend_bos)
     try:
-        inputs = find_inputs(args.input, "--input")
-        job = Job(inputs, args.output_prefix, build_tokenizer(choice), args.json_keys, args.append_eod)
-        check(job)
-        with Progress("preprocess", job.bytes) as progress:
-            counts = preprocess(job, progress.advance)
+        tokenizer = build_tokenizer(choice)
+        texts, lost = (args.json_keys, args.append_eod), args.max_lost_characters
+        job = Job(args.input, args.output_prefix, tokenizer, *texts, lost)
+        facts = preprocess(job)
     except KeyboardInterrupt:
         sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
-    notes = notes_of(counts, job.inputs.notes)
-    say(f"{counts['documents']} documents, {counts['tokens']} tokens{notes}")
-    say(*(str(job.output(key)) for key in args.json_keys))
+    say(f"{facts['documents']} documents, {facts['tokens']} tokens{facts['notes']}", str(job.output))
     return 0
 
 
@@ -121,10 +116,12 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(args: argparse.Namespace, *reading: bool) -> "TokenizerChoice":
+def _tokenizer(
+    args: argparse.Namespace, split_special_tokens: bool = True, prepend_bos: bool = False
+) -> "TokenizerChoice":
     from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 
-    choice = TokenizerChoice(args.tokenizer_model, *reading)
+    choice = TokenizerChoice(args.tokenizer_model, split_special_tokens, prepend_bos)
     if problem := choice_problem(args.tokenizer_type, choice):
         raise UserError(problem)
     return choice

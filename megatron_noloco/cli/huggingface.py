@@ -134,13 +134,11 @@ def _import(args: argparse.Namespace) -> int:
     if Path(args.output).exists():
         raise UserError(f"{args.output}: exists; give another --output, or remove it")
     template = load_config(args.config)
-    config, note = import_folder(Path(args.folder), template)
+    config = import_folder(Path(args.folder), template)
     with writing(args.output, "--output"):
         Path(args.output).write_text(json.dumps(config.given(), indent=2) + "\n")
     if config.data != template.data:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
-    if note:
-        say(note)
     say(f"{args.output}: starts from {args.folder}")
     return 0
 

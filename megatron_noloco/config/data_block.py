@@ -7,6 +7,7 @@ from pydantic import field_validator, model_validator
 
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
+from megatron_noloco.config.optimizer_block import Share
 from megatron_noloco.data.sources import (
     IndexedSource,
     RecordSource,
@@ -64,6 +65,10 @@ class DataConfig(Settings):
         False,
         "Whether each document begins with the tokenizer's BOS, which the exported tokenizer then adds. A dataset "
         "in data_path must have been made with --prepend-bos.",
+    )
+    max_lost_characters: Share = offered_field(
+        0.05,
+        "Largest share of the characters of a text that the tokenizer may lose, since no token stands for them.",
     )
     split: str = offered_field(
         "949,50,1",
@@ -129,11 +134,12 @@ class DataConfig(Settings):
     def source(self) -> Source:
         """Return what is read, of the fields that say it."""
         if self.text is not None:
-            return TextSource(self.text, Split.parse(self.split), self.cache)
+            return TextSource(self.text, Split.parse(self.split), self.cache, self.max_lost_characters)
         if self.data_path is not None:
             return IndexedSource(parse_prefixes(self.data_path), None, Split.parse(self.split))
         if self.sft_data_path is not None:
-            return RecordSource(self.sft_data_path, Split.parse(self.split), self.sft_packing, self.cache)
+            split, lost = Split.parse(self.split), self.max_lost_characters
+            return RecordSource(self.sft_data_path, split, self.sft_packing, self.cache, lost)
         assert self.train_data_path is not None  # one of the four is there
         validation = None if self.valid_data_path is None else parse_prefixes(self.valid_data_path)
         return IndexedSource(parse_prefixes(self.train_data_path), validation, None)
@@ -145,7 +151,7 @@ class DataConfig(Settings):
 
     @property
     def tokenizer(self) -> TokenizerChoice:
-        return TokenizerChoice(self.tokenizer_model, self.split_special_tokens, self.prepend_bos)
+        return TokenizerChoice(self.tokenizer_model, self.split_special_tokens, self.prepend_bos, self.cache)
 
 
 def check_validation(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 | object | what it does |
 |---|---|
-| `Kind` (`kinds`, `text`) | writes a dataset of Megatron in the `cache`, says which part is for training |
+| `Kind` (`kinds`) | writes a dataset of Megatron in the `cache`, says which part is for training |
+| `auto_tokenizer`, `fast_tokenizer` | what AutoTokenizer reads, kept once per host |
 | `inputs`, `formats`, `encode`, `records` | files in pieces, which become tokens; records and chats with a mask |
 | `preprocess` | the same, under a name |
 | `Dataset` (`indexed`) | a dataset or a part of one, mapped: tokens, where sequences begin, the mask |

@@ -51,11 +51,8 @@ class Blend:
         checksum = 0
         for part, weight in zip(self.parts, self.weights, strict=True):
             checksum = zlib.crc32(f"{len(part)} {len(part.labels)} {weight}".encode(), checksum)
-            for place, array in enumerate(part.contents):
-                found = excerpt(array, most)
-                if place == 0 and part.hashed_as is not None:
-                    found = found.astype(part.hashed_as)
-                checksum = zlib.crc32(np.ascontiguousarray(found).data, checksum)
+            for array in part.contents:
+                checksum = zlib.crc32(np.ascontiguousarray(excerpt(array, most)).data, checksum)
         return checksum
 
     def frequencies(self, vocab_size: int, pseudocount: int) -> np.ndarray:

@@ -1,12 +1,13 @@
-"""The cache of the datasets that are made of text and records, once per host.
+"""The cache of what is made once per host: datasets of text and records, and tokenizers.
 
-An entry is a folder with an indexed dataset, `data`, and `facts.json`. Its name is a digest of what decides the
-dataset: the tokenizer, the settings, and of each file its name below the given folder, its size, and the times of
-its last changes. As in git's index these stand for the content, since every start would have to read all of it.
-The system sets the second time (ctime) at each change, also if a program restores the first.
+An entry is a folder with `facts.json` and, of a dataset, the indexed dataset `data`. Its name is a digest of what
+decides the entry: the tokenizer, the settings, and of each file its name below the given folder, its size, and the
+times of its last changes. As in git's index these stand for the content, since every start would have to read all
+of it. The system sets the second time (ctime) at each change, also if a program restores the first.
 
 An entry gets its name when it is complete. A lock keeps two processes of a host from making the same entry; what a
-killed process leaves is removed when the entry is made again.
+killed process leaves is removed when the entry is made again. A dataset with a name of the user's (`write_named`)
+is an entry until it is complete.
 """
 
 import fcntl
@@ -27,7 +28,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, sha256_of, write_text, writing
 from megatron_noloco.job import activity
 
-_FORMAT = 6  # of entries; another one where the same files would become other tokens or facts
+_FORMAT = 7  # of entries; another one where the same files would become other tokens or facts
 _DIGITS = 32  # of a digest
 _FACTS = "facts.json"
 
@@ -38,8 +39,9 @@ class Recipe(NamedTuple):
     source: str  # for the user
     inputs: Sequence[Input]
     settings: dict[str, Any]  # what decides the dataset beside the inputs; JSON
-    # Writes the dataset under a prefix; returns facts about it, JSON.
+    # Writes what is made under a prefix, synced; returns facts about it, JSON.
     write: Callable[[Path, Advance], dict[str, Any]]
+    option: str = "data.cache"  # says where it is made
 
     @property
     def digest(self) -> str:
@@ -96,7 +98,7 @@ def obtain(folder: Path, recipe: Recipe) -> Entry:
         with suppress(OSError):  # a folder that this user may only read
             os.utime(found.folder / _FACTS)
         return found
-    with writing(folder, "data.cache"):
+    with writing(folder, recipe.option):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / f"{digest}.lock").open("a")
     with lock:
@@ -116,7 +118,7 @@ def obtain(folder: Path, recipe: Recipe) -> Entry:
 def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
     partial = folder / f"{digest}.partial-{uuid.uuid4().hex}"
     try:
-        with writing(folder, "data.cache"):
+        with writing(folder, recipe.option):
             partial.mkdir()
         facts = {"source": recipe.source, **_written(recipe, digest, partial / "data", advance)}
         write_text(partial / _FACTS, json.dumps(facts))
@@ -130,6 +132,37 @@ def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def write_named(prefix: Path, recipe: Recipe, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Make a dataset, `PREFIX.bin` and `.idx`, with its facts in `PREFIX.facts.json`; return these.
+
+    It is an entry beside them until it is complete, and the index gets its name last.
+    Raises UserError if the dataset exists, or if nothing can be written.
+
+    Args:
+        check: raises UserError for facts of a dataset that is not to be kept.
+    """
+    if Path(f"{prefix}.idx").exists():
+        raise UserError(f"{prefix}.idx exists already; remove it or give another {recipe.option}")
+    entry = prefix.parent / recipe.digest
+    try:
+        facts = obtain(prefix.parent, recipe).facts
+        check(facts)
+        for made in ("data.bin", _FACTS, "data.idx"):
+            put_in_place(entry / made, Path(f"{prefix}.{made.removeprefix('data.')}"))
+    finally:
+        shutil.rmtree(entry, ignore_errors=True)
+        with suppress(OSError):
+            entry.with_suffix(".lock").unlink()
+    return facts
+
+
+def facts_of(prefix: str) -> dict[str, Any]:
+    """Return the facts of a dataset that `write_named` has made; empty for another."""
+    with suppress(OSError, ValueError):
+        return json.loads(Path(f"{prefix}.{_FACTS}").read_text())
+    return {}
+
+
 def _written(recipe: Recipe, digest: str, prefix: Path, advance: Advance) -> dict[str, Any]:
     """Write a dataset; raises UserError if an input changes meanwhile, whatever else that has caused."""
     try:
@@ -140,7 +173,7 @@ def _written(recipe: Recipe, digest: str, prefix: Path, advance: Advance) -> dic
         folder = str(prefix.parent.parent)
         if not str(error.filename).startswith(folder):  # of an input
             raise
-        with writing(folder, "data.cache"):
+        with writing(folder, recipe.option):
             raise
     except Exception:
         with suppress(OSError):  # a file that is gone
@@ -160,7 +193,10 @@ def clear(folder: Path, digests: Sequence[str] = ()) -> int:
     """Remove entries whose digests begin so, all if none is given, and what is not finished; return the bytes.
 
     Runs that have an entry open keep it until they end, on a local disk. An entry that is being made stays.
+    Raises UserError for an empty name, such as a variable of a shell that is not set.
     """
+    if "" in digests:
+        raise UserError('--clear "": an empty name; name entries, or give --clear alone to remove all')
     freed = 0
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         chosen = _is_of_cache(path) and path.name.startswith(tuple(digests) or "")

@@ -1,23 +1,29 @@
 """Encode documents: text becomes sequences of tokens, with the tokens of begin and end."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import Advance, Piece, text_problem
+from megatron_noloco.data.formats import PIECE, Advance, Piece, begins_as_json_lines, text_problem
 from megatron_noloco.data.inputs import Input, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
+from megatron_noloco.files import outside
 
 Item = TypeVar("Item")
 
-_LEFT_OUT = {"not_text": "file{} not in UTF-8", "empty_files": "empty file{}"}
+_LEFT_OUT = {
+    "not_text": "file{} not in UTF-8",
+    "unread": "file{} of formats that are not read, unpack them",
+    "not_lines": "file{} of JSON that are no JSON lines with the key",
+    "empty_files": "empty file{}",
+}
 # Counts of what is read otherwise than it looks, in a summary.
 _NOTES = {
     "beside_records": "documents that are files of text beside records: {}",
-    "json_as_text": "files of JSON that are read as text: {}",
     "spelled_as_text": "special tokens spelled out: {}, read as text",
     "spelled_as_tokens": "special tokens spelled out: {}, read as these tokens, not as text",
     "empty_answers": "empty answers: {}, of which only the end is learnt",
@@ -26,8 +32,10 @@ _NOTES = {
     "learnt_apart": "later turns learnt apart: {}, which read earlier answers as other tokens",
 }
 
-# Encoded at once: many texts, also of small files, for many cores. It takes about 0.3 GB of memory.
-_CHARACTERS = 1 << 23
+_CHARACTERS = 1 << 21  # encoded at once: pieces for 32 cores
+_EXAMPLES = 3  # of characters that are lost
+# Of a small text, in characters: pieces of 4 KB, but 40 of them, so that each split gets some.
+_SMALL_PIECE, _FEWEST_PIECES, _MANY_PIECES = 1 << 12, 40, 1000
 
 
 class Sequence(NamedTuple):
@@ -39,39 +47,118 @@ class Sequence(NamedTuple):
 
 
 class Counts(Counter[str]):
-    """Counts of what is read, and the files that are left out, in their order, by the name of their count."""
+    """Counts of what is read, and the files that are left out, in their order, by the name of their count.
+
+    Attributes:
+        examples: the first characters that are lost, each with its file.
+    """
 
     def __init__(self, advance: Advance) -> None:
         super().__init__()
         self.advance = advance  # is told how many bytes are read
-        self.left_out: dict[str, dict[Input, None]] = {}
+        self.left_out: dict[str, list[Input]] = {}
+        self.examples: dict[str, str] = {}
 
     def leave_out(self, name: str, item: Input) -> None:
-        files = self.left_out.setdefault(name, {})
-        files[item] = None
-        self[name] = len(files)  # a file is read once for each key
+        self.left_out.setdefault(name, []).append(item)
+        self[name] += 1
+
+    def count_texts(
+        self,
+        texts: list[str],
+        files: list[str],
+        tokenizer: Tokenizer,
+        from_template: bool = False,
+    ) -> None:
+        """Count the special tokens that texts spell out, as what they are read, and the characters that are lost.
+
+        Args:
+            files: the name of the file of each text.
+            from_template: whether special tokens are these tokens in any case.
+        """
+        as_text = tokenizer.splits_special_tokens and not from_template
+        spelled = "spelled_as_text" if as_text else "spelled_as_tokens"
+        self[spelled] += sum(map(tokenizer.count_special, texts))
+        self["characters"] += sum(map(len, texts))
+        lost = tokenizer.count_lost(texts)
+        self["lost"] += lost.total()
+        for character in sorted({*lost} - {*self.examples})[: _EXAMPLES - len(self.examples)]:
+            holding = (file for text, file in zip(texts, files, strict=True) if character in text)
+            self.examples[character] = next(holding)
+
+    def facts(self, tokenizer: Tokenizer, of_files: str) -> dict[str, Any]:
+        """Return the counts, and under "notes" the end of a summary: what is read otherwise than it looks.
+
+        Args:
+            of_files: notes on the files that were found.
+        """
+        found = [left_out(self.left_out[name], words) for name, words in _LEFT_OUT.items() if self[name]]
+        if empty := self["empty"]:
+            found.append(f"{empty} empty document{'s' * (empty > 1)}")
+        notes = [f"left out: {', '.join(found)}"] * bool(found)
+        notes += [text.format(self[name]) for name, text in _NOTES.items() if self[name]]
+        lost = ""
+        if self["lost"]:
+            examples = ", ".join(f"{lost!r} in {outside(file)}" for lost, file in self.examples.items())
+            numbers = f"{self['lost']:,} of {self['characters']:,} characters"
+            lost = f"{numbers} ({100 * self['lost'] / self['characters']:.2g} %), such as {examples}"
+            notes.append(f"no token stands for {lost}")
+        if off := tokenizer.switched_off:
+            notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
+        return {**self, "lost_in_words": lost, "notes": "".join(f"; {note}" for note in notes) + of_files}
+
+
+def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) -> None:
+    """Raise UserError where the tokenizer loses more than a share of the characters; `option` permits more."""
+    if facts["lost_in_words"] and facts["lost"] > most * facts["characters"]:
+        raise UserError(
+            f"{source}: no token stands for {facts['lost_in_words']}; give a tokenizer that has them, or a higher "
+            f"{option} (now {most:g})"
+        )
 
 
 def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Piece]:
-    """Read inputs in order; leave out, and count, empty files, and files in folders that are not text."""
+    """Read documents, of rows the text under a key; leave out files that hold none, and count them.
+
+    Raises UserError that names the file, and the place.
+    """
+    texts = sum(item.bytes for item in inputs if item.kind == "text")
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
-        if item.kind == "text":
-            # Of a file that was given itself the reader finds what is no text.
-            if (item.folder is not None or not item.bytes) and why_left_out(item, counts):
-                counts.advance(item.bytes)
-                continue
-            counts["beside_records"] += records
-        yield from item.pieces(key, counts.advance)
+        if _is_left_out(item, key, counts):
+            counts.advance(item.bytes)
+            continue
+        counts["beside_records"] += records and item.kind == "text"
+        counts["files"] += 1
+        counts["bytes"] += item.bytes
+        yield from item.pieces(key, counts.advance, _piece_of(texts) if item.kind == "text" else PIECE)
 
 
-def why_left_out(item: Input, counts: Counts, decompressed: bool = True) -> str:
-    """Return why a file is no text, and count it; "" if it is."""
-    is_empty = item.bytes == item.mark
-    problem = "is empty" if is_empty else text_problem(item.path, decompressed)
-    if problem:
-        counts.leave_out("empty_files" if is_empty else "not_text", item)
-    return problem
+def _piece_of(total: int) -> int:
+    """Return the characters of a piece of a text, of files with so many bytes in all."""
+    return min(PIECE, max(total // _MANY_PIECES, min(total // _FEWEST_PIECES, _SMALL_PIECE), 1))
+
+
+def _is_left_out(item: Input, key: str, counts: Counts) -> bool:
+    """Return whether a file holds no documents, and count it.
+
+    A file that was given itself is left to its reader; raises UserError where there is none.
+    """
+    found = item.folder is not None
+    if item.unread and not found:
+        raise UserError(f"{item.path}: {item.unread}")
+    if item.is_empty:
+        reason = "empty_files"
+    elif item.unread:
+        reason = "unread"
+    elif found and item.kind == "text" and text_problem(item.path):
+        reason = "not_text"
+    elif found and item.path.suffix == ".json" and not begins_as_json_lines(item.path, key):
+        reason = "not_lines"
+    else:
+        return False
+    counts.leave_out(reason, item)
+    return True
 
 
 def encode(
@@ -79,14 +166,14 @@ def encode(
 ) -> Iterator[Sequence]:
     """Yield the sequence of each piece; leave out, and count, documents without tokens.
 
-    Counts documents, tokens and the special tokens that texts spell out (see `spelled_as`).
+    Counts documents, tokens, and what `Counts.count_texts` counts.
     """
     none = tokenizer.encode("")
     begin = np.array(tokenizer.before_document, none.dtype)
     end = np.array([tokenizer.end_of_document] * append_eod, none.dtype)
     for group in read_ahead(_groups(pieces)):
         texts = [piece.text for piece in group]
-        counts[spelled_as(tokenizer)] += sum(map(tokenizer.count_special, texts))
+        counts.count_texts(texts, [piece.file for piece in group], tokenizer)
         # A single call of the tokenizer, which encodes on all cores.
         for piece, tokens in zip(group, tokenizer.encode_batch(texts), strict=True):
             if piece.begins and piece.ends and not len(tokens):
@@ -99,31 +186,12 @@ def encode(
             yield Sequence(sequence, piece.ends)
 
 
-def spelled_as(tokenizer: Tokenizer, from_template: bool = False) -> str:
-    """Return the name under which special tokens that a text spells out are counted: as what they are read."""
-    return "spelled_as_text" if tokenizer.splits_special_tokens and not from_template else "spelled_as_tokens"
-
-
-def notes_of(counts: Counts, of_files: str) -> str:
-    """Return the end of a summary: what is left out, and what is read otherwise than it looks.
-
-    Args:
-        of_files: notes on the files that were found.
-    """
-    found = [left_out(counts.left_out[name], words) for name, words in _LEFT_OUT.items() if counts[name]]
-    if empty := counts["empty"]:
-        found.append(f"{empty} empty document{'s' * (empty > 1)}")
-    notes = [f"left out: {', '.join(found)}"] * bool(found)
-    notes += [text.format(counts[name]) for name, text in _NOTES.items() if counts[name]]
-    return "".join(f"; {note}" for note in notes) + of_files
-
-
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Group pieces that are encoded at once."""
     group, characters = list[Piece](), 0
     for piece in pieces:
         group.append(piece)
-        characters += len(piece.text)
+        characters += len(piece.text) + 1  # so that empty documents count, too
         if characters >= _CHARACTERS:
             yield group
             group, characters = [], 0

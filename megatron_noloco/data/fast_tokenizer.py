@@ -1,9 +1,10 @@
-"""A Hugging Face fast tokenizer, from its files."""
+"""A Hugging Face fast tokenizer, from a folder that `auto_tokenizer` keeps."""
 
 import hashlib
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
@@ -14,14 +15,21 @@ import numpy as np
 
 from megatron_noloco.data.chat import ChatTemplate
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import read_object, sha256_of
+from megatron_noloco.files import outside, read_object, sha256_of
 
-_COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
-_TOKENIZER, _CONFIG, _TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # the second is a folder
-# Keys of tokenizer_config.json for other classes than the export's, or that add tokens at the ends of a text.
-_OF_OTHER_CLASSES = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "legacy", "use_fast")
+KEPT_MARK = "read_by_transformers"  # file of a kept folder, which names what was switched off
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder
 _DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+
+
+def deciding(tokenizer: Any) -> dict[str, Any]:
+    """Return what decides the tokens of a text, as JSON, of an object of `tokenizers`.
+
+    Left out are the decoder, truncation, padding, and what versions of tokenizers write differently.
+    """
+    content = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
+    return {name: content[name] for name in _DECIDING if name in content}
 
 
 class FastTokenizer:
@@ -31,73 +39,87 @@ class FastTokenizer:
         vocab_size: number of ids, gaps included.
         end_of_document: the token that ends each document.
         beginning_of_document: the token that a file names for the beginning of a text (BOS), or None.
+        adds_bos: whether transformers puts BOS before a text.
         before_document: tokens with which each document begins in training: BOS if asked for, or none.
         splits_special_tokens: whether a special token that a text spells out is text; in a template's it never is.
-        folder: where its files are.
+        folder: the folder that the user gave.
+        switched_off: what draws tokens at random in the folder, such as "dropout 0.1"; "" if nothing does.
     """
 
-    def __init__(self, folder: Path, split_special_tokens: bool = True, prepend_bos: bool = False) -> None:
-        """Load the tokenizer.json in a folder; raises UserError where there is none.
+    def __init__(
+        self,
+        folder: Path,
+        split_special_tokens: bool = True,
+        prepend_bos: bool = False,
+        given: Path | None = None,
+    ) -> None:
+        """Load a kept folder; raises UserError where it lacks a tokenizer, an end-of-document token, or the BOS.
 
         Args:
             split_special_tokens: whether a special token that a text spells out is text.
             prepend_bos: whether each document begins with the tokenizer's BOS.
+            given: the folder that the user gave, for messages; None: the same.
         """
         from tokenizers import Tokenizer
 
-        self.folder, file = folder, folder / _TOKENIZER
-        if not file.is_file():
-            raise UserError(
-                f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
-                "that of a Hugging Face fast tokenizer"
-            )
+        self.folder = given or folder
+        self._kept = folder
+        mark = folder / KEPT_MARK
+        self.switched_off = outside(mark.read_text()) if mark.exists() else ""
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self._tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
         except Exception as error:  # tokenizers raises plain Exception
-            raise UserError(f"tokenizer_model {file}: not a tokenizer ({error})") from None
+            raise UserError(
+                f"tokenizer_model {folder / _TOKENIZER}: not a tokenizer ({outside(str(error))})"
+            ) from None
         # A file may set truncation and padding, which would cut or pad texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.post_processor = None  # a file's BOS is added only if `prepend_bos` asks for it
         vocabulary = self.vocabulary
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self._end_text = self._find_end_text(vocabulary)
-        self.end_of_document = vocabulary[self._end_text]
-        beginning = self._named("bos_token")
-        self.beginning_of_document = None if beginning is None else vocabulary.get(beginning)
+        end = self._named("eos_token")
+        if end is None:
+            raise UserError(
+                f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in its "
+                "tokenizer_config.json"
+            )
+        self.end_of_document = end
+        self.beginning_of_document = self._named("bos_token")
+        first = self._tokenizer.encode("the").ids[:1]
+        self.adds_bos = self.beginning_of_document is not None and first == [self.beginning_of_document]
+        self._tokenizer.post_processor = None  # BOS is added only if `prepend_bos` asks for it
         self.before_document: tuple[int, ...] = ()
         if prepend_bos:
             if self.beginning_of_document is None:
                 raise UserError(
-                    f"prepend_bos: tokenizer_model {folder} has no BOS; name one as bos_token in its "
+                    f"prepend_bos: tokenizer_model {self.folder} has no BOS; name one as bos_token in its "
                     "tokenizer_config.json, or leave prepend_bos out"
                 )
             self.before_document = (self.beginning_of_document,)
         self.splits_special_tokens = split_special_tokens
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
+        model = json.loads(self._tokenizer.to_str())["model"]
+        self._of_words = model["type"] == "WordLevel"
+        # The token for what the vocabulary lacks
+        self._unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
+        self._lost: dict[str, bool] = {}  # the characters met so far
 
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of all that decides which tokens a text gets, with the tokens of begin and end."""
-        return sha256_of([self._content, self.beginning_of_document, self.end_of_document])
+        return sha256_of([deciding(self._tokenizer), self.beginning_of_document, self.end_of_document])
 
     @property
     def files_digest(self) -> str:
         """Hex SHA-256 of the files, of which also depends what a template writes and how tokens are decoded."""
-        return sha256_of({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files})
-
-    @property
-    def _files(self) -> list[Path]:
-        """The files from which the tokenizer can be built again."""
-        files = [self.folder / name for name in (_TOKENIZER, _CONFIG, _TOKENS_MAP, _TEMPLATE)]
-        files += sorted((self.folder / _MORE_TEMPLATES).glob("*.jinja"))
-        return list(filter(Path.is_file, files))
+        return sha256_of(_files_in(self._kept))
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template, or named templates, as transformers finds them."""
-        texts = {file.name: file.read_text("utf-8") for file in self._files if file.suffix == ".jinja"}
-        return ChatTemplate(self.folder, texts or self._read(_CONFIG).get("chat_template"))
+        names = (name for name in _files_in(self._kept) if name.endswith(".jinja"))
+        texts = {Path(name).name: (self._kept / name).read_text("utf-8") for name in names}
+        return ChatTemplate(self._kept, texts or self._settings.get("chat_template"))
 
     @cached_property
     def end_of_answer(self) -> int | None:
@@ -116,16 +138,9 @@ class FastTokenizer:
         return other.vocabulary.items() <= self.vocabulary.items() and self._rules == other._rules
 
     @property
-    def _content(self) -> dict[str, Any]:
-        """What of a tokenizer.json decides tokens, without the differences between its versions."""
-        content = json.loads(self._tokenizer.to_str(), object_hook=_without_defaults)
-        # The decoder decides no token; truncation, padding and the like are taken out already.
-        return {name: content[name] for name in _DECIDING if name in content}
-
-    @property
     def _rules(self) -> dict[str, Any]:
         """The content without the vocabulary; with it where it has the scores of tokens."""
-        content = {name: held for name, held in self._content.items() if name != "added_tokens"}
+        content = {name: held for name, held in deciding(self._tokenizer).items() if name != "added_tokens"}
         if isinstance(content["model"].get("vocab"), dict):
             del content["model"]["vocab"]
         return content
@@ -155,6 +170,20 @@ class FastTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
+    def count_lost(self, texts: list[str]) -> Counter[str]:
+        """Return how often the texts hold each character that no token stands for, spaces aside.
+
+        Alone it is read as an unknown token, or leaves no trace. None is counted for a vocabulary of whole words.
+        """
+        numbers = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32))
+        met = [chr(code) for code in np.flatnonzero(numbers)]
+        new = [character for character in met if character not in self._lost]
+        read = zip(new, self.encode_batch(new), self.encode_batch([2 * one for one in new]), strict=True)
+        for one, tokens, doubled in read:
+            traceless = np.array_equal(tokens, doubled)  # written twice it would change the tokens
+            self._lost[one] = not one.isspace() and (traceless or self._unknown in tokens)
+        return Counter({one: int(numbers[ord(one)]) for one in met if self._lost[one] and not self._of_words})
+
     def count_special(self, text: str) -> int:
         """Return how many special tokens `text` spells out."""
         return sum(1 for _ in self._spelled_out.finditer(text)) if self.special_tokens else 0
@@ -173,81 +202,48 @@ class FastTokenizer:
 
     def save(self, folder: Path, max_length: int) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads: it adds a BOS if training does."""
-        from tokenizers import Tokenizer, processors
+        from tokenizers import processors
+        from transformers import PreTrainedTokenizerFast
 
-        self._copy_to(folder)
-        (folder / _TOKENS_MAP).unlink(missing_ok=True)  # its tokens are in the settings below
-        whole = Tokenizer.from_str(self._tokenizer.to_str())
-        for number in self.before_document:
-            token = whole.id_to_token(number)
-            whole.post_processor = processors.TemplateProcessing(
-                single=[token, "$A"], special_tokens=[(token, number)]
-            )
-        whole.save(str(folder / _TOKENIZER))
-        settings = {
-            # The defaults of this class remove spaces, and give inputs that no model here takes.
-            "clean_up_tokenization_spaces": False,
-            "model_input_names": ["input_ids", "attention_mask"],
-            **{name: value for name, value in self._settings.items() if name not in _OF_OTHER_CLASSES},
-            # Other classes may build a tokenizer of their own from the vocabulary in tokenizer.json.
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self._end_text,
-            "model_max_length": max_length,
-        }
-        (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(self._kept, model_max_length=max_length)
+        begin = [(tokenizer.bos_token, token) for token in self.before_document]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*(text for text, _ in begin), "$A"], special_tokens=begin
+        )
+        tokenizer.save_pretrained(folder)
 
     def copy_to(self, folder: Path) -> None:
         """Copy the files from which the tokenizer can be built again, unless they are there."""
-        try:
-            if FastTokenizer(folder).files_digest == self.files_digest:
-                return
-        except UserError:  # none, or a broken one
-            pass
+        files = _files_in(self._kept)
+        if _files_in(folder) == files:
+            return
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        self._copy_to(partial)
+        for name in files:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self._kept / name, partial / name)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
-    def _copy_to(self, folder: Path) -> None:
-        for file in self._files:
-            copy = folder / file.relative_to(self.folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
-
-    def _read(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file beside tokenizer.json, empty where there is none; raises UserError."""
-        path = self.folder / name
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The object in tokenizer_config.json, empty where there is none; raises UserError."""
+        path = self._kept / _CONFIG
         return read_object(path, "copy the tokenizer's files again") if path.is_file() else {}
 
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """What the files beside tokenizer.json say; where both name a token, the one that transformers reads."""
-        config = self._read(_CONFIG)
-        tokens = {name: _texts_of(held) for name, held in self._read(_TOKENS_MAP).items()}
-        return tokens | config if "added_tokens_decoder" in config else config | tokens
-
-    def _named(self, role: str) -> str | None:
-        """Return the text of the token that a file beside tokenizer.json names, such as "bos_token"; else None."""
-        text = _texts_of(self._settings.get(role))
-        return text if isinstance(text, str) else None
-
-    def _find_end_text(self, vocabulary: dict[str, int]) -> str:
-        """Return the text of the end-of-document token: the one that a file names, else a common one."""
-        for text in (self._named("eos_token"), *_COMMON_END_TEXTS):
-            if text in vocabulary:
-                return text
-        raise UserError(
-            f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in "
-            "tokenizer_config.json"
-        )
+    def _named(self, role: str) -> int | None:
+        """Return the token that the settings name, such as "bos_token"; None where they name none."""
+        token = self._settings.get(role)
+        text = token.get("content") if isinstance(token, dict) else token
+        return self.vocabulary.get(text) if isinstance(text, str) else None
 
 
-def _texts_of(tokens: Any) -> Any:
-    """Return the text of a token, which may be an object that holds it; of a list of tokens those of each."""
-    if isinstance(tokens, list):
-        return [_texts_of(token) for token in tokens]
-    return tokens.get("content", tokens) if isinstance(tokens, dict) else tokens
+def _files_in(folder: Path) -> dict[str, str]:
+    """Return the files from which a tokenizer can be built again, each with the hex SHA-256 of its content."""
+    names = [_TOKENIZER, _CONFIG, _TEMPLATE, KEPT_MARK]
+    names += [f"{_MORE_TEMPLATES}/{path.name}" for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))]
+    there = (name for name in names if (folder / name).is_file())
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in there}
 
 
 def _without_defaults(content: dict[str, Any]) -> dict[str, Any]:

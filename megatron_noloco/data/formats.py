@@ -1,4 +1,7 @@
-"""Read what is in a file: text, lines of JSON, rows of Parquet; text and JSON also compressed."""
+"""Read what is in a file: text, lines of JSON, rows of Parquet and Arrow; text and JSON also compressed.
+
+Memory does not grow with a file, only with its largest document: a text is read in pieces, records one by one.
+"""
 
 import io
 import json
@@ -17,13 +20,15 @@ from megatron_noloco.files import (
     without_mark,
 )
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this size
-_PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
-
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+PIECE = 1 << 16  # characters of a text that are read and encoded as one sequence
+_BATCH_BYTES = 1 << 24  # of rows of Parquet that are read at once
+_BATCH_ROWS = 256
+# What a piece of a longer text ends with, where it has one: as encoders like it, a space begins the next piece.
+_ENDS = (("\n", 1), (" ", 0))
 
 Advance = Callable[[int], object]  # called with the bytes on disk that were read since the call before
-Row = tuple[str, Any]  # a line of JSON or a row of Parquet: its place for the user, its content
+Row = tuple[str, Any]  # a line of JSON or a row of a table: its place for the user, its content
 
 
 class Piece(NamedTuple):
@@ -32,62 +37,76 @@ class Piece(NamedTuple):
     text: str
     begins: bool = True  # whether it is the first of its document
     ends: bool = True  # whether it is the last
+    file: str = ""  # name of its file
 
 
-def text_problem(path: Path, decompressed: bool = True) -> str:
+def text_problem(path: Path) -> str:
     """Return why a file is not UTF-8 text from beginning to end; "" if it is."""
-    with _opened(path, decompressed) as (_, file):
-        return utf_8_problem(iter(partial(file.read, PIECE_BYTES), b""))
+    with _opened(path) as (_, file):
+        return utf_8_problem(iter(partial(file.read, PIECE), b""))
 
 
-def read_text(path: Path, advance: Advance, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
-    """Read a text as one document, a long one in pieces of whole lines; raises UserError that names the file.
+def cut(parts: Iterable[str], size: int) -> Iterator[Piece]:
+    """Yield a document in pieces of at most `size` characters, which end with a line or word where they can.
 
     Args:
-        stop: the byte after the last one; None: all is read, decompressed, and must begin as UTF-8 does.
+        parts: the text, in its order.
     """
+    rest, begins = "", True
+    for part in parts:
+        text, start = rest + part, 0
+        while len(text) - start > size:
+            ends = (text.rfind(end, start + 1, start + size) + after for end, after in _ENDS)
+            stop = next((end for end in ends if end > start + size // 2), start + size)
+            yield Piece(text[start:stop], begins, False)
+            begins, start = False, stop
+        rest = text[start:] if start else text
+    yield Piece(rest, begins)
 
-    def rest() -> bytes:
-        if stop is None:
-            return file.read(PIECE_BYTES) + file.readline()
-        return file.read(min(PIECE_BYTES, stop - file.tell())) + file.readline(max(0, stop - file.tell()))
 
-    with _opened(path, decompressed=stop is None) as (raw, file):
-        if start:
-            file.seek(start)
-        begins, before, piece = True, start, rest() if start else without_mark(rest())
+def read_text(path: Path, advance: Advance) -> Iterator[str]:
+    """Read a text in parts of `PIECE` characters; raises UserError that names the file."""
+    before = 0
+    with _opened(path) as (raw, file):
+        reader = io.TextIOWrapper(file, "utf-8-sig", newline="")
         try:
-            if stop is None:
-                check_utf_8(piece)
-            while piece or begins:
-                following, place, text = rest(), raw.tell(), piece.decode()
-                if "\0" in text:
-                    raise UserError(text_problem(path))
-                advance(place - before)
-                yield Piece(text, begins, not following)
-                begins, before, piece = False, place, following
+            while part := reader.read(PIECE):
+                if "\0" in part:
+                    raise UserError(f"{path}: {text_problem(path)}")
+                advance(raw.tell() - before)
+                before = raw.tell()
+                yield part
         except UnicodeDecodeError:
             raise UserError(f"{path}: {text_problem(path)}") from None
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+        finally:
+            reader.detach()
 
 
-def read_texts(rows: Iterable[Row], key: str) -> Iterator[Piece]:
-    """Yield the text under a key of each row; raises UserError that names the place."""
-    for place, fields in rows:
-        other = "`data preprocess --json-keys` takes another"
-        if not isinstance(fields, dict):
-            raise UserError(f"{place}: not a JSON object; each line must hold one")
-        if key not in fields:
-            raise UserError(f"{place}: no key {key!r}; there are {', '.join(fields)} ({other})")
-        text = fields[key]
-        if text is not None and not isinstance(text, str):
-            raise UserError(f"{place}: {key!r} holds {type(text).__name__}, not text ({other})")
+def text_of(place: str, fields: Any, key: str) -> str:
+    """Return the text under a key of a row, "" for null; raises UserError that names the place."""
+    other = "`data preprocess --json-keys` takes another"
+    if not isinstance(fields, dict):
+        raise UserError(f"{place}: not a JSON object; each line must hold one")
+    if key not in fields:
+        raise UserError(f"{place}: no key {key!r}; there are {', '.join(fields)} ({other})")
+    text = fields[key]
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"{place}: {key!r} holds {type(text).__name__}, not text ({other})")
+    try:
+        check_whole_characters(text or "")
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    return text or ""
+
+
+def begins_as_json_lines(path: Path, key: str) -> bool:
+    """Return whether the first line of a file is a whole JSON object with this key."""
+    with _opened(path) as (_, file):
         try:
-            check_whole_characters(text or "")
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
-        yield Piece(text or "")
+            first = json.loads(file.readline())
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(first, dict) and key in first
 
 
 def read_lines(path: Path, advance: Advance) -> Iterator[Row]:
@@ -96,25 +115,26 @@ def read_lines(path: Path, advance: Advance) -> Iterator[Row]:
     pyarrow's reader parses faster, but its errors name no line, and it requires the same type under a key in every
     line.
     """
-    number = at = 0
+    before = 0
     with _opened(path) as (raw, file):
-        while lines := file.readlines(PIECE_BYTES):
-            advance(raw.tell() - at)
-            at = raw.tell()
-            for number, line in enumerate(lines, number + 1):  # noqa: B020, evaluated once
-                if not line.isspace():
-                    place = f"{path}, line {number}"
-                    try:
-                        content = _parse(line)
-                    except UserError as error:
-                        raise UserError(f"{place}: {error}") from None
-                    yield place, content
+        for number, line in enumerate(file, 1):
+            if number % _BATCH_ROWS == 1:  # each call takes as long as a short line
+                advance(raw.tell() - before)
+                before = raw.tell()
+            if not line.isspace():
+                place = f"{path}, line {number}"
+                try:
+                    content = _parse(line)
+                except UserError as error:
+                    raise UserError(f"{place}: {error}") from None
+                yield place, content
+        advance(path.stat().st_size - before)
 
 
 def _parse(line: bytes) -> Any:
     check_utf_8(line)
     try:
-        content = json.loads(without_mark(line).decode(), object_pairs_hook=json_object)
+        content = json.loads(without_mark(line), object_pairs_hook=json_object)
         if not isinstance(content, list):
             return content
         reason = "a list"
@@ -130,44 +150,66 @@ def _parse(line: bytes) -> Any:
     raise UserError(problem)
 
 
-def read_parquet(path: Path, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, with values as JSON has them; raises UserError that names the file.
+def read_table(path: Path, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
+    """Yield the rows of a Parquet or Arrow file, with values as JSON has them; raises UserError.
 
     Args:
         columns: which must be there; None: all.
     """
     import pyarrow  # optional
+
+    number, done, size = 0, 0, path.stat().st_size
+    try:
+        names, total, read = _open_table(path)
+        chosen = names if columns is None else list(columns)
+        for name in chosen:
+            if name not in names:
+                raise UserError(f"{path}: no column {name!r}; there are {', '.join(names)}")
+            if names.count(name) > 1:
+                raise UserError(f"{path}: the column {name!r} is there twice; leave one out")
+        for batch in read(chosen):
+            for row in range(batch.num_rows):  # one by one, since a batch of long texts is large
+                number += 1
+                held = zip(chosen, batch.columns, strict=True)
+                values = {name: _as_json(column[row].as_py(), column.type) for name, column in held}
+                yield f"{path}, row {number}", values
+            now = size * number // total if total else size  # of a stream the rows are not known
+            advance(now - done)
+            done = now
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, row {number}: not UTF-8 text ({error.reason})") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a valid {path.suffix} file ({str(error).splitlines()[0]})") from None
+
+
+def _open_table(path: Path) -> tuple[list[str], int | None, Callable[[list[str]], Iterable[Any]]]:
+    """Return the names of the columns, the number of rows if it is known, and what reads columns in batches.
+
+    Arrow has a format for streams, in which `datasets` of Hugging Face saves and caches, and one for files.
+    """
+    import pyarrow
     from pyarrow import parquet
 
-    number = 0
+    if path.suffix.lower() == ".parquet":
+        file = parquet.ParquetFile(path, buffer_size=PIECE)
+        groups = (file.metadata.row_group(group) for group in range(file.num_row_groups))
+        unpacked, rows = sum(group.total_byte_size for group in groups), max(1, file.metadata.num_rows)
+        at_once = min(_BATCH_ROWS, max(1, _BATCH_BYTES * rows // max(1, unpacked)))
+        return file.schema_arrow.names, rows, lambda chosen: file.iter_batches(at_once, columns=chosen)
+    mapped = pyarrow.memory_map(str(path))
     try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            chosen = names if columns is None else list(columns)
-            missing = [name for name in chosen if name not in names]
-            if missing:
-                raise UserError(f"{path}: no column {missing[0]!r}; there are {', '.join(names)}")
-            if repeated := [name for name in chosen if names.count(name) > 1]:
-                raise UserError(f"{path}: the column {repeated[0]!r} is there twice; leave one out")
-            rows, size = max(1, file.metadata.num_rows), path.stat().st_size
-            types = ((name, file.schema_arrow.field(name).type) for name in chosen)
-            nested = {name: kind for name, kind in types if pyarrow.types.is_nested(kind)}
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
-                for row in batch.to_pylist():
-                    number += 1
-                    row |= {name: _as_json(row[name], kind) for name, kind in nested.items()}
-                    yield f"{path}, row {number}", row
-                advance(size * number // rows - size * (number - batch.num_rows) // rows)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}, after row {number}: not UTF-8 text ({error.reason})") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None
+        reader: Any = pyarrow.ipc.open_stream(mapped)
+        batches: Iterable[Any] = reader
+    except pyarrow.ArrowInvalid:
+        reader = pyarrow.ipc.open_file(mapped)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    return reader.schema.names, None, lambda chosen: (batch.select(chosen) for batch in batches)
 
 
 def _as_json(value: Any, kind: Any) -> Any:
     """Return a value of a column as a line of JSON would have it: a map as an object, objects without nulls.
 
-    In Parquet an object has the keys of all rows, which are null where a row lacks them.
+    In a table an object has the keys of all rows, which are null where a row lacks them.
 
     Args:
         kind: its type in Arrow.
@@ -184,19 +226,22 @@ def _as_json(value: Any, kind: Any) -> Any:
 
 
 @contextmanager
-def _opened(path: Path, decompressed: bool = True) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file, and what it holds before compression; raises UserError when it cannot be decompressed."""
+    suffix = path.suffix.lower()
     try:
         with path.open("rb") as raw:
-            compression = COMPRESSIONS.get(path.suffix.lower())
-            if compression is None or not decompressed:
+            if suffix not in COMPRESSIONS:
                 yield raw, raw
             else:
                 import pyarrow  # optional
 
-                stream = pyarrow.CompressedInputStream(raw, compression)
-                yield raw, io.BufferedReader(stream, PIECE_BYTES)
+                stream = pyarrow.CompressedInputStream(raw, COMPRESSIONS[suffix])
+                yield raw, io.BufferedReader(stream, PIECE)
     except OSError as error:
-        if path.suffix.lower() not in COMPRESSIONS:
+        if suffix not in COMPRESSIONS:
             raise
-        raise UserError(f"{path}: cannot be decompressed ({error})") from None
+        advice = ""
+        if "memory" in str(error):  # of zstd, whose window is limited to 128 MB
+            advice = f"; `zstd -d --long=31 {path.name}` unpacks what was written with --long"
+        raise UserError(f"{path}: cannot be decompressed ({error}){advice}") from None

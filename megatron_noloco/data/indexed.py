@@ -6,21 +6,20 @@ The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compa
 is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
 
-import fcntl
-import os
 import struct
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from megatron_noloco.data.cache import facts_of
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import naming_file, put_in_place, write_text, write_whole
+from megatron_noloco.files import naming_file, sync
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -152,11 +151,11 @@ def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> Dataset:
     Args:
         name: for the user; "": the prefix.
     """
-    dataset, record = read_indexed(prefix), _record_of(prefix)
-    if record.is_file() and record.read_text().strip() != tokenizer.digest:
+    dataset = read_indexed(prefix)
+    if facts_of(prefix).get("tokenizer", tokenizer.digest) != tokenizer.digest:
         raise UserError(
-            f"{record}: the dataset was made with another tokenizer than that of the block data; set the same, or "
-            "preprocess the text again (if this one has only further tokens, remove the file)"
+            f"{prefix}: the dataset was made with another tokenizer than that of the block data; set the same, or "
+            f"preprocess the text again (if this one has only further tokens, remove {prefix}.facts.json)"
         )
     return replace(dataset, name=name or prefix)
 
@@ -168,10 +167,6 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
 
 def _mask_of(prefix: str | Path) -> Path:
     return Path(f"{prefix}.mask")
-
-
-def _record_of(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.tokenizer.sha256")
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
@@ -199,27 +194,31 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 
 
 class IndexedWriter:
-    """Writes one dataset; both files have another name until `finish`, so nobody can read half a dataset."""
+    """Writes one dataset, of which `finish` writes the index; a context, which closes the files."""
 
     def __init__(self, prefix: Path, vocab_size: int, masked: bool = False) -> None:
-        """Raise UserError where the dataset exists, or another process is writing it.
+        """Open the files for writing.
 
         Args:
             masked: whether the dataset says which tokens have a loss.
         """
-        self.prefix = prefix
+        self._prefix = prefix
         self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
-        self._partial = Path(f"{prefix}.bin.partial")
-        self._tokens = _open_alone(self._partial)
-        self._mask = Path(f"{_mask_of(prefix)}.partial").open("wb") if masked else None  # noqa: SIM115
-        if Path(f"{prefix}.idx").exists():
-            self.discard()
-            raise UserError(f"{prefix}.idx exists already; remove it or give another --output-prefix")
         self._lengths, self._bounds = array("i"), array("q", [0])
+        self._stack = ExitStack()
+        paths = [Path(f"{prefix}.bin"), _mask_of(prefix)][: 1 + masked]
+        self._files = [self._stack.enter_context(path.open("wb")) for path in paths]
 
     def __len__(self) -> int:
         """Return the number of sequences so far."""
         return len(self._lengths)
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError):  # of what a full disk does not take, and nobody needs
+            self._stack.close()
 
     def add(self, tokens: np.ndarray, ends_document: bool, mask: np.ndarray | None = None) -> None:
         """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document.
@@ -227,74 +226,29 @@ class IndexedWriter:
         Args:
             mask: whether each token has a loss, bool [tokens]; of a dataset that is masked.
         """
-        with naming_file(self._partial):
-            self._tokens.write(tokens.astype(self._dtype).data)
-            if self._mask is not None and mask is not None:
-                self._mask.write(mask.data)
+        columns = [tokens.astype(self._dtype)] + ([] if mask is None else [mask])
+        for file, column in zip(self._files, columns, strict=True):
+            with naming_file(Path(file.name)):
+                file.write(column.data)
         self._lengths.append(len(tokens))
         if ends_document:
             self._bounds.append(len(self._lengths))
 
-    def __enter__(self) -> "IndexedWriter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove what is not finished."""
-        for file in filter(None, (self._tokens, self._mask)):
-            if not file.closed:  # else the partial file is of another process
-                Path(file.name).unlink(missing_ok=True)
-                with suppress(OSError):  # of what a full disk does not take, and nobody needs
-                    file.close()
-
-    def finish(self, tokenizer: Tokenizer | None = None) -> None:
-        """Put the tokens in place, then the index, each after it is synced to disk.
-
-        Args:
-            tokenizer: with which they were made, which `open_indexed` compares; Megatron ignores the file.
-        """
-        for file in filter(None, (self._mask, self._tokens)):
-            partial = Path(file.name)
-            with naming_file(partial):
-                file.flush()
-                put_in_place(partial, partial.with_suffix(""))
-            file.close()  # and unlock it, which must have its name by then
-        if tokenizer is not None:
-            write_text(_record_of(self.prefix), f"{tokenizer.digest}\n")
+    def finish(self) -> None:
+        """Write the index, and all files to the disk."""
         code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
         lengths = np.array(self._lengths, dtype=np.int32)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths
-
-        def write(path: Path) -> None:
-            with path.open("wb") as file:
-                file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds)))
-                for part in (lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)):
-                    file.write(part.tobytes())
-
-        write_whole(Path(f"{self.prefix}.idx"), write)
-
-
-def _open_alone(path: Path) -> IO[bytes]:
-    """Open a file for writing, empty; raises UserError while another process writes it.
-
-    The system releases the lock with its process: what a killed one has left is written anew.
-    """
-    file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Otherwise the other process has finished since: this file has its name, and is no longer partial.
-        alone = os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except (BlockingIOError, FileNotFoundError):
-        alone = False
-    except OSError:  # a file system without locks
-        alone = True
-    if not alone:
-        file.close()
-        raise UserError(f"{path}: another process is writing this dataset; give another --output-prefix")
-    file.truncate(0)
-    return file
+        index = Path(f"{self._prefix}.idx")
+        self._files.append(self._stack.enter_context(index.open("wb")))
+        header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds))
+        parts = lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)
+        with naming_file(index):
+            self._files[-1].writelines([header, *(part.tobytes() for part in parts)])
+        for file in self._files:
+            with naming_file(Path(file.name)):
+                file.close()
+                sync(Path(file.name))
 
 
 _PREVIEW_TOKENS = 60  # of a document
@@ -314,13 +268,10 @@ def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str
         f"mean {lengths.mean():.1f}, longest {lengths.max()}"
     )
     for number in range(min(samples, len(lengths))):
-        first, stop = bounds[number : number + 2]
-        yield f"document {number}: {_preview(dataset.part(first, stop).tokens[:_PREVIEW_TOKENS], tokenizer)}"
-
-
-def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the tokens' text, or their ids where the tokenizer does not have them all."""
-    if int(tokens.max(initial=0)) >= tokenizer.vocab_size or int(tokens.min(initial=0)) < 0:
-        ids = " ".join(map(str, tokens[:12]))
-        return f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
-    return repr(tokenizer.decode(tokens))
+        tokens = dataset.part(*bounds[number : number + 2]).tokens[:_PREVIEW_TOKENS]
+        if int(tokens.min(initial=0)) >= 0 and int(tokens.max(initial=0)) < tokenizer.vocab_size:
+            shown = repr(tokenizer.decode(tokens))
+        else:
+            ids = " ".join(map(str, tokens[:12]))
+            shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
+        yield f"document {number}: {shown}"

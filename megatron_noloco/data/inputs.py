@@ -14,17 +14,20 @@ from megatron_noloco.data.formats import (
     Advance,
     Piece,
     Row,
+    cut,
     read_lines,
-    read_parquet,
+    read_table,
     read_text,
-    read_texts,
+    text_of,
 )
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, without_mark
+from megatron_noloco.files import outside, read_object, without_mark
 
-JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"
+JSON_LINES, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow", ".feather")
+_UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
 _NAMED = 3  # files of each kind in a summary
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+Kind = Literal["text", "jsonl", "table"]
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,14 @@ class Input:
         return self.path.name if self.folder is None else self.path.relative_to(self.folder).as_posix()
 
     @property
-    def kind(self) -> Literal["text", "jsonl", "parquet"]:
+    def kind(self) -> Kind:
         return _kind(self.path)
 
     @property
-    def is_plain_text(self) -> bool:
-        """Whether the name says neither records nor a compression."""
-        return self.kind == "text" and self.path.suffix.lower() not in COMPRESSIONS
+    def unread(self) -> str:
+        """What to do with a file of a format that is not read; "" for another."""
+        command = _UNPACK.get(self.path.suffix.lower())
+        return f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)" if command else ""
 
     @property
     def bytes(self) -> int:
@@ -58,26 +62,32 @@ class Input:
         return self.path.stat().st_size
 
     @property
-    def mark(self) -> int:
-        """Bytes of the byte order mark at the beginning of a text."""
+    def is_empty(self) -> bool:
+        """Whether there is nothing but a byte order mark."""
         with self.path.open("rb") as file:
-            return len(head := file.read(3)) - len(without_mark(head))
+            return not without_mark(file.read(4))
 
     def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
-        """Return the lines of JSON or the rows of Parquet; `columns`: of Parquet, None: all."""
-        if self.kind == "parquet":
-            return read_parquet(self.path, advance, columns)
+        """Return the lines of JSON or the rows of a table; `columns`: of a table, None: all."""
+        if self.kind == "table":
+            return read_table(self.path, advance, columns)
         return read_lines(self.path, advance)
 
-    def pieces(self, key: str, advance: Advance) -> Iterator[Piece]:
-        """Return the documents in order, without blank lines; raises UserError that names the file, and the place.
+    def pieces(self, key: str, advance: Advance, size: int) -> Iterator[Piece]:
+        """Yield the documents in order, without blank lines; raises UserError that names the file, and the place.
 
         Args:
-            key: of JSON, or the column of a Parquet file.
+            key: of JSON, or the column of a table.
+            size: characters of a document that are a piece of their own.
         """
         if self.kind == "text":
-            return read_text(self.path, advance)
-        return read_texts(self.rows(advance, [key]), key)
+            documents = iter([read_text(self.path, advance)])
+        else:
+            rows = self.rows(advance, [key])
+            documents = (iter([text_of(place, fields, key)]) for place, fields in rows)
+        for document in documents:
+            for piece in cut(document, size):
+                yield piece._replace(file=self.name)
 
 
 class Inputs(NamedTuple):
@@ -166,11 +176,13 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
             )
 
 
-def _kind(path: Path) -> Literal["text", "jsonl", "parquet"]:
+def _kind(path: Path) -> Kind:
     """Return what a file holds by its name, compressed or not."""
     name = path.name.lower()
+    if name.endswith(TABLES):
+        return "table"
     stem = next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
-    return "parquet" if stem.endswith(PARQUET) else "jsonl" if stem.endswith(JSON_LINES) else "text"
+    return "jsonl" if stem.endswith(JSON_LINES) else "text"
 
 
 def _paths_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
@@ -189,7 +201,8 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
 
     Links are followed after all else: a folder that is reached twice, as in a loop, comes once, by its own path.
     Of a cache of the Hugging Face Hub only `snapshots` is read, whose links name the files in `blobs`. If the
-    revision that `refs/main` names is there, others are not read.
+    revision that `refs/main` names is there, others are not read. Of the folders of `datasets` the files are read
+    that its `state.json` names.
     """
     seen, starts = set(), deque([folder])
     while starts:
@@ -206,9 +219,27 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
             ).name == "snapshots":
                 revision = main.read_text(errors="replace").strip()
                 folders[:], files = ([revision], []) if revision in folders else (folders, files)
+            files = _of_datasets(Path(parent), files)
             folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
             starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
             yield Path(parent), files
+
+
+def _of_datasets(folder: Path, files: list[str]) -> list[str]:
+    """Return the files of a folder, of one that `datasets` has written those with rows; raises UserError."""
+    if "dataset_dict.json" in files:
+        return []  # its rows are in the folders below
+    if not any(name.endswith(".arrow") for name in files) or "dataset_info.json" not in files:
+        return files
+    if "state.json" not in files:  # the cache of `datasets`
+        return [name for name in files if name.endswith(".arrow")]
+    state = folder / "state.json"
+    listed = [
+        item["filename"] for item in read_object(state, "save the dataset again").get("_data_files", [])
+    ]
+    if missing := {*listed} - {*files}:
+        raise UserError(f"{state}: names {min(missing)}, which is not there; save the dataset again")
+    return listed
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -1,14 +1,13 @@
 """The kinds of input: of what each makes its dataset, how that is divided, its samples, its line in the banner."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import astuple
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
-from megatron_noloco.data.encode import Counts, Sequence, encode, notes_of, read_documents
+from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, read_documents
 from megatron_noloco.data.formats import Advance
 from megatron_noloco.data.indexed import Dataset, IndexedWriter, open_indexed
 from megatron_noloco.data.inputs import Inputs, check_outside
@@ -23,7 +22,6 @@ from megatron_noloco.plans.sample_order import slots_of
 
 TRAINING, VALIDATION = range(2)
 SPLITS = ("training", "validation")
-_KEY = "text"  # of JSON lines and Parquet
 
 
 Weighted = list[tuple[Dataset, float]]
@@ -36,34 +34,30 @@ class Kind(ABC):
     Attributes:
         unit: what a split divides, in words.
         has_answers: whether only answers have a loss.
-        splits_files: whether a dataset is divided when it is made.
         training: once opened, the datasets of training; with a split those of validation, too.
         validation: if each split has datasets of its own; None: there are none.
         facts: about the dataset that was made.
+        key: of JSON lines that hold documents, or the column of a table.
+        append_eod: whether a document ends with the tokenizer's end-of-document token.
     """
 
     unit: ClassVar[str]
     has_answers = False
-    splits_files = False
     training: Weighted
     validation: Weighted | None = None
     facts: Mapping[str, Any] = {}
+    key = "text"
+    append_eod = True
 
     def __init__(self, source: Any, tokenizer: Tokenizer, inputs: Inputs) -> None:
         self.source, self.tokenizer, self.inputs = source, tokenizer, inputs
-
-    @property
-    def by_file(self) -> bool:
-        """Whether each file is in one split; known once opened."""
-        return False
 
     @property
     def recipe(self) -> Recipe:
         """What the dataset is made of."""
         tokenizer = self.tokenizer
         settings: dict[str, Any] = {
-            "kind": type(self).__name__,
-            "split": astuple(self.source.split) if self.splits_files else None,
+            "kind": [type(self).__name__, self.key, self.append_eod],
             "tokenizer": [tokenizer.digest, tokenizer.files_digest if self.has_answers else ""],
             "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
         }
@@ -77,7 +71,8 @@ class Kind(ABC):
 
     def open(self) -> None:
         """Map the dataset; raises UserError."""
-        entry = self.make()
+        entry, source = self.make(), self.source
+        check_lost(entry.facts, source.max_lost, f"{source.option} {source.name}", "data.max_lost_characters")
         self.facts = entry.facts
         self.training = [(open_indexed(entry.prefix, self.tokenizer, self.source.name), 1.0)]
 
@@ -93,8 +88,8 @@ class Kind(ABC):
             check_writable(folder, "data.cache")
 
     @abstractmethod
-    def parts(self, counts: Counts) -> Iterator[Iterator[Sequence]]:
-        """Yield the sequences of the dataset: all, or those of each split; counts what they hold."""
+    def sequences(self, counts: Counts) -> Iterable[Sequence]:
+        """Yield the sequences of the dataset; counts what they hold."""
 
     @abstractmethod
     def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
@@ -108,26 +103,27 @@ class Kind(ABC):
     def summary(self, training: Blend, validation: Blend | None) -> str:
         """Return a line that says what the data hold."""
 
-    def empty(self) -> UserError:
-        """Return the error for files that hold nothing."""
-        return UserError(f"{self.source.option}: no {type(self).__name__.lower()} in {self.source.path}")
+    def empty(self, notes: str = "") -> UserError:
+        """Return the error for files that hold nothing; `notes`: what is left out."""
+        return UserError(
+            f"{self.source.option}: no {type(self).__name__.lower()} in {self.source.path}{notes}"
+        )
 
     def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
-        """Write the dataset under a prefix; return facts about it, with the first sequence of each part."""
-        counts, splits = Counts(advance), [0]
+        """Write the dataset under a prefix; return facts about it."""
+        counts = Counts(advance)
         with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self.has_answers) as writer:
-            for sequences in self.parts(counts):
-                for sequence in sequences:
-                    writer.add(*sequence)
-                splits.append(len(writer))
+            for sequence in self.sequences(counts):
+                writer.add(*sequence)
+            facts = counts.facts(self.tokenizer, self.inputs.notes)
             if not len(writer):
-                raise self.empty()
-            writer.finish(self.tokenizer)
-        return {**counts, "splits": splits, "notes": notes_of(counts, self.inputs.notes)}
+                raise self.empty(facts["notes"])
+            writer.finish()
+        return {"tokenizer": self.tokenizer.digest, **facts}
 
 
 class Documents(Kind):
-    """JSON lines, Parquet and compressed files.
+    """Texts, and rows of JSON lines, Parquet and Arrow.
 
     Documents are divided in the order of their sequences. Those of training are shuffled; those of validation are
     not, so that every run is evaluated on the same samples.
@@ -135,9 +131,9 @@ class Documents(Kind):
 
     unit = "sequences"
 
-    def parts(self, counts: Counts) -> Iterator[Iterator[Sequence]]:
-        pieces = read_documents(self.inputs.files, _KEY, counts)
-        yield encode(pieces, self.tokenizer, True, counts)
+    def sequences(self, counts: Counts) -> Iterable[Sequence]:
+        pieces = read_documents(self.inputs.files, self.key, counts)
+        return encode(pieces, self.tokenizer, self.append_eod, counts)
 
     def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         return self.source.split.bounds(dataset.sequences), dataset.sequences
@@ -146,10 +142,14 @@ class Documents(Kind):
         return ShuffledSamples(dataset, needs) if split == TRAINING else Samples(dataset, needs)
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
-        words = (
-            f"{name}: {_in_words(blend)}" for name, blend in zip(SPLITS, (training, validation), strict=True)
+        facts = self.facts
+        size = f"{facts['documents']:,} documents in {facts['files']:,} files, {facts['bytes'] / 1e6:.1f} MB"
+        tokens = " and ".join(
+            f"{len(blend.parts[0].labels)} {name}"
+            for name, blend in zip(SPLITS, (training, validation), strict=True)
+            if blend is not None
         )
-        return "; ".join(words) + self.facts.get("notes", "")
+        return f"{self.source.name}, {size}, {tokens} tokens{facts['notes']}"
 
 
 class Preprocessed(Documents):
@@ -164,11 +164,19 @@ class Preprocessed(Documents):
         self.open()
 
     def _opened(self, prefixes: Prefixes) -> Weighted:
-        return [(open_indexed(prefix, self.tokenizer), share) for prefix, share in prefixes]
+        """Return the datasets with their shares, by their tokens where none are given."""
+        datasets = [(open_indexed(prefix, self.tokenizer), share) for prefix, share in prefixes]
+        total = sum(len(dataset.tokens) for dataset, _ in datasets)
+        return [
+            (dataset, len(dataset.tokens) / total if share is None else share) for dataset, share in datasets
+        ]
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
         """Raise UserError for a dataset that lacks a BOS that the run's documents are to begin with."""
-        line, tokenizer = super().summary(training, validation), self.tokenizer
+        words = (
+            f"{name}: {_in_words(blend)}" for name, blend in zip(SPLITS, (training, validation), strict=True)
+        )
+        line, tokenizer = "; ".join(words), self.tokenizer
         bos = tokenizer.beginning_of_document
         begin = {dataset.name: dataset.tokens[0] for dataset, _ in self.training + (self.validation or [])}
         for prefix, token in begin.items():
@@ -190,8 +198,8 @@ class Records(Kind):
     unit = "records"
     has_answers = True
 
-    def parts(self, counts: Counts) -> Iterator[Iterator[Sequence]]:
-        yield encode_records(self.inputs.files, self.tokenizer, counts)
+    def sequences(self, counts: Counts) -> Iterable[Sequence]:
+        return encode_records(self.inputs.files, self.tokenizer, counts)
 
     def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
         assert dataset.document_bounds is not None

@@ -1,7 +1,8 @@
 """Open the training and validation data of a run: make the dataset if there is none, map it, divide it."""
 
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +25,15 @@ from megatron_noloco.data.sources import (
     Split,
     TextSource,
 )
-from megatron_noloco.data.text import Text
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
+from megatron_noloco.plans.sample_order import slots_of
 
 _FINGERPRINT_TOKENS = 1 << 16
+_ENDS_AT_ONCE = 1 << 16  # documents whose last tokens are looked at together
 
-# Counter in the checkpoints of a run whose files of text are each in one split, which their places decide. Up to
-# version 0.3 a hash of their names did, under another counter.
-BY_FILE = "training_data_3"
-VALIDATION_DATA = "validation_data"  # counter with the checksum of the validation data
+# Counters of a checkpoint, with the checksums of the training and of the validation data
+TRAINING_DATA, VALIDATION_DATA = "training_data_2", "validation_data"
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,11 @@ class Data:
     validation: Blend | None
     summary: str  # one line for the banner
     vocab_size: int  # of the model
-    by_file: bool = False  # whether each file of text is in one split
 
     @cached_property
     def checksums(self) -> dict[str, int]:
         """Checksums of the training and of the validation data, by the names of a checkpoint's counters."""
-        found = {BY_FILE if self.by_file else "training_data_2": self.training.checksum()}
+        found = {TRAINING_DATA: self.training.checksum()}
         return found | ({VALIDATION_DATA: self.validation.checksum()} if self.validation else {})
 
     @cached_property
@@ -71,18 +70,14 @@ class Data:
 
 
 def kind_of(source: Source, tokenizer: Tokenizer) -> Kind:
-    """Return what a source holds; raises UserError if there are no files.
-
-    A text whose files are all JSON lines, Parquet or compressed has documents; beside plain text, JSON is text.
-    """
+    """Return what a source holds; raises UserError if there are no files."""
     if isinstance(source, IndexedSource):
         return Preprocessed(source, tokenizer, Inputs([]))
     if isinstance(source, RecordSource):
         return Records(source, tokenizer, find_records(source.path))
     is_library = source.path == STANDARD_LIBRARY
     inputs = find_standard_library() if is_library else find_inputs([source.path], source.option)
-    kind = Text if any(item.is_plain_text for item in inputs.files) else Documents
-    return kind(source, tokenizer, inputs)
+    return Documents(source, tokenizer, inputs)
 
 
 def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
@@ -105,8 +100,33 @@ def _divided(kind: Kind, needs: Needs) -> Data:
             f"{training.name} has {len(training)}; give more text, or lower train_micro_batch_size_per_gpu, "
             "gradient_accumulation_steps, model.seq_length or the number of replicas"
         )
-    summary = kind.summary(training, validation)
-    return Data(training, validation, summary, needs.vocab_size, kind.by_file)
+    lines = [kind.summary(training, validation), *_epochs(training, needs), *_read_twice(kind)]
+    return Data(training, validation, "; ".join(lines), needs.vocab_size)
+
+
+def _epochs(training: Blend, needs: Needs) -> Iterator[str]:
+    """Yield how often a run of known length reads the training samples of each dataset."""
+    if not needs.steps:
+        return
+    slots, samples = slots_of(training.weights), needs.steps * needs.global_batch
+    epochs = [
+        f"{samples * slot / sum(slots) / len(part):.3g} of {part.name}"
+        for part, slot in zip(training.parts, slots, strict=True)
+    ]
+    yield f"epochs in {needs.steps} steps: {', '.join(epochs)}"
+
+
+def _read_twice(kind: Kind) -> Iterator[str]:
+    """Yield which datasets for validation are also for training; those of a split never are."""
+
+    def content(dataset: Dataset) -> tuple[int, int]:
+        part = excerpt(dataset.tokens, _FINGERPRINT_TOKENS)
+        return len(dataset.tokens), zlib.crc32(part.astype(np.int32).data)
+
+    trained = {content(dataset) for dataset, _ in kind.training}
+    for dataset, _ in kind.validation or ():
+        if content(dataset) in trained:
+            yield f"the validation text {dataset.name} is training text, so its loss says nothing of other text"
 
 
 def open_validation(
@@ -115,7 +135,7 @@ def open_validation(
     """Return a run's validation samples; raises UserError where a split of the data of today may be another one.
 
     Args:
-        counters: of the run's checkpoint, which say how it divided files of text, and what it was trained on.
+        counters: of the run's checkpoint, which say what it was trained on.
         seq_length: tokens in a sample of the run.
     """
     kind = kind_of(source, tokenizer)
@@ -127,10 +147,10 @@ def open_validation(
         for name, checksum in data.checksums.items()
         if not own or name == VALIDATION_DATA
     )
-    if changed or data.by_file != (BY_FILE in counters):
+    if changed:
         raise UserError(
-            "the data have other contents than those that the run was trained on, or its files were divided "
-            "otherwise, so its validation split is not known (evaluate: give --data)"
+            "the data have other contents than those that the run was trained on, or another order, so its "
+            "validation split is not known (evaluate: give --data)"
         )
     return _blend(kind, needs, VALIDATION)
 
@@ -138,7 +158,7 @@ def open_validation(
 def open_whole(
     data: str, tokenizer: Tokenizer, needs: Needs, cache: str | None = None
 ) -> tuple[Samples, str]:
-    """Return all of a text, of documents in JSON lines or Parquet, or of an indexed dataset (by prefix).
+    """Return all of a text, of documents in JSON lines or tables, or of an indexed dataset (by prefix).
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
@@ -165,6 +185,7 @@ def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
         )
     parts = []
     for dataset, _ in members:
+        _check_ends(dataset, needs)
         if not whole:
             bounds, units = kind.bounds(dataset)
             name = f"the {SPLITS[split]} split of {dataset.name}"
@@ -181,15 +202,23 @@ def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
 
 
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
-    """Raise UserError for a token outside the vocabulary, or if documents are separated but none ends."""
-    tokens = excerpt(samples.contents[0])
-    check_vocabulary(tokens, vocab_size, samples.name)
-    documents = None if isinstance(samples, RecordSamples) else samples.documents
+    """Raise UserError for a token outside the vocabulary."""
+    check_vocabulary(excerpt(samples.contents[0]), vocab_size, samples.name)
+
+
+def _check_ends(dataset: Dataset, needs: Needs) -> None:
+    """Raise UserError if documents are to be separated, and none of a dataset ends with the token for it."""
+    documents, bounds = needs.documents, dataset.document_bounds
     if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
         return
-    if not (tokens == documents.end_of_document).any():
-        field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
-        raise UserError(
-            f"data.{field}: {samples.name} holds no end-of-document token ({documents.end_of_document}), so its "
-            "documents cannot be separated; preprocess it with --append-eod"
-        )
+    assert bounds is not None
+    assert dataset.offsets is not None
+    for first in range(1, len(bounds), _ENDS_AT_ONCE):
+        ends = dataset.offsets[bounds[first : first + _ENDS_AT_ONCE]]
+        if (dataset.tokens[ends[ends > 0] - 1] == documents.end_of_document).any():
+            return
+    field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
+    raise UserError(
+        f"data.{field}: no document of {dataset.name} ends with the end-of-document token "
+        f"({documents.end_of_document}), so documents cannot be separated; preprocess it with --append-eod"
+    )

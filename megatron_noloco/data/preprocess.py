@@ -1,85 +1,60 @@
-"""Make an indexed dataset with a name of its own: `data preprocess`.
-
-A dataset gets its name, `PREFIX_KEY_document.{bin,idx}`, when it is complete: a run that was stopped is run again.
-`PREFIX_KEY_document.tokenizer.sha256` tells its tokenizer from others.
-"""
+"""Make a dataset with a name of its own, `PREFIX_KEY_document.{bin,idx}`, which Megatron-LM reads, too."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_noloco.data.auto_tokenizer import check_folder
-from megatron_noloco.data.encode import Counts, encode, notes_of, read_documents
-from megatron_noloco.data.formats import Advance
-from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.inputs import Inputs, check_outside
+from megatron_noloco.data.cache import write_named
+from megatron_noloco.data.encode import check_lost
+from megatron_noloco.data.inputs import check_outside, find_inputs
+from megatron_noloco.data.kinds import Documents
+from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import writing
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one command preprocesses: inputs, output and settings."""
+    """What one command preprocesses.
 
-    inputs: Inputs
+    Attributes:
+        inputs: paths of files and folders.
+        prefix: path of the dataset, without the key.
+        key: of JSON lines, or the column of a table.
+        append_eod: whether each document ends with the end-of-document token.
+        max_lost: share of the characters that the tokenizer may lose.
+    """
+
+    inputs: Sequence[str]
     prefix: Path
     tokenizer: Tokenizer
-    json_keys: Sequence[str]
-    append_eod: bool
+    key: str = "text"
+    append_eod: bool = False
+    max_lost: float = 0.05
 
     @property
-    def bytes(self) -> int:
-        """Bytes that are read: the inputs once for each key."""
-        return len(self.json_keys) * sum(item.bytes for item in self.inputs.files)
-
-    def output(self, key: str) -> Path:
-        """Return the prefix of the finished dataset of `key`."""
-        return self.prefix.with_name(f"{self.prefix.name}_{key}_document")
+    def output(self) -> Path:
+        """The prefix of the finished dataset."""
+        return self.prefix.with_name(f"{self.prefix.name}_{self.key}_document")
 
 
-def check(job: Job) -> None:
-    """Raise UserError when a job cannot be carried out; nothing is written."""
+def preprocess(job: Job) -> dict[str, Any]:
+    """Make the dataset of a job; return facts about it, see `Counts.facts`.
+
+    Raises UserError for an input that cannot be read, and where the dataset exists or cannot be written.
+    """
     if not job.prefix.name:
         raise UserError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
-    if not any(item.bytes for item in job.inputs.files):
-        raise UserError("--input: holds no files with text")
-    for place, key in enumerate(job.json_keys):
-        if key in job.json_keys[:place]:
-            raise UserError(f"--json-keys {key}: is given more than once; give each key once")
-        if "/" in key:
-            raise UserError(
-                f'--json-keys {key}: its dataset would be a file with this name, which cannot have "/"'
-            )
-    text = next((item.path for item in job.inputs.files if item.kind == "text"), None)
-    if text is not None and len(job.json_keys) > 1:
-        raise UserError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
-    for folder in {item.folder for item in job.inputs.files if item.folder is not None}:
-        check_outside({"--output-prefix": job.prefix}, folder, "--input")
-    check_folder(job.tokenizer)
+    if "/" in job.key:
+        raise UserError(f'--json-keys {job.key}: is a part of the name of a file, which cannot have "/"')
+    source = TextSource(", ".join(job.inputs), Split(1, 0, 0), option="--input")
+    kind = Documents(source, job.tokenizer, find_inputs(job.inputs, source.option))
+    kind.key, kind.append_eod = job.key, job.append_eod
+    for folder in {item.folder for item in kind.inputs.files if item.folder is not None}:
+        check_outside({"--output-prefix": job.prefix}, folder, source.option)
 
+    def check(facts: dict[str, Any]) -> None:
+        check_lost(facts, job.max_lost, source.option, "--max-lost-characters")
 
-def preprocess(job: Job, advance: Advance) -> Counts:
-    """Carry out a job that passed `check`; return counts of all keys together.
-
-    Raises UserError for an input that cannot be read, and for a dataset that exists or is being written. The
-    inputs are read once for each key.
-    """
-    counts, tokenizer = Counts(advance), job.tokenizer
-    with ExitStack() as stack:
-        with writing(job.prefix, "--output-prefix"):
-            job.prefix.parent.mkdir(parents=True, exist_ok=True)
-            writers = {
-                key: stack.enter_context(IndexedWriter(job.output(key), tokenizer.vocab_size))
-                for key in job.json_keys
-            }
-        for key, writer in writers.items():
-            pieces = read_documents(job.inputs.files, key, counts)
-            for sequence in encode(pieces, tokenizer, job.append_eod, counts):
-                writer.add(*sequence)
-        if not counts["documents"]:
-            raise UserError(f"nothing was written{notes_of(counts, '')}")
-        for writer in writers.values():
-            writer.finish(tokenizer)
-    return counts
+    return write_named(job.output, kind.recipe._replace(option="--output-prefix"), check)

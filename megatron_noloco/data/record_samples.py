@@ -22,8 +22,6 @@ class RecordSamples:
         cut: number of records that were cut or left out.
     """
 
-    hashed_as = None
-
     def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
         """Raise UserError when all records are left out.
 

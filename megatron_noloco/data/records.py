@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import in_words, render_conversation
-from megatron_noloco.data.encode import Counts, Sequence, read_ahead, spelled_as
-from megatron_noloco.data.inputs import JSON_LINES, PARQUET, Input, Inputs, find_inputs, left_out
+from megatron_noloco.data.encode import Counts, Sequence, read_ahead
+from megatron_noloco.data.inputs import JSON_LINES, TABLES, Input, Inputs, find_inputs, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
@@ -39,7 +39,7 @@ def find_records(path: str) -> Inputs:
     others = [item for item in files if item.folder is not None and item.kind == "text"]
     records = [item for item in files if item.folder is None or item.kind != "text"]
     if not records:
-        kinds = ", ".join((*JSON_LINES, PARQUET))
+        kinds = ", ".join((*JSON_LINES, *TABLES))
         raise UserError(f"data.sft_data_path: no file of records ({kinds}) in {path}")
     if others:
         notes = f"; left out: {left_out(others, 'file{} without records')}{notes}"
@@ -147,8 +147,8 @@ def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Text]:
             text = _text_of(record, tokenizer)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        spelled_out = sum(map(tokenizer.count_special, _strings(record)))
-        counts[spelled_as(tokenizer, text.from_template)] += spelled_out
+        strings = [*_strings(record)]
+        counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=text.from_template)
         yield text
 
 

@@ -1,6 +1,6 @@
 """Samples: the tokens of a dataset cut to equal lengths.
 
-Text is cut in the order of the files. The training data of an indexed dataset is shuffled twice:
+Validation data are cut in the order of the files. Training data are shuffled twice:
 
 - `ShuffledSamples` lays the sequences (documents, or pieces of long ones) end to end in an order drawn from the
   run's seed, and cuts them into samples, so that neighbours in the files do not share samples.
@@ -60,12 +60,7 @@ class Samples:
 
     The first S of these are its tokens, the last S its labels. Neighbouring samples share one token, so that each
     token but the first is a label once; a rest shorter than a sample is left out.
-
-    Attributes:
-        hashed_as: the type of tokens in checksums; None: that of the dataset.
     """
-
-    hashed_as: type[np.generic] | None = None
 
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there are fewer than S + 1 tokens."""

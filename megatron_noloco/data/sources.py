@@ -1,4 +1,4 @@
-"""Settings of a run's data: its source, split, blend and tokenizer. Values only, nothing is read."""
+"""Settings of a run's data: its source, split, blend and tokenizer. No data are read."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.plans.sample_order import slots_of
@@ -50,30 +51,48 @@ class Split:
 STANDARD_LIBRARY = "python-stdlib"  # in place of a path: the sources of Python's standard library here
 
 
-Prefixes = tuple[tuple[str, float], ...]
-"""Prefixes of indexed datasets, each with its share; shares add up to 1."""
+Prefixes = tuple[tuple[str, float | None], ...]
+"""Prefixes of indexed datasets, each with its share, which add up to 1; None: in proportion to their tokens."""
 
 
 def parse_prefixes(paths: str | Sequence[str | float]) -> Prefixes:
-    """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises UserError."""
+    """Parse one prefix, a list of prefixes, or ["0.3", "prefixA", "0.7", "prefixB"], as Megatron does.
+
+    Raises UserError, also for a list that can be read both ways: a prefix may be a number, such as that of a year.
+    """
     if isinstance(paths, str):
         words = paths.split()
         if len(words) > 2 and _weights(words[::2]) and len(words) % 2 == 0:
             raise UserError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
         paths = [paths]
-    if len(paths) == 1 and isinstance(paths[0], str):
-        return ((paths[0], 1.0),)
-    weights = _weights(paths[::2])
+    names = [path for path in paths if isinstance(path, str) and path]
+    weights = _weights(paths[::2]) if len(paths) % 2 == 0 else []
+    if not weights and names and len(names) == len(paths):
+        return tuple((name, None if len(names) > 1 else 1.0) for name in names)
     prefixes = [prefix for prefix in paths[1::2] if isinstance(prefix, str) and prefix]
     positive = all(0 < weight < math.inf for weight in weights)
     if not weights or len(weights) != len(prefixes) or not positive:
         raise UserError(
-            "must be one prefix, or weights > 0 and prefixes in turn, like "
+            "must be prefixes, or weights > 0 and prefixes in turn, like "
             f'["0.3", "prefixA", "0.7", "prefixB"], got {paths!r}'
         )
+    _check_one_reading(paths, names, prefixes)
     shares = [weight / sum(weights) for weight in weights]
     slots_of(shares)  # raises where these cannot be met
     return tuple(zip(prefixes, shares, strict=True))
+
+
+def _check_one_reading(paths: Sequence[str | float], names: list[str], prefixes: list[str]) -> None:
+    """Raise UserError where each item of a blend may be the name of a dataset."""
+    numbers_alone = bool(_weights(prefixes))
+    a_weight_exists = any(Path(f"{weight}.idx").exists() for weight in paths[::2])
+    if len(names) == len(paths) and (numbers_alone or a_weight_exists):
+        weights = [int(weight) if weight.is_integer() else weight for weight in _weights(paths[::2])]
+        weighted = [item for pair in zip(weights, prefixes, strict=True) for item in pair]
+        raise UserError(
+            f"can be read as weights and datasets, then write {json.dumps(weighted)}, and as datasets alone, then "
+            f"write {json.dumps([f'./{name}' for name in names])}; got {json.dumps(paths)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +102,8 @@ class TextSource:
     path: str
     split: Split
     cache: str | None = None  # the folder of its dataset; None: the user's cache folder
-    option = "data.text"
+    max_lost: float = 0.05  # share of the characters that the tokenizer may lose
+    option: str = "data.text"  # which names the path
 
     @property
     def name(self) -> str:
@@ -108,6 +128,7 @@ class RecordSource:
     split: Split
     packed: bool  # several records in one sample, as separate documents
     cache: str | None = None  # as of a `TextSource`
+    max_lost: float = 0.05
     option = "data.sft_data_path"
 
     @property
@@ -136,4 +157,5 @@ class Needs:
     global_batch: int = 1  # training samples that a local step of all replicas consumes
     seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledSamples`)
     evaluates: bool = True  # whether validation datasets are built
+    steps: int = 0  # local steps of the run, for its epochs; 0: not known
     documents: DocumentBorders | None = None  # None: documents are not separated

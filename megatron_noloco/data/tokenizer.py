@@ -5,13 +5,14 @@ otherwise. In the text of a chat template it is always the token.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from megatron_noloco.data.auto_tokenizer import kept_folder
 from megatron_noloco.data.chat import ChatTemplate
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.errors import UserError
@@ -29,6 +30,8 @@ class ByteTokenizer:
     folder = None
     end_of_document = BYTES
     beginning_of_document = None
+    adds_bos = False
+    switched_off = ""
     before_document = ()
     end_of_answer = None
     splits_special_tokens = True
@@ -48,6 +51,9 @@ class ByteTokenizer:
     def count_special(self, text: str) -> int:
         return 0
 
+    def count_lost(self, texts: list[str]) -> Counter[str]:
+        return Counter()
+
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`, without end-of-document tokens.
 
@@ -60,6 +66,7 @@ class ByteTokenizer:
     def save(self, folder: Path, max_length: int) -> None:
         """Write this tokenizer in Hugging Face's format: byte-level BPE without merges."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
 
         # GPT-2's alphabet: a printable byte is itself; the others, in order, are the characters from U+0100 on.
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -72,9 +79,13 @@ class ByteTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_DOCUMENT])
-        with TemporaryDirectory() as made:
-            tokenizer.save(f"{made}/tokenizer.json")
-            FastTokenizer(Path(made)).save(folder, max_length)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            eos_token=END_OF_DOCUMENT,
+            model_max_length=max_length,
+            model_input_names=["input_ids", "attention_mask"],
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(folder)
 
     def copy_to(self, folder: Path) -> None:
         pass
@@ -91,11 +102,13 @@ class TokenizerChoice:
         folder: of a Hugging Face fast tokenizer; None: bytes.
         split_special_tokens: whether a special token that a text spells out is text.
         prepend_bos: whether each document begins with BOS.
+        cache: the folder in which hosts keep tokenizers, see `cache_folder`.
     """
 
     folder: str | None = None
     split_special_tokens: bool = True
     prepend_bos: bool = False
+    cache: str | None = None
 
 
 def choice_problem(kind: str | None, choice: TokenizerChoice) -> str:
@@ -113,7 +126,9 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Build the tokenizer of a run; raises UserError when its files are missing or broken, or it lacks a BOS."""
     if choice.folder is None:
         return ByteTokenizer()
-    return FastTokenizer(Path(choice.folder), choice.split_special_tokens, choice.prepend_bos)
+    given = Path(choice.folder)
+    kept = kept_folder(given, choice.cache)
+    return FastTokenizer(kept, choice.split_special_tokens, choice.prepend_bos, given)
 
 
 def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str = "") -> Tokenizer:

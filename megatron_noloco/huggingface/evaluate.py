@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.opening import open_validation, open_whole
 from megatron_noloco.data.samples import SampleDataset
@@ -99,7 +98,7 @@ def open_weights(
             raise UserError(f"{folder}: a Hugging Face folder has no validation split; give --data")
         trained, source = read_architecture(folder), None
         readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
-        check_folder(tokenizer := tokenizer_of(folder))
+        tokenizer = tokenizer_of(folder)
         length = min(trained.seq_length, _MAX_SEQ_LENGTH)
     else:
         source = open_source(paths, "mean", tokenizer_place)

@@ -8,22 +8,23 @@ from typing import Any
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.auto_tokenizer import auto_differs, check_folder, folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerChoice, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import architecture_of, families_with, family_of
 
+# Text in which tokenizers of bytes differ from others: lines, digits, accents in two forms, scripts, emoji, NUL.
+_SAMPLE = "Byte by byte, \n\t3.14 é e\u0301 ﬁ İ ß \u00a0½ 日本語 עברית 👩‍👩‍👧 a\0b\u200bc"
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
 
 
-def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, str]:
+def import_folder(folder: Path, template: RunConfig) -> RunConfig:
     """Return the config of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    The second value is a line about the tokenizer, or "": see `auto_differs`. No weights are copied.
+    No weights are copied.
     Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
@@ -49,10 +50,8 @@ def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, str]:
     )
     with PretrainedWeights(folder, architecture) as weights:
         weights.check_finite()
-    tokenizer = build_tokenizer(run.data.tokenizer)
-    check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    check_folder(tokenizer)  # as `train` does
-    return run, auto_differs(tokenizer)
+    check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
+    return run
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
@@ -105,7 +104,9 @@ def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
 
 def missing_bos(folder: Path, data: DataConfig) -> str:
     """Return a line where texts of the model begin with BOS, and the block `data` says nothing about it."""
-    if "prepend_bos" in data.model_fields_set or not folder_adds_bos(folder):
+    if "prepend_bos" in data.model_fields_set or not (folder / "tokenizer.json").exists():
+        return ""
+    if not build_tokenizer(TokenizerChoice(str(folder), cache=data.cache)).adds_bos:
         return ""
     return (
         f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true, or to "
@@ -118,7 +119,9 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
     Raises UserError where there is none.
     """
-    theirs, byte = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder)), ByteTokenizer()
+    theirs, byte = build_tokenizer(TokenizerChoice(str(folder))), ByteTokenizer()
+    if theirs.adds_bos:
+        theirs = build_tokenizer(TokenizerChoice(str(folder), prepend_bos=True))
     ends = (theirs.before_document, theirs.end_of_document) == (byte.before_document, byte.end_of_document)
     return byte if ends and _same_tokens(theirs, byte) else theirs
 
@@ -134,7 +137,7 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
             "(the byte-level tokenizer has 257)"
         )
     if (folder / "tokenizer.json").exists():
-        if not _same_tokens(FastTokenizer(folder), ours):
+        if not _same_tokens(build_tokenizer(TokenizerChoice(str(folder))), ours):
             place = f"in {ours.folder}" if isinstance(ours, FastTokenizer) else "of bytes"
             raise UserError(
                 f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "
@@ -147,11 +150,11 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def _same_tokens(theirs: FastTokenizer, ours: Tokenizer) -> bool:
+def _same_tokens(theirs: Tokenizer, ours: Tokenizer) -> bool:
     """Return whether texts have the same tokens; a fast tokenizer of ours may have further ones."""
-    if isinstance(ours, FastTokenizer):
+    if isinstance(ours, FastTokenizer) and isinstance(theirs, FastTokenizer):
         return ours.extends(theirs)
-    return all(theirs.encode(text).tolist() == ours.encode(text).tolist() for text in sample_texts(()))
+    return theirs.encode(_SAMPLE).tolist() == ours.encode(_SAMPLE).tolist()
 
 
 # The files

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import adds_bos, load_folder
+from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object
 from megatron_noloco.huggingface.pretrained import config_for_any_version, read_architecture
@@ -146,7 +146,8 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
 def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     """Return the tokens of a prompt, BOS before them if the tokenizer of transformers adds it to a text."""
     ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    bos = [tokenizer.bos_token_id]
+    begin = bos if bos != [None] and tokenizer("the")["input_ids"][:1] == bos else []
     return ids if ids[:1] == begin else [*begin, *ids]  # a chat template may write BOS itself
 
 

@@ -19,7 +19,7 @@ from megatron_noloco.preflight.invitation import Invitation
 from megatron_noloco.preflight.newcomer import TOKENIZER, digest_of_piece, file_of_piece, write_private
 
 _FILE = re.compile(  # of a tokenizer
-    r"(tokenizer|tokenizer_config|special_tokens_map)\.json|"
+    r"(tokenizer|tokenizer_config)\.json|read_by_transformers|"
     r"(additional_chat_templates/[\w-][\w.-]*|chat_template)\.jinja",
     re.ASCII,
 )

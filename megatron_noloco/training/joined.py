@@ -18,7 +18,6 @@ from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, Checkpoint
 from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
 from megatron_noloco.config.saved import upgrade_saved_config
-from megatron_noloco.data.auto_tokenizer import folder_problem
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -204,13 +203,7 @@ def _warn_of_shortage(prepared: Prepared, config: RunConfig, host: _Host) -> Non
 
 
 def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
-    """Return notes about the tokenizer for the user; a collective.
-
-    Raises UserError, on all ranks, where AutoTokenizer would read other tokens.
-    """
-    # It imports transformers: one rank of the job does.
-    if problem := computed_by_rank_0(lambda: folder_problem(prepared.tokenizer)):
-        raise UserError(problem)
+    """Return notes about the tokenizer for the user; a collective."""
     data, notes = prepared.config.data, list[str]()
     if (pretrained := prepared.config.training.pretrained) is not None:
         notes += filter(None, [computed_by_rank_0(lambda: missing_bos(Path(pretrained), data))])

@@ -159,12 +159,10 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     checksums, saved = joined.settings.training_data, joined.start.counters
     of_validation = {name: held for name, held in checksums.items() if name == VALIDATION_DATA}
     if same_data(checksums, saved) is False:
-        moved = (
-            "; files may have moved between training and validation, so validation losses do not compare with "
-            "earlier ones"
+        yield (
+            "changed: the training data have other contents than those of the checkpoint, or another order; what "
+            "was read for training may now be read for validation"
         )
-        line = "changed: the training data have other contents than those of the checkpoint, or another order"
-        yield line + moved * joined.data.by_file
     elif same_data(of_validation, saved) is False:
         yield (
             "changed: the validation data have other contents than those of the checkpoint, so validation losses "

@@ -110,6 +110,7 @@ def _read(
         global_batch=_plan(config, topology).global_batch,
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
+        steps=config.training.train_iters,
         documents=config.documents(tokenizer.end_of_document),
     )
     data = open_data(config.data.source, tokenizer, needs)
@@ -207,7 +208,8 @@ def with_first_weights(alike: RunIdentity, digest: str | None) -> RunIdentity:
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     """Return tokenizer and model of a run that this machine could start; `config --check` calls it, too.
 
-    Changes nothing on disk, and reads of the data at most an index. Raises UserError, one line per problem.
+    Writes at most a tokenizer, to the cache, and reads of the data at most an index. Raises UserError, one line
+    per problem.
     """
     _check_machine(config)
     output_dir = Path(config.training.output_dir)

@@ -1,5 +1,6 @@
 """Datasets of a test: indexed ones, and what text and records become."""
 
+import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -21,18 +22,21 @@ def write_dataset(
     prefix: Path, documents: Iterable[Any], vocab_size: int = 257, tokenizer: Any = None
 ) -> str:
     """Write a dataset of these documents, each a sequence of tokens; returns its prefix."""
-    writer = IndexedWriter(prefix, vocab_size)
-    for document in documents:
-        writer.add(np.array(document), ends_document=True)
-    writer.finish(tokenizer)
+    with IndexedWriter(prefix, vocab_size) as writer:
+        for document in documents:
+            writer.add(np.array(document), ends_document=True)
+        writer.finish()
+    if tokenizer is not None:
+        Path(f"{prefix}.facts.json").write_text(json.dumps({"tokenizer": tokenizer.digest}))
     return str(prefix)
 
 
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
     """What a text becomes: the tokens of its three splits, and the facts about it."""
-    entry = kind_of(TextSource(text, Split.parse(split), mkdtemp()), tokenizer).make()
+    shares = Split.parse(split)
+    entry = kind_of(TextSource(text, shares, mkdtemp()), tokenizer).make()
     indexed, facts = read_indexed(entry.prefix), entry.facts
-    splits = (indexed.part(*bounds).tokens for bounds in pairwise(facts["splits"]))
+    splits = (indexed.part(*bounds).tokens for bounds in pairwise(shares.bounds(indexed.sequences)))
     return SimpleNamespace(**dict(zip(("train", "validation", "test"), splits, strict=True)), **facts)
 
 

@@ -165,7 +165,7 @@ MFU = "--mfu: estimates the time of a step on the GPU of --gpu; give it without 
         ),
         (
             "data preprocess --input {file} --output-prefix /proc/x",
-            "/proc/x: cannot be written: No such file or directory; give another --output-prefix",
+            "/proc: cannot be written: No such file or directory; give another --output-prefix",
         ),
         (
             "data preprocess --input {file} --output-prefix=",

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.inputs import Input, files_below, find_standard_library, once
+from megatron_noloco.data.inputs import files_below, find_standard_library, once
 from megatron_noloco.data.microbatches import ValidationSource, training_microbatch
 from megatron_noloco.data.opening import kind_of, open_data
 from megatron_noloco.data.samples import Samples, ShuffledSamples
@@ -32,7 +32,6 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.text import TextRange, divide
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.files import utf_8_problem
 from megatron_noloco.plans.sample_order import BatchPlan, Order
@@ -52,27 +51,18 @@ def load(text: str, split: str) -> Any:
     return load_text(text, split, ByteTokenizer())
 
 
-def divided(number: int) -> list[list[int]]:
-    """The places of so many files in each split."""
-    texts = [TextRange(Input(Path(str(place)), None), 0, 1) for place in range(number)]
-    return [[int(text.item.name) for text in part] for part in divide(texts, Split.parse(SPLIT))]
-
-
 def write_documents(path: Path, texts: list[str]) -> None:
     """Write texts as what the name of the file says."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    table = pyarrow.table({"text": texts})
     if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.table({"text": texts}), path)
+        parquet.write_table(table, path)
+    elif path.suffix in (".arrow", ".feather"):
+        kind = pyarrow.ipc.new_stream if path.suffix == ".arrow" else pyarrow.ipc.new_file
+        with kind(path, table.schema) as writer:
+            writer.write_table(table)
     else:
         path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
-
-
-def write_files(folder: Path, count: int) -> None:
-    """Files whose every line names the file, half of them in a folder below."""
-    for index in range(count):
-        path = folder / ("below" if index % 2 else ".") / f"{index:03}.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"file {index:03}\n" * 50)
 
 
 class TestTokenizer:
@@ -108,7 +98,6 @@ class TestCorpus:
         tokens = sum(map(len, (stdlib.train, stdlib.validation, stdlib.test)))
         assert tokens == stdlib.bytes + stdlib.files
         assert stdlib.train.dtype == np.uint16
-        assert stdlib.train[-1] == stdlib.validation[-1] == END
         assert 0.02 < len(stdlib.validation) / tokens < 0.1
 
     def test_standard_library_files_are_sources_only(self) -> None:
@@ -119,47 +108,13 @@ class TestCorpus:
         library = next(path.parent for path in files if path.name == "argparse.py")
         assert not any(forbidden & set(path.relative_to(library).parts) for path in files)
 
-    def test_many_files_are_split_by_file(self, tmp_path: Path) -> None:
-        write_files(tmp_path, 60)
-        corpus = load(str(tmp_path), "2,1,1")
-        decode = ByteTokenizer().decode
-        found = [
-            set(decode(part).split("\n")) - {""} for part in (corpus.train, corpus.validation, corpus.test)
-        ]
-        assert all(found)
-        assert sum(map(len, found)) == len(set.union(*found)) == corpus.files == 60
-
-    @pytest.mark.parametrize("number", range(20, 61))
-    def test_any_number_of_files_has_each_split_that_has_a_file(self, number: int) -> None:
-        """Each file is in one of them, in the order of files; 5 % of 20 files is one."""
-        parts = divided(number)
-        assert sorted(place for part in parts for place in part) == list(range(number))
-        assert all(sorted(part) == part for part in parts)
-        assert abs(len(parts[0]) - 0.949 * number) <= 0.5
-        assert abs(len(parts[1]) - 0.05 * number) < 1
-        assert parts[1]
-
-    def test_files_for_validation_lie_evenly_among_all(self) -> None:
-        places = divided(1000)[1]
-        assert max(np.diff([0, *places, 1000])) < 2 / 0.05
-
-    def test_few_files_are_split_by_position(self, tmp_path: Path) -> None:
-        (tmp_path / "b.txt").write_text("0123456789")
-        (tmp_path / "a.md").write_text("abcdefghij")
-        corpus = load(str(tmp_path), "8,1,1")
-        assert corpus.train.tolist() == [*b"abcdefgh", END, *b"01234567", END]
-        assert corpus.validation.tolist() == [*b"i", END, *b"8", END]
-        assert corpus.test.tolist() == [*b"j", END, *b"9", END]
-        assert (corpus.files, corpus.bytes) == (2, 20)
-        alone = load(str(tmp_path / "a.md"), "1,1")
-        assert alone.train.tolist() == [*b"abcde", END]
-
-    def test_no_character_is_cut(self, tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("ÄßÜ" * 5)
-        corpus = load(str(tmp_path), "5,3,2")
+    def test_a_text_is_cut_at_lines_and_characters(self, tmp_path: Path) -> None:
+        """A small text in 40 pieces, so that each split gets some; its lines and characters stay whole."""
+        (tmp_path / "a.txt").write_text("Größe ÄßÜ\n" * 400)
+        corpus = load(str(tmp_path / "a.txt"), SPLIT)
         decoded = [ByteTokenizer().decode(part) for part in (corpus.train, corpus.validation, corpus.test)]
-        assert "".join(decoded) == "ÄßÜ" * 5
-        assert list(map(len, decoded)) == [7, 5, 3]
+        assert "".join(decoded) == "Größe ÄßÜ\n" * 400
+        assert all(part.endswith("\n") for part in decoded[:2])
 
     def test_only_text_is_read(self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
         """The first files of each kind that are left out are named."""
@@ -198,13 +153,13 @@ class TestCorpus:
         (here / "b.txt").write_text("text")
         (here / "a.txt").symlink_to("b.txt")
         (here / "c.txt").hardlink_to(here / "b.txt")
-        (here / "d").write_text("{}")
+        (here / "d").write_bytes(gzip.compress(b'{"text": "a"}'))
         (here / "e.jsonl.gz").symlink_to("d")
         assert once(files_below(here)) == {here / "b.txt": 2, here / "e.jsonl.gz": 1}
         assert once([here / "a.txt", here / "a.txt"]) == {here / "a.txt": 1}
         corpus = load(str(here), "1")
-        assert corpus.files == 2, "a compressed name, whose content is text, is read beside other text"
-        assert corpus.notes == "; further paths to files that are read once: 3"
+        assert corpus.files == 2
+        assert corpus.notes.endswith("; further paths to files that are read once: 3")
 
     def test_links_that_lead_nowhere_are_counted(self, tmp_path: Path) -> None:
         """Of a folder, of text or records, in each summary."""
@@ -261,9 +216,9 @@ class TestCorpus:
             "begins with a dot"
         )
 
-    @pytest.mark.parametrize("name", ["a.jsonl", "a.JSON", "a.parquet", "a.jsonl.gz"])
-    def test_records_are_documents_unless_beside_text(self, name: str, tmp_path: Path) -> None:
-        """As `data preprocess` reads them; training is then shuffled, as that of a dataset."""
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.JSON", "a.parquet", "a.jsonl.gz", "a.arrow", "a.feather"])
+    def test_all_formats_are_documents_also_beside_text(self, name: str, tmp_path: Path) -> None:
+        """Divided in their order; those of training are shuffled, those of validation are not."""
         folder, texts = tmp_path / "folder", [f"document {number}" for number in range(40)]
         folder.mkdir()
         write_documents(folder / name, texts)
@@ -276,15 +231,39 @@ class TestCorpus:
             ]
             assert decoded == ["".join(texts[:28]), "".join(texts[28:])]
             assert isinstance(data.training.parts[0], ShuffledSamples)
-        (folder / "b.py").write_text("text")
-        corpus, lines = load(str(folder), "1,1"), int("json" in name.lower() and "gz" not in name)
-        assert corpus.files == 1 + (lines or ("gz" not in name and "parquet" not in name))
-        assert corpus.notes.endswith(f"; files of JSON that are read as text: {lines}" * lines)
+        (folder / "README.md").write_text("# A card")
+        corpus = load(str(folder), "1")
+        assert (corpus.documents, corpus.files, corpus.beside_records) == (41, 2, 1)
 
-    def test_folder_without_text(self, tmp_path: Path) -> None:
-        (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
-        with pytest.raises(ValueError, match=r"^data.text: no text in"):
-            load(str(tmp_path), SPLIT)
+    def test_json_that_is_no_lines_is_left_out_in_a_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "a.py").write_text("import json\n")
+        (tmp_path / "settings.json").write_text('{\n "a": 1\n}\n')
+        (tmp_path / "other.json").write_text('{"name": "x"}\n')
+        (tmp_path / "texts.json").write_text('{"text": "a text"}\n')
+        corpus = load(str(tmp_path), "1")
+        assert corpus.documents == 2
+        line = "2 files of JSON that are no JSON lines with the key (other.json, settings.json; 26 bytes)"
+        assert corpus.notes.startswith(f"; left out: {line}")
+
+    @pytest.mark.parametrize("several", [False, True])
+    def test_what_datasets_saves_is_read_by_its_list(self, several: bool, tmp_path: Path) -> None:
+        """A DatasetDict has a folder for each split; files that state.json does not name are old."""
+        folder = tmp_path / "train" if several else tmp_path
+        folder.mkdir(exist_ok=True)
+        if several:
+            (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+        for number in range(3):
+            write_documents(folder / f"data-{number}.arrow", [f"text {number}"] * 9)
+        (folder / "dataset_info.json").write_text('{"features": {}}')
+        listed = [{"filename": f"data-{number}.arrow"} for number in (0, 2)]
+        (folder / "state.json").write_text(json.dumps({"_data_files": listed}))
+        corpus = load(str(tmp_path), "1")
+        assert (corpus.documents, corpus.files, corpus.notes) == (18, 2, "")
+        (folder / "data-2.arrow").unlink()
+        with pytest.raises(ValueError, match=r"state.json: names data-2.arrow, which is not there; save the"):
+            load(str(tmp_path), "1")
+        (folder / "state.json").unlink()  # the cache of `datasets`
+        assert load(str(tmp_path), "1").files == 2
 
     @given(
         text=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
@@ -300,22 +279,9 @@ class TestCorpus:
         assert utf_8_problem(pieces) == utf_8_problem([before.encode() + wrong]) == line
         assert utf_8_problem([before.encode()]) == ""
 
-    def test_a_file_that_is_no_text(self, tmp_path: Path) -> None:
-        """Also one whose beginning, which is looked at before a run starts, is text."""
-        file = tmp_path / "a.txt"
-        for content, problem in {
-            b"": "is empty",
-            b"some text caf\xe9": "not UTF-8 text: byte 0xe9 at offset 13",
-            b"text\n" * 200_000 + b"\xff": "not UTF-8 text: byte 0xff at offset 1000000",
-        }.items():
-            file.write_bytes(content)
-            line = rf"^data\.text: {file}: {problem}; give a text file, .*-stdlib"
-            with pytest.raises(ValueError, match=line):
-                load(str(file), SPLIT)
-
 
 NO_SPLITS = ["", "a,b", "1,-1", "0,1,1", "1,1,1,1", "inf,1", "nan"]
-NO_BLENDS: list[Any] = [[], ["a", "b"], ["1", "a", "1"], [0, "a"], ["1", ""], ["a", "1"], [1]]
+NO_BLENDS: list[Any] = [[], [1, "a", 1], [0, "a"], ["1", ""], ["a", 1], [1]]
 
 
 @pytest.mark.parametrize("wrong", [*NO_SPLITS, *NO_BLENDS], ids=str)
@@ -324,6 +290,29 @@ def test_what_is_no_split_and_no_blend(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"^must be .*{example}.*, got ") as caught:
         parse(wrong)
     assert "\n" not in str(caught.value)
+
+
+NAMES = [["a", "b"], ["2021", "2022", "2023"], ["./2021", "./2022"], ["a", "1"]]
+
+
+@pytest.mark.parametrize("paths", NAMES, ids=str)
+def test_a_list_of_prefixes_has_no_weights(paths: list[str]) -> None:
+    """As in Megatron; a prefix may be a number."""
+    assert parse_prefixes(paths) == tuple((path, None) for path in paths)
+
+
+def test_a_list_of_two_readings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "3.idx").touch()
+    for paths, weighted in (
+        (["2021", "2022"], '[2021, "2022"]'),
+        (["3", "a", "0.5", "b"], '[3, "a", 0.5, "b"]'),
+    ):
+        with pytest.raises(ValueError) as caught:
+            parse_prefixes(paths)
+        alone = json.dumps([f"./{path}" for path in paths])
+        assert f"then write {weighted}, and as datasets alone, then write {alone}" in str(caught.value)
+        assert next(share for _, share in parse_prefixes(json.loads(weighted))) is not None
 
 
 class TestMicrobatches:

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data import encode, formats
+from megatron_noloco.data import encode
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
@@ -188,10 +188,10 @@ class TestIndexed:
             lambda: open_whole(prefix, byte, Needs(257, SEQ)),
             lambda: check_start(config),
         ]
-        line = r"made\.tokenizer\.sha256: the dataset was made with another tokenizer than that of"
+        line = r"made: the dataset was made with another tokenizer than that of"
         for made_with in (other, byte, None):
             Path(f"{prefix}.idx").unlink(missing_ok=True)
-            Path(f"{prefix}.tokenizer.sha256").unlink(missing_ok=True)
+            Path(f"{prefix}.facts.json").unlink(missing_ok=True)
             write_dataset(Path(prefix), [np.arange(10)] * 8, tokenizer=made_with)
             for door in doors:
                 with pytest.raises(ValueError, match=line) if made_with is other else nullcontext():
@@ -199,7 +199,7 @@ class TestIndexed:
 
 
 def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
-    line = r"^--data: /bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+; give a text file"
+    line = r"^--data: /bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+$"
     with pytest.raises(ValueError, match=line):
         open_whole("/bin/ls", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
@@ -281,7 +281,6 @@ class TestText:
         (tmp_path / "text").mkdir()
         (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
         (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
-        monkeypatch.setattr(formats, "PIECE_BYTES", 10)  # and on to the end of the line
         monkeypatch.setattr(encode, "_CHARACTERS", 70)
         ids = [tokenizer.encode(line).tolist() for line in lines]
         end = [tokenizer.end_of_document]
@@ -291,36 +290,33 @@ class TestText:
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None
-        line = r"a share of 0 leaves the validation split of .* empty \(1 files\); raise its weight, add"
-        with pytest.raises(ValueError, match=f"{line} files"):
+        line = r"a share of 0 leaves the validation split of .* empty \(10 sequences\); raise its weight, add"
+        with pytest.raises(ValueError, match=line):
             build(text=str(tmp_path / "a.txt"), split="1,0,0")
 
-    @pytest.mark.parametrize("files", [19, 20])
-    def test_run_keeps_the_split_of_its_files(self, files: int, tmp_path: Path) -> None:
-        """Up to version 0.3 a hash divided 20 files and more; what it validated on is not known today."""
-        for number in range(files):
-            (tmp_path / f"{number:02d}.txt").write_text("some text " * 90)
-        source, needs = TextSource(str(tmp_path), Split.parse("8,2")), Needs(257, SEQ)
-        checksums = open_data(source, ByteTokenizer(), needs).checksums
-        before = {"training_data_2": 1, "training_data": 2}  # counters of any run before
+    def test_epochs_and_text_that_is_read_twice_are_told(self, folder: Path, tmp_path: Path) -> None:
+        needs, byte = Needs(257, SEQ, global_batch=10, steps=98), ByteTokenizer()
+        both = IndexedSource((("a", 0.5), ("b", 0.5)), None, Split.parse("1,1"))
+        line = "epochs in 98 steps: 20.4 of the training split of a, 20.4 of the training split of b"
+        assert open_data(both, byte, needs).summary.endswith(line)
+        for suffix in (".bin", ".idx"):
+            shutil.copyfile(folder / f"a{suffix}", tmp_path / f"copy{suffix}")
+        copy = str(tmp_path / "copy")
+        told = f"; the validation text {copy} is training text, so its loss says nothing of other text"
+        for name in ("a", "b"):
+            source = IndexedSource(((name, 1.0),), ((copy, 1.0),), None)
+            assert open_data(source, byte, needs).summary.endswith(told) == (name == "a")
+
+    def test_datasets_without_weights_are_read_by_their_sizes(self) -> None:
+        built = build(data_path=["a", "one"], split="1,0,0", evaluates=False)
+        assert built.training.weights == (400 / 490, 90 / 490)
+
+    def test_a_run_of_another_split_is_refused(self, tmp_path: Path) -> None:
+        """Version 0.4 put each of many files in one split; what it validated on is not known today."""
         run = RunConfig(**SMALLEST | {"data": {"text": str(tmp_path), "split": "8,2"}})
-        now = checkpoint_settings(run, Topology(), checksums)
-        assert now.changes(run.to_dict(), checksums) == []
-        validation = open_validation(source, ByteTokenizer(), needs, checksums, SEQ)
-        assert validation.name == f"the validation split of {tmp_path}"
-        if files < 20:
-            assert now.changes(run.to_dict(), before) == []
-            return
-        otherwise = r"^data.text: the checkpoint's run divided its files otherwise"
-        unknown = r"its validation split is not known \(evaluate: give --data\)"
-        for counters in (before, {}):
-            with pytest.raises(ValueError, match=otherwise):
-                now.changes(run.to_dict(), counters)
-            with pytest.raises(ValueError, match=unknown):
-                open_validation(source, ByteTokenizer(), needs, counters, SEQ)
-        fewer = checkpoint_settings(run, Topology(), before)
-        with pytest.raises(ValueError, match="divided its files otherwise"):
-            fewer.changes(run.to_dict(), checksums)
+        now = checkpoint_settings(run, Topology(), {"training_data_2": 1})
+        with pytest.raises(ValueError, match=r"^data.text: the checkpoint's run divided its files otherwise"):
+            now.changes(run.to_dict(), {"training_data_3": 2})
 
     def test_validation_split_is_that_of_the_data_of_the_run(self, tmp_path: Path) -> None:
         """Of other data it may hold what the run was trained on. Samples may be longer than the training split."""

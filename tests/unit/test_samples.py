@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_noloco.data import blend
 from megatron_noloco.data import samples as samples_module
 from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.microbatches import ValidationSource, gather
@@ -165,5 +166,18 @@ def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
     documents = DocumentBorders(ByteTokenizer.end_of_document, **{field: True})
     source = IndexedSource(parse_prefixes(prefix), None, None)
     needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
-    with pytest.raises(ValueError, match=rf"^data.{field}: .*a holds no end-of-document token \(256\)"):
+    with pytest.raises(ValueError, match=rf"^data.{field}: no document of .*a ends with the .* \(256\)"):
         open_data(source, ByteTokenizer(), needs)
+
+
+def test_documents_may_be_longer_than_what_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index says where documents end; of the tokens of a large dataset only an excerpt is read."""
+    monkeypatch.setattr(blend, "_EXCERPT_TOKENS", 32)
+    documents = [[7] * 900 + [ByteTokenizer.end_of_document] * (number < 6) for number in range(7)]
+    source = IndexedSource(parse_prefixes(write_dataset(tmp_path / "a", documents)), None, None)
+    borders = DocumentBorders(ByteTokenizer.end_of_document, reset_attention_mask=True)
+    needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=borders)
+    training = open_data(source, ByteTokenizer(), needs).training
+    assert set(blend.excerpt(training.parts[0].labels)) == {7}

@@ -2,16 +2,19 @@
 
 import json
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.auto_tokenizer import check_exported, check_folder, folder_adds_bos, folder_problem
+from megatron_noloco.data.auto_tokenizer import check_exported
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset, read_indexed
 from megatron_noloco.data.opening import Data, open_data
@@ -121,6 +124,11 @@ def datasets_of(source: Source, tokenizer: Path, **choice: bool) -> Data:
     return open_data(source, build_tokenizer(chosen), Needs(vocab_size=300, seq_length=8))
 
 
+def tokens_of(data: Data) -> np.ndarray:
+    assert data.validation is not None
+    return np.concatenate([blend.parts[0].tokens for blend in (data.training, data.validation)])
+
+
 def preprocessed(tmp_path: Path, text: Path, *options: str) -> tuple[Dataset, str]:
     """Return the dataset of a text, and what `data preprocess` prints."""
     prefix, tokenizer = tmp_path / f"out{len(options)}", tmp_path / "tok"
@@ -134,16 +142,16 @@ class TestSpecialTokens:
     @pytest.mark.parametrize("split", [True, False])
     def test_those_that_a_text_spells_out_are_text_unless_asked(self, tmp_path: Path, split: bool) -> None:
         text = tmp_path / "text.txt"
-        text.write_text(SPELLED * 4)
+        text.write_text(SPELLED * 400)
         source = TextSource(str(text), HALVES)
         datasets = datasets_of(source, write_tokenizer(tmp_path / "tok"), split_special_tokens=split)
-        tokens = datasets.training.parts[0].tokens.tolist()
-        assert tokens.count(END) == (1 if split else 5)
+        tokens = tokens_of(datasets).tolist()
+        assert tokens.count(END) == (1 if split else 801)
         assert FastTokenizer(tmp_path / "tok").decode([*filter(END.__ne__, tokens)]) == (
-            SPELLED * 2 if split else "Say  to end,  and  too.\n" * 2
+            SPELLED * 400 if split else "Say  to end,  and  too.\n" * 400
         )
         how = "read as text" if split else "read as these tokens, not as text"
-        assert datasets.summary.endswith(f"; special tokens spelled out: 12, {how}")
+        assert datasets.summary.endswith(f"; special tokens spelled out: 1200, {how}")
 
     @pytest.mark.parametrize(
         ("options", "ends", "how"), [([], 1, "text"), (["--no-split-special-tokens"], 3, "these tokens")]
@@ -180,8 +188,8 @@ class TestBeginningOfDocument:
             (tmp_path / "text").mkdir(exist_ok=True)
             (tmp_path / "text" / f"{number}.txt").write_text(TEXT[0] * 4)
         source = TextSource(str(tmp_path / "text"), HALVES)
-        plain = datasets_of(source, tmp_path / "tok").training.parts[0].tokens
-        tokens = datasets_of(source, tmp_path / "tok", prepend_bos=True).training.parts[0].tokens
+        plain = tokens_of(datasets_of(source, tmp_path / "tok"))
+        tokens = tokens_of(datasets_of(source, tmp_path / "tok", prepend_bos=True))
         assert tokens[tokens != BOS].tolist() == plain.tolist()
         begins = (tokens == BOS).nonzero()[0].tolist()
         assert begins == [0, *((tokens == END).nonzero()[0] + 1).tolist()[:-1]]
@@ -243,87 +251,126 @@ def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def read(folder: Path, **choice: Any) -> Any:
+    """The tokenizer of a run, with a cache of its own."""
+    return build_tokenizer(TokenizerChoice(str(folder), cache=str(folder.parent / "cache"), **choice))
+
+
 class TestAutoTokenizer:
-    """The tokens of training, and of transformers."""
-
-    def test_class_ignoring_tokenizer_rules_is_found(self, tmp_path: Path) -> None:
-        from transformers import AutoTokenizer
-
-        folder = write_spaced_tokenizer(tmp_path / "tok", tokenizer_class="LlamaTokenizer", legacy=False)
-        with pytest.raises(ValueError, match=r"tok: its tokenizer.json reads '.*' as \[.*\], AutoTok"):
-            check_folder(FastTokenizer(folder))
-        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
-        check_folder(FastTokenizer(tmp_path / "theirs"))
-        change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-        check_folder(FastTokenizer(folder))
-
-    def test_a_token_that_only_the_config_names_is_found(self, tmp_path: Path) -> None:
-        assert folder_problem(FastTokenizer(write_tokenizer(tmp_path / "tok"))) == ""
-        more = FastTokenizer(write_tokenizer(tmp_path / "more", pad_token="[PAD]"))
-        assert "reads '[PAD]the' as" in folder_problem(more)
-
-    @pytest.mark.parametrize("of_today", [False, True])
-    def test_token_of_two_files_counts_as_in_transformers(self, tmp_path: Path, of_today: bool) -> None:
-        """In the export, too. Folders of today have `added_tokens_decoder`, and the older file is not read."""
-        folder = write_tokenizer(tmp_path / "tok", **({"added_tokens_decoder": {}} if of_today else {}))
-        end = {"content": "<|im_end|>", "lstrip": False}
-        named = {"eos_token": end, "bos_token": "<|im_end|>", "additional_special_tokens": ["<s>"]}
-        (folder / "special_tokens_map.json").write_text(json.dumps(named))
-        ours = FastTokenizer(folder)
-        ours.save(tmp_path / "export", max_length=64)
-        assert ours.end_of_document == (END if of_today else IM_END)
-        for place in (folder, tmp_path / "export"):
-            theirs = transformers.AutoTokenizer.from_pretrained(place)
-            assert theirs.eos_token_id == ours.end_of_document
-            assert theirs.bos_token_id == ours.beginning_of_document
+    """What AutoTokenizer reads is what training reads, and what an export reads."""
 
     @pytest.mark.parametrize("begins", [False, True])
     @pytest.mark.parametrize("spaced", [False, True])
-    def test_export_reads_and_adds_bos_as_training(self, tmp_path: Path, begins: bool, spaced: bool) -> None:
-        """Whatever class and whatever additions the files of the tokenizer say."""
+    def test_training_and_export_read_as_auto_tokenizer(
+        self, tmp_path: Path, begins: bool, spaced: bool
+    ) -> None:
+        """Whatever class, additions and truncation the files name."""
         write = write_spaced_tokenizer if spaced else write_tokenizer
-        folder = write(tmp_path / "tok", add_bos_token=not begins, tokenizer_class="LlamaTokenizer")
+        pad = {"pad_token": "[PAD]"}
+        folder = write(tmp_path / "tok", add_bos_token=not begins, tokenizer_class="LlamaTokenizer", **pad)
         change(folder / "tokenizer.json", truncation={
             "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
         })  # fmt: skip
-        tokenizer = FastTokenizer(folder, prepend_bos=begins)
-        tokenizer.save(tmp_path / "export", max_length=64)
-        check_exported(tokenizer, tmp_path / "export")
-        assert folder_adds_bos(tmp_path / "export") == begins
-        other = FastTokenizer(folder, prepend_bos=not begins)
-        with pytest.raises(ValueError, match="training reads 'Byte by byte"):
-            check_exported(other, tmp_path / "export")
+        ours = read(folder, prepend_bos=begins, split_special_tokens=False)
+        ours.save(tmp_path / "export", max_length=64)
+        assert check_exported(ours, tmp_path / "export") == ""
+        assert read(tmp_path / "export").adds_bos == begins
+        theirs = [
+            transformers.AutoTokenizer.from_pretrained(place) for place in (folder, tmp_path / "export")
+        ]
+        for text in (" the  end ", "   def f(x):\n\n\treturn x\n", "é e\u0301 中", "[PAD]the</s> fox"):
+            tokens = ours.encode(text).tolist()
+            assert [one(text, add_special_tokens=False).input_ids for one in theirs] == [tokens] * 2
+            assert theirs[1](text).input_ids == [*ours.before_document, *tokens]
 
-    @pytest.mark.parametrize("special", [True, False])
-    def test_a_token_that_only_the_config_adds_is_another_token(self, special: bool, tmp_path: Path) -> None:
-        plain = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
-        token = {"content": "<tool>", "special": special} | plain
+    def test_the_kept_folder_is_read_without_transformers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By all other processes of a host, and from the copy in the folder of a run."""
+        folder = write_spaced_tokenizer(tmp_path / "tok", tokenizer_class="LlamaTokenizer", legacy=False)
+        first = read(folder)
+        first.copy_to(tmp_path / "copy")
+        monkeypatch.setitem(sys.modules, "transformers", None)  # what imports it raises
+        for place in (folder, tmp_path / "copy"):
+            again = read(place)
+            assert again.digest == first.digest
+            assert again.files_digest == first.files_digest
+        change(folder / "tokenizer_config.json", eos_token="<s>")
+        with pytest.raises(ModuleNotFoundError):
+            read(folder)
+
+    @pytest.mark.parametrize("rate", [0.1, 0.005])
+    def test_what_draws_tokens_is_switched_off_and_told(self, rate: float, tmp_path: Path) -> None:
         folder = write_tokenizer(tmp_path / "tok")
-        added = {str(FastTokenizer(folder).vocab_size): token}
-        change(folder / "tokenizer_config.json", added_tokens_decoder=added)
-        assert "reads '<tool>the' as" in folder_problem(FastTokenizer(folder))
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        plain = read(write_tokenizer(tmp_path / "plain"))
+        change(folder / "tokenizer.json", model=model | {"dropout": rate})
+        assert read(folder).digest == plain.digest
+        (tmp_path / "text.txt").write_text(TEXT[0] * 9)
+        note = f"; switched off in the tokenizer, which draws tokens at random: dropout {rate:g}"
+        assert note in datasets_of(TextSource(str(tmp_path / "text.txt"), HALVES), folder).summary
 
     @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
     def test_family_with_own_tokenizer_class_is_named(self, tmp_path: Path) -> None:
         """The export itself is right: it is read by its files."""
         ByteTokenizer().save(tmp_path, max_length=64)
+        assert check_exported(ByteTokenizer(), tmp_path) == ""
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
         note = check_exported(ByteTokenizer(), tmp_path)
-        assert "AutoTokenizer as [195, 169" in note, note  # it joins an accent with its letter
-        assert "load the tokenizer with PreTrainedTokenizerFast" in note
+        assert "for this family AutoTokenizer takes Qwen2Tokenizer" in note
 
-    def test_bytes_are_exported_without_bos(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """Nor does transformers warn of the texts that are compared, longer than the model's context."""
-        transformers.logging.set_verbosity_warning()
-        transformers.logging.enable_propagation()
-        ByteTokenizer().save(tmp_path, max_length=8)
-        assert check_exported(ByteTokenizer(), tmp_path) == ""
-        assert not caplog.records
-        assert not folder_adds_bos(tmp_path)
-        written = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        assert written["tokenizer_class"] == "PreTrainedTokenizerFast", (
-            "which all versions of transformers have"
-        )
+    @pytest.mark.parametrize(
+        ("name", "content", "line"),
+        [
+            ("tokenizer_config.json", "[1]", "transformers cannot read it"),
+            ("tokenizer_config.json", "{}", "no end-of-document token; name it as eos_token in its tok"),
+            ("tokenizer.json", "{}", "transformers cannot read it"),
+        ],
+    )
+    def test_broken_files_are_one_line(self, tmp_path: Path, name: str, content: str, line: str) -> None:
+        folder = write_tokenizer(tmp_path / "tok")
+        (folder / name).write_text(content)
+        for place, said in ((folder, line), (folder / name, "no folder with a tokenizer.json")):
+            with pytest.raises(ValueError, match=f"^tokenizer_model {place}: {said}") as caught:
+                read(place)
+            assert "\n" not in str(caught.value)
+
+
+LOST = "日本語éüñßøΩЖ€"
+
+
+class TestLostCharacters:
+    """Characters that no token stands for are counted; many of them are refused."""
+
+    @pytest.mark.parametrize("unknown", [None, "<unk>"], ids=["dropped", "unknown"])
+    def test_they_are_counted_and_refused(self, unknown: str | None, tmp_path: Path) -> None:
+        tokenizer = Tokenizer(models.BPE(unk_token=unknown))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        special = ["</s>", *([unknown] if unknown else [])]
+        trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=special, show_progress=False)
+        tokenizer.train_from_iterator(["the quick brown fox, over the lazy dog"], trainer)
+        (tmp_path / "tok").mkdir()
+        tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
+        (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+        lines = [f"the quick fox {LOST if place == 3 else 'dog'} over the lazy\n" for place in range(20)]
+        (tmp_path / "text.txt").write_text("".join(lines))
+        file = write(tmp_path / "a.jsonl", *({"prompt": "the fox", "completion": line} for line in lines))
+        examples = "such as 'ß' in {0}, 'é' in {0}, 'ñ' in {0}"
+        for source in (TextSource(str(tmp_path / "text.txt"), HALVES), RecordSource(file, HALVES, False)):
+            characters = sum(map(len, lines)) + (7 * 20 if isinstance(source, RecordSource) else 0)
+            told = f"no token stands for 11 of {characters} characters"
+            summary = datasets_of(source, tmp_path / "tok").summary
+            assert told in summary
+            assert examples.format(Path(source.path).name) in summary
+            with pytest.raises(
+                ValueError, match=rf"^{source.option} .*: {told} .*max_lost_characters \(now 0.01\)"
+            ):
+                datasets_of(replace(source, max_lost=0.01), tmp_path / "tok")
+
+    def test_bytes_and_spaces_lose_nothing(self, tmp_path: Path) -> None:
+        for folder in (write_tokenizer(tmp_path / "bytes"), write_spaced_tokenizer(tmp_path / "fallback")):
+            assert read(folder).count_lost(["the \n\t fox", TEXT[0]]).total() == 0
+        assert read(tmp_path / "bytes").count_lost([LOST, "", "a\0b"]).total() == 0
 
 
 def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
@@ -342,8 +389,9 @@ class TestCopy:
     def test_it_is_used_where_the_original_is_gone(self, tmp_path: Path) -> None:
         original = write_tokenizer(tmp_path / "tok", chat_template="{{ messages }}")
         run = run_with(original, tmp_path / "run")
-        settings, copy = settings_of(run, original), tokenizer_folder(tmp_path / "run")
-        FastTokenizer(original).copy_to(copy)
+        copy, kept = tokenizer_folder(tmp_path / "run"), read(original)
+        settings = checkpoint_settings(run, Topology(), {}, kept)
+        kept.copy_to(copy)
         shutil.rmtree(original)
         after = _tokenizer(run)
         assert {TOKENS: after.digest, TEMPLATE: after.chat_template.digest} == settings.tokenizer

@@ -1,0 +1,150 @@
+"""What is said of data that cannot be read: tests/golden/data_lines.txt has the line of each."""
+
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.harness import output_of, refusal_of
+from tests.unit.golden import check
+
+
+def parquet_of(text: bytes, columns: int = 1) -> bytes:
+    """A file with columns of text, all of one name, which Parquet does not check."""
+    written, column = pyarrow.BufferOutputStream(), pyarrow.array([b"x", text]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table([column] * columns, names=["text"] * columns), written)
+    return written.getvalue().to_pybytes()
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+# Name of a file, its content, further options of `data preprocess`.
+WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
+    # lines of JSON
+    ("line.jsonl", b'{"text": "x"}\n{"text": \n', ()),
+    ("number.jsonl", b"1\n", ()),
+    ("zeros.jsonl", b'{"text": "x"}\n' + bytes(9), ()),
+    ("key.jsonl", b'{"body": "x"}\n', ()),
+    ("twice.jsonl", b'{"text": "one"}\n{"text": "two", "of": {"id": 1, "id": 2}}\n', ()),
+    ("kind.jsonl", b'{"text": 3}\n', ()),
+    ("half.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}\n', ()),
+    ("list.json", b'[{"text": "a"}]', ()),
+    ("lines.json", b'{\n "text": "a"\n}', ()),
+    ("two.json", b'{"text": "a"} {"text": "b"}', ()),
+    ("empty.jsonl", b'{"text": ""}\n', ()),
+    # text
+    ("archive.tar", b"text" + bytes(9), ()),
+    ("archive.tar.gz", gzip.compress(b"text" + bytes(9)), ()),
+    ("latin.txt", b"caf\xe9", ()),
+    ("late.txt", b"text\n" * 200_000 + b"\xe9", ()),
+    ("latin.txt.gz", gzip.compress(b"caf\xe9"), ()),
+    ("cut.txt", "text é".encode()[:-1], ()),
+    ("empty.txt", b"", ()),
+    # formats
+    ("text.txt.xz", lzma.compress(b"text"), ()),
+    ("cut.jsonl.gz", gzip.compress(b"x" * 99)[:-9], ()),
+    ("cut.txt.zst", zstd(bytes(range(256)) * 40)[:200], ()),
+    ("plain.parquet", b"plain", ()),
+    ("columns.parquet", parquet_of(b"x", columns=2), ()),
+    ("latin.parquet", parquet_of(b"\xff"), ()),
+    ("plain.arrow", b"plain", ()),
+    # options
+    ("a.jsonl", b"{}", ("--json-keys", "a/b")),
+    ("b.jsonl", b"{}", ("--output-prefix", "/")),
+    ("c.jsonl", b"{}", ("--input", "nowhere")),
+    ("d.jsonl", b'{"text": "x"}', ("--output-prefix", "d.jsonl/out")),
+    ("e.jsonl", b'{"text": "x"}', ("--input", ".", "--output-prefix", "out")),
+    ("f.jsonl", b"{}", ("--tokenizer-model", "nowhere")),
+    ("g.jsonl", b"{}", ("--tokenizer-model", ".")),
+]
+
+
+def test_each_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exit code 2, and without a dataset."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for number, (name, content, options) in enumerate(WRONG):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            (folder / name).write_bytes(content)
+            given = ["--input", name, "--output-prefix", "out/a", *options]
+            said = refusal_of("data", "preprocess", *given).replace(str(folder), "FOLDER")
+            assert len(said.splitlines()) == 1
+            assert not list(folder.glob("**/*.idx"))
+            yield " ".join([name, *options]), said
+
+    check("data_lines", cases())
+
+
+@pytest.mark.skipif(not Path("/usr/bin/zstd").exists(), reason="needs zstd")
+def test_a_long_window_of_zstd_says_what_to_do(tmp_path: Path) -> None:
+    packed = subprocess.run(["zstd", "-q", "--long=28", "-c"], check=True, capture_output=True, input=b"text")
+    (tmp_path / "a.txt.zst").write_bytes(packed.stdout)
+    line = refusal_of(
+        "data", "preprocess", "--input", tmp_path / "a.txt.zst", "--output-prefix", tmp_path / "out"
+    )
+    assert "a.txt.zst: cannot be decompressed" in line
+    assert "`zstd -d --long=31 a.txt.zst` unpacks what was written with --long" in line
+
+
+def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, content in {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}.items():
+        (tmp_path / "in" / name).write_bytes(content)
+    said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
+    assert said.splitlines()[0] == (
+        "1 documents, 4 tokens; left out: 1 file not in UTF-8 (d; 1 bytes), 1 file of formats that are not read, "
+        "unpack them (b.txt.xz; 1 bytes), 1 file of JSON that are no JSON lines with the key (c.json; 2 bytes)"
+        "; documents that are files of text beside records: 1"
+    )
+    assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 1
+
+
+def peak_bytes(code: str, *arguments: Any) -> int:
+    """The peak memory of Python code in a process of its own."""
+    script = f"import resource, sys\n{code}\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return 1024 * int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+READ = """from pathlib import Path
+from megatron_noloco.data.encode import Counts, encode, read_documents
+from megatron_noloco.data.inputs import find_inputs
+from megatron_noloco.data.tokenizer import ByteTokenizer
+counts = Counts(lambda _: None)
+pieces = read_documents(find_inputs(sys.argv[1:], "--input").files, "text", counts)
+for _ in encode(pieces, ByteTokenizer(), True, counts): pass
+"""
+
+
+@pytest.mark.parametrize("name", ["one.txt", "one.jsonl", "one.parquet", "one.arrow", "many.parquet"])
+def test_memory_is_that_of_the_largest_document(name: str, tmp_path: Path) -> None:
+    """At most 8 bytes for each of its bytes, and a constant; a text is read in pieces, whatever its lines are."""
+    size, many = 40_000_000, name.startswith("many")
+    rows = ["some text " * 10_000] * 400 if many else ["some text " * (size // 10)]
+    (tmp_path / "tiny.txt").write_text("a")
+    path, table = tmp_path / name, pyarrow.table({"text": rows})
+    if path.suffix == ".txt":
+        path.write_text(rows[0])
+    elif path.suffix == ".jsonl":
+        path.write_text(json.dumps({"text": rows[0]}))
+    elif path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    more = peak_bytes(READ, path) - peak_bytes(READ, tmp_path / "tiny.txt")
+    document = 0 if many or path.suffix == ".txt" else size
+    assert more < 8 * document + 150_000_000
