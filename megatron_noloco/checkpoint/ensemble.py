@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest, verify
+from megatron_noloco.checkpoint.catalog import TOKENS_PER_SAMPLE, DamagedCheckpointError, Manifest, verify
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
@@ -67,6 +67,13 @@ class Ensemble:
         if not first.topology.separate_jobs:
             return first.consumed_samples
         return sum(map(_consumed_by_job, map(self.last_stage, self.replicas)))
+
+    @property
+    def consumed_tokens(self) -> int:
+        """The training tokens of `consumed_samples`, padding left out."""
+        first = self.manifests[0]
+        per_sample = first.counters.get(TOKENS_PER_SAMPLE, first.architecture.seq_length)
+        return round(self.consumed_samples * per_sample)
 
     def topology_of(self, replica: int) -> Topology:
         """Return the topology of the job that saved a replica."""
@@ -165,7 +172,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     for manifest in saved.manifests:
         saved.verify(manifest)
     manifests, first, replicas = saved.manifests, saved.manifests[0], saved.replicas
-    noloco, seq_length = first.config["noloco"], first.config["model"]["seq_length"]
+    noloco = first.config["noloco"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
     parameters = table_of(first.architecture).parameter_count
     are_equal = len(replicas) > 1 and saved.weights_are_equal
@@ -175,8 +182,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     return [
         *(f"checkpoint: {folder}" for folder in dict.fromkeys(saved.folders.values())),
         f"step: {', '.join(steps)} of {first.config['training']['train_iters']}",
-        f"consumed by all replicas: {saved.consumed_samples} samples, "
-        f"{saved.consumed_samples * seq_length} tokens",
+        f"consumed by all replicas: {saved.consumed_samples} samples, {saved.consumed_tokens} tokens",
         f"parallel: {saved.layout_in_words}",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica{', the same in all, bit for bit' * are_equal}",

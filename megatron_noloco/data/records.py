@@ -10,6 +10,7 @@ import numpy as np
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
 from megatron_noloco.data.encode import Counts, Sequence, read_ahead, spelled_as
 from megatron_noloco.data.inputs import JSON_LINES, PARQUET, Input, Inputs, find_inputs, left_out
+from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
@@ -43,6 +44,20 @@ def find_records(path: str) -> Inputs:
     if others:
         notes = f"; left out: {left_out(others, 'file{} without records')}{notes}"
     return Inputs(records, notes)
+
+
+def whole_source(path: str, cache: str | None) -> TextSource | RecordSource:
+    """Return a source of all that a path holds: records, if the first row there is one, else text.
+
+    Raises UserError for a file that cannot be read.
+    """
+    whole, first = Split(1, 0, 0), None
+    if path != STANDARD_LIBRARY:
+        files, _ = find_inputs([path], "data.text")
+        rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
+        first = next(rows, None)
+    is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
+    return RecordSource(path, whole, True, cache) if is_record else TextSource(path, whole, cache)
 
 
 def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
