@@ -125,15 +125,16 @@ def _tensors(source: ModelSource, file: WeightFile, dtype: torch.dtype) -> dict[
 def _model_card(source: ModelSource) -> str:
     """Return the README.md of an export: how this model was trained, in numbers."""
     manifest, family = source.saved.manifests[0], source.architecture.family
-    topology, saved = manifest.topology, len(source.saved.replicas)
-    model = (
-        f"the mean of {saved} replicas' slow weights"
-        if len(source.replicas) > 1
-        else f"replica {source.replicas[0]}" + ("" if topology.separate_jobs else f" of {topology.replicas}")
-    )
+    topology, mean_of = manifest.topology, source.saved.mean_of
+    if len(source.replicas) > 1 or mean_of:
+        model = f"the mean of {mean_of or len(source.replicas)} replicas' slow weights"
+    else:
+        model = f"replica {source.replicas[0]}" + (
+            "" if topology.separate_jobs else f" of {topology.replicas}"
+        )
     notes = [
         f"local steps: {manifest.step}",
-        f"tokens, all replicas together: {source.saved.consumed_tokens}",
+        f"tokens of {source.saved.consumers}: {source.saved.consumed_tokens}",
         f"parallel: {source.saved.layout_in_words}",
         *source.losses_report(),
     ]

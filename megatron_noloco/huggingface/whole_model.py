@@ -1,6 +1,5 @@
 """Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import adds_bos, load_folder
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, read_object
 from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.activity import line_of
@@ -170,7 +168,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
             **sampling,
         )
     except RuntimeError as error:
-        if not _is_of_a_distribution(error):
+        if "probability tensor" not in str(error):  # "... contains either `inf`, `nan`..." in torch 2.13
             raise
         raise UserError(
             f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
@@ -189,42 +187,23 @@ def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return ids if ids[:1] == begin else [*begin, *ids]  # a chat template may write BOS itself
 
 
-def _is_of_a_distribution(error: RuntimeError) -> bool:
-    """Whether torch could not draw a token; "probability tensor contains either `inf`, `nan`..." in 2.13."""
-    return "probability tensor" in str(error)
-
-
-def _ends(folder: Path, vocab_size: int) -> list[int] | None:
-    """Return the tokens at which a text ends; None where there is none.
-
-    They are those of generation_config.json, of which nothing else is read; without the file, of config.json.
-    Raises UserError where they are no tokens.
-    """
-    path = folder / "generation_config.json"
-    path = path if path.exists() else folder / "config.json"
-    named = read_object(path, "copy it again").get("eos_token_id")
-    ends = named if isinstance(named, list) else [] if named is None else [named]
-    if any(type(end) is not int for end in ends):
-        raise UserError(
-            f"{path}: eos_token_id is {outside(json.dumps(named))[:40]}; it must be the number of a token, "
-            "or a list"
-        )
-    return [end for end in ends if 0 <= end < vocab_size] or None
-
-
 def _load(folder: Path) -> tuple[Any, Any]:
-    """Return tokenizer and model; raises UserError, in one line."""
+    """Return tokenizer and model; of generation_config.json only the tokens that end a text count.
+
+    Raises UserError, in one line.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    architecture = read_architecture(folder)
-    ends = _ends(folder, architecture.vocab_size)
-    with PretrainedWeights(folder, architecture) as weights:
+    with PretrainedWeights(folder, read_architecture(folder)) as weights:
         weights.check_finite()
     try:
         tokenizer = load_folder(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        ends = model.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        known = [int(end) for end in ends if 0 <= end < model.config.vocab_size]
+        model.generation_config = GenerationConfig(eos_token_id=known or None)
     except Exception as error:  # transformers raises anything for files that it does not expect
         reason = f"{type(error).__name__}: {line_of(error)}"
         raise UserError(f"{folder}: transformers cannot load it ({reason})") from None
-    model.generation_config = GenerationConfig(eos_token_id=ends)
     return tokenizer, model

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_noloco import __version__
-from megatron_noloco.checkpoint.catalog import TOKENS_PER_SAMPLE
+from megatron_noloco.checkpoint.catalog import MEAN_OF_REPLICAS, TOKENS_PER_SAMPLE
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import RunConfig, describe, facts_in_words
@@ -53,6 +53,7 @@ def build_monitor(
         metrics.count(name, checksum)
     tokens_per_sample = joined.data.training.tokens_per_sample
     metrics.count(TOKENS_PER_SAMPLE, tokens_per_sample)
+    metrics.count(MEAN_OF_REPLICAS, None)  # of the steps so far, if any
     return Monitor(metrics, plan, _throughput(prepared, tokens_per_sample), console, config.noloco.fragments)
 
 

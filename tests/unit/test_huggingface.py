@@ -514,24 +514,11 @@ def test_generation_obeys_the_command_not_the_folder(temperature: str, model_of_
     assert generated() == generated(eos_token_id=[]) == generated(eos_token_id=1 << 70)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ('{"eos_token_id": "</s>"}', 'eos_token_id is "</s>"; it must be the number of a token, or a list'),
-        ('{"eos_token_id": [1, true]}', "eos_token_id is [1, true]; it"),
-        ("", "not a JSON object"),
-        ('{"eos_token_id":', "not a JSON object"),
-        ("null", "not a JSON object"),
-        ("[1]", "not a JSON object"),
-        (None, "Is a directory"),
-    ],
-)
-def test_a_generation_config_that_cannot_be_read_is_named(
-    content: str | None, reason: str, model_of_bytes: Path
-) -> None:
-    file = model_of_bytes / "generation_config.json"
-    file.mkdir() if content is None else file.write_text(content)
-    assert f"{file}: {reason}" in refusal_of("generate", model_of_bytes, "--prompt", "the", "--tokens", "2")
+@pytest.mark.parametrize("content", ['{"eos_token_id": "</s>"}', "[1]"])
+def test_a_generation_config_that_cannot_be_read_is_one_line(content: str, model_of_bytes: Path) -> None:
+    (model_of_bytes / "generation_config.json").write_text(content)
+    line = refusal_of("generate", model_of_bytes, "--prompt", "the", "--tokens", "2")
+    assert line.startswith(f"{model_of_bytes}: transformers cannot load it (")
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="AutoTokenizer obeys the files before")
