@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import sha256_of
+from megatron_noloco.files import outside, sha256_of
 from megatron_noloco.job.activity import line_of
 
 Messages = list[dict[str, Any]]
@@ -86,7 +86,7 @@ class ChatTemplate:
                 tokenize=False,
             )
         except Exception as error:  # templates raise anything for messages that they do not expect
-            raise UserError(f"the chat template refuses the messages: {line_of(error)}") from None
+            raise UserError(f"the chat template refuses the messages: {outside(line_of(error))}") from None
 
     def reads_key(self, key: str, tools: Any) -> bool:
         """Return whether the template names a key of messages."""
@@ -186,13 +186,15 @@ def _message(number: int, given: Any, tools: Any, template: ChatTemplate) -> dic
     Parts are joined, keys that are null left out. Raises UserError for what a message may not hold.
     """
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise UserError(f'message {number} must have "role" and "content", not {json.dumps(given)[:60]}')
+        raise UserError(
+            f'message {number} must have "role" and "content", not {json.dumps(given, default=str)[:60]}'
+        )
     message = {key: value for key, value in given.items() if value is not None}
     is_answer = message["role"] == "assistant"
     if message.setdefault("weight", int(is_answer)) not in (0, int(is_answer)):
         weight = json.dumps(message["weight"])[:40]
         raise UserError(f'message {number}: "weight" must be 0, or 1 for an answer (assistant), not {weight}')
-    message["content"] = _text_of(number, given.get("content") or "")
+    message["content"] = _text_of(number, message.get("content", ""))
     others = {key: value for key, value in message.items() if key not in _KEYS and value not in _NOTHING}
     if given.get("content") in (None, []) and not others:
         raise UserError(f'message {number} has no "content"')
@@ -218,7 +220,7 @@ def _text_of(number: int, content: Any) -> str:
             case _:
                 raise UserError(
                     f'message {number}: "content" must be text, or a list of {{"type": "text", "text": "..."}}, '
-                    f"not {json.dumps(content)[:60]}"
+                    f"not {json.dumps(content, default=str)[:60]}"
                 )
     return "".join(texts)
 

@@ -161,6 +161,7 @@ def test_an_answer_of_weight_0_is_read_without_a_loss(tmp_path: Path) -> None:
         ({**ANSWER, "tool_calls": [1]}, 'message 2 has the key "tool_calls", which the chat template does'),
         ({"role": "assistant", "text": None}, 'message 2 has no "content"$'),
         ({"role": "assistant", "content": []}, 'message 2 has no "content"$'),
+        ({"role": "assistant", "content": 0}, 'message 2: "content" must be text, or .*, not 0$'),
         ({"role": "assistant", "content": {"a": 1}}, 'message 2: "content" must be text, or a list of'),
         (
             {"role": "assistant", "content": [*parts("a"), {"type": "image_url", "image_url": "b"}]},

@@ -343,7 +343,6 @@ NOT_READ: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"hidden_act": "gelu"}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": "warm"}}),
     ("llama", {"quantization_config": {"bits": 4, "quant_method": "gptq"}}),
