@@ -141,13 +141,12 @@ def model_of(modules: Sequence[nn.Module]) -> dict[str, Any]:
     Of a model without a config, or of another family, only a family is returned, which the trainer does not have.
     """
     config: Any = next((getattr(module, "config", None) for module in modules), None)
-    if not hasattr(config, "to_dict"):
+    if not hasattr(config, "model_type"):
         return {"family": None}
-    theirs = config.to_dict()
-    family = theirs.get("model_type")
+    family = config.model_type
     if family not in FAMILIES:
         return {"family": f"{family} of transformers"}
     try:
-        return architecture_of(theirs).of_function
+        return architecture_of(config).of_function
     except UserError as error:
         return {"family": f"{family} in which {error}"}

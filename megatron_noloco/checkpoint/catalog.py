@@ -20,6 +20,10 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
 
 FORMAT = 3
+MEAN_OF_REPLICAS = (
+    "mean_of_replicas"  # counter: of how many separate jobs the weights are the mean at the end
+)
+TOKENS_PER_SAMPLE = "tokens_per_sample"  # counter: mean tokens in a training sample, padding left out
 WEIGHTS = "slow_weights"  # the vector that a model is made from
 _STEP = re.compile(r"step_(\d{8,})$")
 _SET_ASIDE = ".set_aside"  # after the name of a step

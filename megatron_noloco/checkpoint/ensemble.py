@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest, verify
+from megatron_noloco.checkpoint.catalog import (
+    MEAN_OF_REPLICAS,
+    TOKENS_PER_SAMPLE,
+    DamagedCheckpointError,
+    Manifest,
+    verify,
+)
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
@@ -67,6 +73,23 @@ class Ensemble:
         if not first.topology.separate_jobs:
             return first.consumed_samples
         return sum(map(_consumed_by_job, map(self.last_stage, self.replicas)))
+
+    @property
+    def consumed_tokens(self) -> int:
+        """The training tokens of `consumed_samples`, padding left out."""
+        first = self.manifests[0]
+        per_sample = first.counters.get(TOKENS_PER_SAMPLE, first.architecture.seq_length)
+        return round(self.consumed_samples * per_sample)
+
+    @property
+    def consumers(self) -> str:
+        """Name the replicas that `consumed_samples` counts."""
+        return "this replica" if self.topology.separate_jobs and len(self.replicas) == 1 else "all replicas"
+
+    @property
+    def mean_of(self) -> int:
+        """The number of separate jobs of whose replicas the weights are the mean; 0 before the end."""
+        return int(self.manifests[0].counters.get(MEAN_OF_REPLICAS, 0))
 
     def topology_of(self, replica: int) -> Topology:
         """Return the topology of the job that saved a replica."""
@@ -165,23 +188,24 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     for manifest in saved.manifests:
         saved.verify(manifest)
     manifests, first, replicas = saved.manifests, saved.manifests[0], saved.replicas
-    noloco, seq_length = first.config["noloco"], first.config["model"]["seq_length"]
+    noloco = first.config["noloco"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
     parameters = table_of(first.architecture).parameter_count
     are_equal = len(replicas) > 1 and saved.weights_are_equal
     steps = [f"{saved.last_stage(replica).step} (replica {replica})" for replica in replicas]
     if len({manifest.step for manifest in manifests}) == 1:
         steps = [str(first.step)]
+    mean = [f"weights: the mean of {saved.mean_of} replicas, which each of them has"] if saved.mean_of else []
     return [
         *(f"checkpoint: {folder}" for folder in dict.fromkeys(saved.folders.values())),
         f"step: {', '.join(steps)} of {first.config['training']['train_iters']}",
-        f"consumed by all replicas: {saved.consumed_samples} samples, "
-        f"{saved.consumed_samples * seq_length} tokens",
+        f"consumed by all replicas: {saved.consumed_samples} samples, {saved.consumed_tokens} tokens",
         f"parallel: {saved.layout_in_words}",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica{', the same in all, bit for bit' * are_equal}",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * len(replicas)):.1f} bytes per parameter",
         f"integrity: {sum(len(manifest.files) for manifest in manifests)} files, all checksums match",
+        *mean,
         *saved.losses_in_words,
     ]
 

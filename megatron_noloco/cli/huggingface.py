@@ -63,6 +63,8 @@ def add_commands(commands: Commands) -> None:
     add("folder", help="a Hugging Face model with safetensors")
     add("--config", required=True, help="a config file; its block model is replaced")
     add("--output", required=True, help="the config file to write")
+    without = "do not compare the logits of a text with those of transformers, which takes 8 bytes per weight"
+    add("--no-check", action="store_true", help=without)
     import_.set_defaults(run=_import)
 
     generate = add_command(
@@ -84,12 +86,14 @@ def add_commands(commands: Commands) -> None:
     evaluate = add_command(
         commands,
         "evaluate",
-        "print loss and perplexity of each replica and of their mean",
+        "print the loss of each replica and of their mean",
         "evaluate runs/my-run --data other.txt",
     )
     add = evaluate.add_argument
     add("model", nargs="+", type=Path, help=_MODEL)
-    data = "text, a folder of text, or a dataset's prefix (default: the run's own validation split)"
+    data = (
+        "a text, records, a folder of them, or a dataset's prefix (default: the run's own validation split)"
+    )
     add("--data", help=data)
     add("--samples", type=at_least_one, help="number of samples of each dataset (default: all)")
     add("--seq-length", type=at_least_one, help="tokens in a sample (default: the model's)")
@@ -108,8 +112,9 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from megatron_noloco.data.auto_tokenizer import check_exported
-    from megatron_noloco.huggingface.export import TOLERANCE, check_export, export, not_exported
+    from megatron_noloco.huggingface.export import check_export, export, not_exported
     from megatron_noloco.huggingface.source import open_source
+    from megatron_noloco.huggingface.whole_model import TOLERANCE
 
     source = open_source(args.checkpoint, args.combine, args.tokenizer)
     output = Path(args.output)
@@ -130,16 +135,19 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.huggingface.pretrained import import_folder
+    from megatron_noloco.huggingface.whole_model import check_import
 
     if Path(args.output).exists():
         raise UserError(f"{args.output}: exists; give another --output, or remove it")
     template = load_config(args.config)
-    config = import_folder(Path(args.folder), template)
+    config, lines = import_folder(Path(args.folder), template)
+    if not args.no_check:
+        lines.append(check_import(Path(args.folder)))
     with writing(args.output, "--output"):
         Path(args.output).write_text(json.dumps(config.given(), indent=2) + "\n")
     if config.data != template.data:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
-    say(f"{args.output}: starts from {args.folder}")
+    say(*lines, f"{args.output}: starts from {args.folder}")
     return 0
 
 
@@ -184,7 +192,8 @@ def _say_losses(results: "Iterable[Result]") -> None:
             diverged.append(f"{result.model} on {result.dataset}")
         say(
             f"{result.model} on {result.dataset}: loss {result.loss:.4f} nats per token, "
-            f"perplexity {result.perplexity:.4f} ({result.tokens} tokens)"
+            f"perplexity {result.perplexity:.4f}, {result.bits_per_byte:.4f} bits per byte of text "
+            f"({result.tokens} tokens)"
         )
     if diverged:
         raise StoppedError(

@@ -38,6 +38,13 @@ class Blend:
         number = bisect_right(self._ends, index)
         return self.parts[number][index - (self._ends[number - 1] if number else 0)]
 
+    @property
+    def tokens_per_sample(self) -> float:
+        """Mean number of tokens in a sample, padding left out."""
+        return sum(
+            weight * part.tokens_per_sample for part, weight in zip(self.parts, self.weights, strict=True)
+        )
+
     def order(self, seed: int, slot: int | None = None) -> Order:
         """Return the order in which a run of this seed, or a slot of a federation, reads the samples."""
         return Order(tuple(map(len, self.parts)), self.weights, seed, slot)

@@ -1,27 +1,36 @@
 """Conversations for fine-tuning: what their messages may hold, and what a chat template makes of them."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from datetime import date
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import sha256_of
+from megatron_noloco.files import outside, sha256_of
 from megatron_noloco.job.activity import line_of
 
-_KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must change what the template writes
-_NOT_RENDERED = ("role", "name", "tool_call_id")  # templates may leave them out, or write other words
+Messages = list[dict[str, Any]]
+
+_KEYS = ("role", "content", "name", "tool_call_id", "weight")  # any other key must be in the template
+_NOT_WRITTEN = ("role", "name", "tool_call_id")  # templates leave them out, or write other words
 _NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where a message has no such key
-_OF_CALLS = ("name", "arguments")
-_CLOCK = "strftime_now"  # the only way to a date that transformers gives to templates
-_CLOCK_THAT_STANDS = '{% macro strftime_now(format) %}{{ format | replace("%", "DAY") }}{% endmacro %}'
+_KEY_IN_TEMPLATE = r"""\.\s*{0}\b|'{0}'|"{0}\""""  # message.content, message['content']
+_NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")  # the only way to the date that transformers gives
+_TODAY = date(2025, 1, 1)  # in its place: a resume must read the same text
 
 
 class ChatTemplate:
-    """A chat template, or several by name. A tokenizer without any has one without content."""
+    """A chat template, or several by name. A tokenizer without any has one without content.
+
+    Attributes:
+        checked_roles: roles of which a conversation has shown that their texts are written.
+    """
 
     def __init__(self, folder: Path | None, content: Any) -> None:
         """Keep what was found; nothing is loaded before it is needed.
@@ -31,6 +40,8 @@ class ChatTemplate:
             content: the texts, as the files of the tokenizer have them; None where there is none.
         """
         self._folder, self._content = folder, content
+        self.checked_roles = set[str]()
+        self.takes_text = cache(self._takes_text)
 
     @property
     def digest(self) -> str:
@@ -45,16 +56,18 @@ class ChatTemplate:
         return []
 
     def text(self, tools: Any = None) -> str:
-        """Return the template for conversations with these tools; raises UserError where there is none."""
-        return self._loaded.get_chat_template(tools=tools)
+        """Return the template for conversations with these tools, on 1 January 2025.
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Any = None,
-        add_generation_prompt: bool = False,
-        template: str | None = None,
-    ) -> str:
+        Raises UserError where there is none.
+        """
+        found = self._loaded.get_chat_template(tools=tools)
+        return _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), found)
+
+    def asks_for_date(self, tools: Any) -> bool:
+        """Return whether the template names the present date."""
+        return _NOW.search(self._loaded.get_chat_template(tools=tools)) is not None
+
+    def render(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation.
 
         Raises UserError where there is no template, or the template refuses the messages.
@@ -62,19 +75,43 @@ class ChatTemplate:
         Args:
             tools: the tools that the assistant may call, in the form that the template takes.
             add_generation_prompt: whether to append the beginning of an answer.
-            template: the text of another template; None: this one.
         """
-        chosen = template or self.text(tools)
+        template = self.text(tools)
         try:
             return self._loaded.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=chosen,
+                chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
         except Exception as error:  # templates raise anything for messages that they do not expect
-            raise UserError(f"the chat template refuses the messages: {line_of(error)}") from None
+            raise UserError(f"the chat template refuses the messages: {outside(line_of(error))}") from None
+
+    def reads_key(self, key: str, tools: Any) -> bool:
+        """Return whether the template names a key of messages."""
+        return re.search(_KEY_IN_TEMPLATE.format(re.escape(key)), self.text(tools)) is not None
+
+    def reads_tools(self, tools: Any) -> bool:
+        """Return whether the template names the tools of a conversation."""
+        return re.search(r"""(?<![\w.'"])tools\b""", self.text(tools)) is not None
+
+    def _takes_text(self, with_tools: bool) -> bool:
+        """Return whether the template takes the arguments of tool calls as JSON text, not as an object."""
+        tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else None
+        arguments = {"key": "value"}
+
+        def written(form: Any) -> str:
+            function = {"name": "f", "arguments": form}
+            call = {"id": "call00001", "type": "function", "function": function}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with suppress(UserError):
+                return self.render([{"role": "user", "content": "a question"}, answer], tools)
+            return ""
+
+        of_object = written(arguments)
+        refuses_object = not of_object or str(arguments) in of_object
+        return refuses_object and json.dumps(arguments) in written(json.dumps(arguments))
 
     @cached_property
     def _loaded(self) -> Any:
@@ -92,200 +129,160 @@ class ChatTemplate:
         return PreTrainedTokenizerFast.from_pretrained(self._folder)
 
 
-def render_conversation(
-    messages: list[Any], tools: Any, template: ChatTemplate
-) -> tuple[str, list[tuple[int, int]], int]:
-    """Return a conversation as the chat template renders it, where its answers lie, and how many are empty.
+class Answer(NamedTuple):
+    """An answer as two texts."""
 
-    An answer is what the template adds to the messages before it, which are rendered with a generation prompt. Of
-    each the first character is returned, and the one after its last; an answer of weight 0 is left out.
-    Raises UserError for a message that holds anything unknown, and for a template that does not render all of it.
+    before: str  # what generation reads before it
+    text: str  # its own, with what ends it
+
+    @property
+    def through(self) -> str:
+        """The text up to the answer's end."""
+        return self.before + self.text
+
+
+def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[list[Answer], int]:
+    """Return the answers of a conversation that have a loss, and how many of them are empty.
+
+    The text before an answer is the template's of the messages before, with a generation prompt: what a chat would
+    read there. So a template may write an earlier turn otherwise than the last one.
+
+    Raises UserError for a message that holds anything unknown, and where the template does not write a text.
+
+    Args:
+        given: the messages, as a file has them; of an answer with "weight": 0 nothing is learnt.
+        tools: the tools that the assistant may call; None: none.
     """
-    text = template.text(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError('"tools" must be a list of objects')
-    given = [_read(number, message) for number, message in enumerate(messages, 1)]
-    learnt = [_has_loss(number, message) for number, message in enumerate(given, 1)]
-    if not any(learnt):
-        some = any(message["role"] == "assistant" for message in given)
-        reason = "each answer has weight 0" if some else 'no message has the role "assistant"'
-        raise UserError(f"{reason}: there is nothing to learn")
-    if given[0]["role"] == "assistant":
+    if tools and not template.reads_tools(tools):
+        raise UserError('there are "tools", which the chat template does not read')
+    messages = [_message(number, message, tools, template) for number, message in enumerate(given, 1)]
+    places = [place for place, message in enumerate(messages) if message.pop("weight")]
+    if not places:
+        raise UserError('no message has the role "assistant" and a weight above 0: there is nothing to learn')
+    if messages[0]["role"] == "assistant":
         raise UserError(
             'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
         )
-    shown = [{key: value for key, value in message.items() if key != "weight"} for message in given]
-    whole = template.render(shown, tools)
-    if tools and _renders(template, shown, None, text) == whole:
-        raise UserError('there are "tools", which the chat template does not read')
-    _check_read(whole, shown, tools, template)
-    places = [place for place, has_loss in enumerate(learnt) if has_loss]
-    answers = [_find_answer(place, whole, shown, tools, template) for place in places]
-    _check_rendered(whole, shown)
-    if _CLOCK in text:
-        _check_clock(template, shown, tools)
-    return whole, answers, sum(_is_empty(given[place]) for place in places)
+    render = partial(template.render, tools=tools)
+    answers = _by_turns(messages, places, render)
+    answers = answers or [_answer(messages, place, render) for place in places]
+    for place, message in enumerate(messages[: places[-1]]):
+        if message["role"] not in {"assistant", *template.checked_roles}:
+            _check_written(place, message, answers[-1].before)
+    template.checked_roles |= {message["role"] for message in messages[: places[-1]]}
+    for place, answer in zip(places, answers, strict=True):
+        _check_written(place, messages[place], answer.text)
+    learnt = [{**messages[place], **dict.fromkeys(_NOT_WRITTEN)} for place in places]
+    return answers, sum(
+        not any(map(str.strip, map(str, filter(None, message.values())))) for message in learnt
+    )
 
 
-def in_words(value: Any) -> str:
-    """Return what a line of JSON, or a message in it, holds: keys with the kinds of their values, or its kind."""
-    if isinstance(value, dict):
-        return "has " + (", ".join(f'"{key}" ({_kind(held)})' for key, held in value.items()) or "no keys")
-    return f"is {_kind(value)}"
+def _message(number: int, given: Any, tools: Any, template: ChatTemplate) -> dict[str, Any]:
+    """Return a message as the template takes it, with its weight: 1 if it has a loss, else 0.
 
-
-def _kind(value: Any) -> str:
-    if value == []:
-        return "an empty list"
-    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
-# Messages
-
-
-def _read(number: int, message: Any) -> dict[str, Any]:
-    """Return a message, its parts joined, without keys that are null.
-
-    Raises UserError for what a message may not hold.
+    Parts are joined, keys that are null left out. Raises UserError for what a message may not hold.
     """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise UserError(
-            f'message {number} {in_words(message)}; each must be an object with "role" and "content"'
+            f'message {number} must have "role" and "content", not {json.dumps(given, default=str)[:60]}'
         )
-    message = {key: value for key, value in message.items() if value is not None}
-    content = message.get("content")
-    if isinstance(content, list):
-        message["content"] = "".join(_text_of(number, part) for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise UserError(
-            f'message {number}: "content" must be text or a list of parts, not {json.dumps(content)[:40]}'
-        )
-    if content in (None, []) and not any(value for key, value in message.items() if key not in _KEYS):
+    message = {key: value for key, value in given.items() if value is not None}
+    is_answer = message["role"] == "assistant"
+    if message.setdefault("weight", int(is_answer)) not in (0, int(is_answer)):
+        weight = json.dumps(message["weight"])[:40]
+        raise UserError(f'message {number}: "weight" must be 0, or 1 for an answer (assistant), not {weight}')
+    message["content"] = _text_of(number, message.get("content", ""))
+    others = {key: value for key, value in message.items() if key not in _KEYS and value not in _NOTHING}
+    if given.get("content") in (None, []) and not others:
         raise UserError(f'message {number} has no "content"')
+    for key in others:
+        if not template.reads_key(key, tools):
+            raise UserError(
+                f'message {number} has the key "{key}", which the chat template does not read; there may '
+                f"be {', '.join(_KEYS)}, and what the template reads"
+            )
+    if isinstance(calls := others.get("tool_calls"), list):
+        message["tool_calls"] = [_call(number, call, template.takes_text(bool(tools))) for call in calls]
     return message
 
 
-def _text_of(number: int, part: Any) -> str:
-    match part:
-        case {"type": "text", "text": str(text), **others} if not any(others.values()):
-            return text
-    raise UserError(
-        f'message {number}: a part of "content" must be {{"type": "text", "text": "..."}}, not '
-        f"{json.dumps(part)[:60]}"
-    )
-
-
-def _has_loss(number: int, message: dict[str, Any]) -> bool:
-    """Return whether a message is an answer that is learnt; raises UserError for another weight than 0 or 1."""
-    is_answer = message["role"] == "assistant"
-    weight = message.get("weight", int(is_answer))
-    if weight not in (0, 1):
-        raise UserError(f'message {number}: "weight" must be 0 or 1, not {json.dumps(weight)[:40]}')
-    if weight and not is_answer:
-        raise UserError(
-            f'message {number}: "weight" 1 on the role "{message["role"]}", but only answers (the role '
-            '"assistant") have a loss'
-        )
-    return bool(weight)
-
-
-def _is_empty(message: dict[str, Any]) -> bool:
-    given = {key: value for key, value in message.items() if key == "content" or key not in _KEYS}
-    return not any(value.strip() if isinstance(value, str) else value for value in given.values())
-
-
-# Rendering
-
-
-def _find_answer(
-    place: int, whole: str, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate
-) -> tuple[int, int]:
-    before = template.render(messages[:place], tools, add_generation_prompt=True)
-    through = template.render(messages[: place + 1], tools)
-    if through.startswith(before) and whole.startswith(through):
-        return len(before), len(through)
-    unasked = template.render(messages[:place], tools)
-    if through.startswith(unasked) and whole.startswith(through):
-        raise UserError(
-            f"the chat template asks for an answer with other words than message {place + 1} begins with, so the "
-            "answer cannot be found; use a template with the same words in both"
-        )
-    raise UserError(
-        f"the chat template renders messages 1 to {place + 1} differently when others follow, so the answer in "
-        f"message {place + 1} cannot be found; split the conversation there, or use a template that renders a "
-        "message regardless of later ones"
-    )
-
-
-def _check_read(whole: str, messages: list[dict[str, Any]], tools: Any, template: ChatTemplate) -> None:
-    """Raise UserError for a key of a message without which the rendering is the same."""
-    for place, message in enumerate(messages):
-        for key, value in message.items():
-            if key in _KEYS or value in _NOTHING:
-                continue
-            without = {other: held for other, held in message.items() if other != key}
-            if _renders(template, [*messages[:place], without, *messages[place + 1 :]], tools) == whole:
+def _text_of(number: int, content: Any) -> str:
+    """Return the text of a content, which may be a list of parts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = list[str]()
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(text), **others} if not any(others.values()):
+                texts.append(text)
+            case _:
                 raise UserError(
-                    f'message {place + 1} has the key "{key}", which the chat template does not read; there may '
-                    f"be {', '.join(_KEYS)}, and what the template reads"
+                    f'message {number}: "content" must be text, or a list of {{"type": "text", "text": "..."}}, '
+                    f"not {json.dumps(content, default=str)[:60]}"
                 )
+    return "".join(texts)
 
 
-def _renders(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, text: str | None = None
-) -> str | None:
-    """Return the text of a conversation; None where the template refuses it."""
-    try:
-        return template.render(messages, tools, template=text)
-    except UserError:
-        return None
+def _call(number: int, call: Any, as_text: bool) -> Any:
+    """Return a tool call with its arguments, JSON text or an object, in the form that the template takes."""
+    match call:
+        case {"function": dict(function)}:
+            return {**call, "function": _call(number, function, as_text)}
+        case {"arguments": dict(arguments)} if as_text:
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        case {"arguments": str(arguments)} if not as_text:
+            try:
+                return {**call, "arguments": json.loads(arguments)}
+            except ValueError as error:
+                line = (
+                    f'message {number}: "arguments" of a tool call must be an object, or JSON text ({error})'
+                )
+                raise UserError(line) from None
+    return call
 
 
-def _check_rendered(whole: str, messages: list[dict[str, Any]]) -> None:
-    """Raise UserError where a text of a message is not in the rendering, as often as in all messages together.
-
-    Spaces do not count, since templates trim. Some write the content of tools as JSON, where it is escaped.
-    """
-    rendered = _without_spaces(whole)
-    texts = [
-        (number, key, text) for number, message in enumerate(messages, 1) for key, text in _texts_of(message)
-    ]
-    given = [_without_spaces(text) for _, _, text in texts]
-    for plain, (number, key, text) in zip(given, texts, strict=True):
-        forms = {plain}
-        if key == "content":
-            forms.add(_without_spaces(json.dumps(text, ensure_ascii=False)[1:-1]))
-        if plain and sum(map(rendered.count, forms)) < sum(other.count(plain) for other in given):
-            advice = "give them as an object" if key == "arguments" else "leave it out of the data"
-            raise UserError(
-                f'the chat template leaves out or changes the text of "{key}" in message {number} (role '
-                f'"{messages[number - 1]["role"]}"); use a template that writes it as it is, or {advice}'
-            )
-
-
-def _texts_of(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the key and the text of what a template must write, tool calls as their names and arguments."""
-    for key, value in message.items():
-        if isinstance(value, str) and key not in _NOT_RENDERED:
-            yield key, value
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        match call:
-            case {"function": dict(function)} | dict(function):
-                yield from ((key, function[key]) for key in _OF_CALLS if isinstance(function.get(key), str))
-
-
-def _without_spaces(text: str) -> str:
-    return "".join(text.split())
-
-
-def _check_clock(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any) -> None:
-    """Raise UserError where a conversation reads differently on another day."""
-    clocks = [_CLOCK_THAT_STANDS.replace("DAY", day) for day in "12"]
-    one, other = (template.render(messages, tools, template=clock + template.text(tools)) for clock in clocks)
-    if one != other:
+def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answer:
+    """Return the answer at this place; raises UserError where it does not begin as the template asks for it."""
+    before = render(messages[:place], add_generation_prompt=True)
+    through = render(messages[: place + 1])
+    if not through.startswith(before):
         raise UserError(
-            f"the chat template writes the present date ({_CLOCK}), so a resume would read other data; put a date "
-            'in its place, such as "01 Jan 2025"'
+            f"the chat template asks for message {place + 1} with {before[-40:]!r}, with which it does not begin "
+            "the message itself, so generation would read other text; use a template with the same words in both"
         )
+    return Answer(before, through[len(before) :])
+
+
+def _by_turns(messages: Messages, places: list[int], render: Callable[..., str]) -> list[Answer] | None:
+    """Return the answers where the template writes each turn alike wherever it stands; else None.
+
+    A turn is rendered after the one before it only, so the work grows with the messages, not with their square.
+    """
+    with suppress(UserError):  # of a turn without those before it
+        answers = [_answer(messages, places[0], render)]
+        for earlier, place in pairwise(places):
+            start = next(n for n in range(earlier, -1, -1) if n == 0 or messages[n]["role"] == "user")
+            known = render(messages[start : earlier + 1])
+            before, text = _answer(messages[start:], place - start, render)
+            if not before.startswith(known):
+                return None
+            answers.append(Answer(answers[-1].through + before[len(known) :], text))
+        if answers[-1].through == render(messages[: places[-1] + 1]):
+            return answers
+    return None
+
+
+def _check_written(place: int, message: dict[str, Any], written: str) -> None:
+    """Raise UserError unless a message's texts are written: as they are, or as in JSON. Templates trim spaces."""
+    written = "".join(written.split())
+    for key, value in message.items():
+        if not isinstance(value, str) or key in _NOT_WRITTEN:
+            continue
+        forms = (value, json.dumps(value, ensure_ascii=False)[1:-1])
+        if not any("".join(form.split()) in written for form in forms):
+            raise UserError(
+                f'the chat template leaves out or changes the text of "{key}" in message {place + 1} (role '
+                f'"{message["role"]}"); use a template that writes it as it is, or leave it out of the data'
+            )

@@ -28,6 +28,7 @@ _NOTES = {
     "spelled_as_tokens": "special tokens spelled out: {}, read as these tokens, not as text",
     "empty_answers": "empty answers: {}, of which only the end is learnt",
     "endless": "answers after which the chat template writes no special token: {}, so generation goes on there",
+    "dated": "conversations whose chat template asks for the date: {}, it is 1 January 2025 in all",
     "joined": "answers that begin within a token of the prompt: {}, which generation reads apart",
     "learnt_apart": "later turns learnt apart: {}, which read earlier answers as other tokens",
 }

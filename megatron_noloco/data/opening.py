@@ -13,8 +13,8 @@ from megatron_noloco.data.blend import Blend, excerpt
 from megatron_noloco.data.indexed import Dataset, open_indexed
 from megatron_noloco.data.inputs import Inputs, find_inputs, find_standard_library
 from megatron_noloco.data.kinds import SPLITS, TRAINING, VALIDATION, Documents, Kind, Preprocessed, Records
-from megatron_noloco.data.record_samples import RecordSamples
-from megatron_noloco.data.records import find_records
+from megatron_noloco.data.record_samples import RecordSamples, samples_apart
+from megatron_noloco.data.records import find_records, whole_source
 from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
 from megatron_noloco.data.sources import (
     STANDARD_LIBRARY,
@@ -22,8 +22,6 @@ from megatron_noloco.data.sources import (
     Needs,
     RecordSource,
     Source,
-    Split,
-    TextSource,
 )
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -157,20 +155,20 @@ def open_validation(
 
 def open_whole(
     data: str, tokenizer: Tokenizer, needs: Needs, cache: str | None = None
-) -> tuple[Samples, str]:
-    """Return all of a text, of documents in JSON lines or tables, or of an indexed dataset (by prefix).
+) -> tuple[RecordSamples, str]:
+    """Return all of a text, of documents or records, or of an indexed dataset (by prefix), each document apart.
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
     prefix, notes = data, ""
     try:
         if not Path(f"{data}.idx").exists():
-            entry = kind_of(TextSource(data, Split(1, 0, 0), cache), tokenizer).make()
+            entry = kind_of(whole_source(data, cache), tokenizer).make()
             prefix, notes = entry.prefix, entry.facts["notes"]
-        tokens = open_indexed(prefix, tokenizer).tokens
+        samples = samples_apart(open_indexed(prefix, tokenizer, data), needs.seq_length, tokenizer)
     except UserError as error:
-        raise UserError(f"--data: {str(error).removeprefix('data.text: ')}") from None
-    samples = Samples(Dataset(tokens, name=data), needs)
+        text = str(error).removeprefix("data.text: ").removeprefix("data.sft_data_path: ")
+        raise UserError(f"--data: {text}") from None
     _check_tokens(samples, needs.vocab_size)
     return samples, notes.removeprefix("; ")
 

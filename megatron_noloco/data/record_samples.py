@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.samples import IGNORED, Array, Sample, check_index
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
 _BATCH_RECORDS = 1 << 10  # records whose masks are added up at once
@@ -29,17 +30,15 @@ class RecordSamples:
             packed: whether a sample holds as many records as fit, as separate documents; otherwise one.
             padding: the token that pads a sample.
         """
-        assert dataset.mask is not None
-        assert dataset.offsets is not None
         self.seq_length, self.name, self.packed, self.padding = seq_length, dataset.name, packed, padding
-        self._tokens, self._mask = dataset.tokens, dataset.mask
-        offsets = dataset.offsets[:] - dataset.offsets[:1]
-        lengths = np.diff(offsets)
+        self._tokens = dataset.tokens
+        self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
+        begins, lengths = self._pieces(dataset)
         self.cut = int((lengths > seq_length + 1).sum())
-        lengths = np.minimum(lengths, seq_length + 1)
-        learnt = self._learnt(offsets[:-1], lengths)
+        lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
+        learnt = self._learnt(begins, lengths)
         fit = learnt > 0
-        self._begins, self._lengths, self._learnt_lengths = offsets[:-1][fit], lengths[fit], learnt[fit]
+        self._begins, self._lengths, self._learnt_lengths = begins[fit], lengths[fit], learnt[fit]
         if not fit.any():
             raise UserError(
                 f"{self.name}: none of {len(fit)} records has an answer within {seq_length} tokens"
@@ -48,6 +47,17 @@ class RecordSamples:
         samples = pack(inputs.tolist(), seq_length) if packed else [[place] for place in range(len(inputs))]
         self._ends = np.cumsum([len(places) for places in samples])
         self._places = np.concatenate(samples, dtype=np.int64)
+
+    def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each record begins in the tokens, and its length, int64 [records]."""
+        assert dataset.offsets is not None
+        offsets = dataset.offsets[:] - dataset.offsets[:1]
+        return offsets[:-1], np.diff(offsets)
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Mean number of tokens in a sample, padding left out."""
+        return float((self._lengths - 1).sum()) / len(self)
 
     def _learnt(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return how many tokens of each record have a loss, the first token aside, int64 [records]."""
@@ -98,6 +108,49 @@ class RecordSamples:
             documents[start:stop] = number
             start = stop
         return Sample(tokens, labels, documents if self.packed else None)
+
+
+class DocumentSamples(RecordSamples):
+    """Samples of whole documents, each read apart from the others: those of an evaluation.
+
+    A document begins with its BOS, or after the end of the one before. Every other token of its text is a label
+    once; its end is none, so that losses compare with those of other programs. A document longer than a sample is
+    cut into several; samples are no longer than the longest document.
+    """
+
+    def __init__(self, dataset: Dataset, seq_length: int, tokenizer: Tokenizer) -> None:
+        """Raise UserError where there is no token to predict."""
+        self._tokenizer = tokenizer
+        super().__init__(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)
+
+    def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+        assert dataset.offsets is not None
+        assert dataset.document_bounds is not None
+        end, bos = self._tokenizer.end_of_document, self._tokenizer.beginning_of_document
+        edges = dataset.offsets[dataset.document_bounds]
+        edges = edges[np.insert(np.diff(edges) > 0, 0, True)]  # without empty documents
+        firsts, lasts = edges[:-1].copy(), edges[1:].copy()
+        lasts -= dataset.tokens[lasts - 1] == end
+        begins_itself = (dataset.tokens[firsts] == bos) & (bos != end)
+        firsts -= (dataset.tokens[firsts - 1] == end) & ~begins_itself & (firsts > 0)
+        has_text = lasts - firsts > 1
+        if not has_text.any():
+            raise UserError(
+                f"{self.name}: holds no text of two tokens, of which the second could be predicted"
+            )
+        firsts, lasts = firsts[has_text], lasts[has_text]
+        self.seq_length = min(self.seq_length, int((lasts - firsts).max()) - 1)
+        pieces = -(-(lasts - firsts - 1) // self.seq_length)
+        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        begins = np.repeat(firsts, pieces) + number * self.seq_length
+        return begins, np.minimum(np.repeat(lasts, pieces) - begins, self.seq_length + 1)
+
+
+def samples_apart(dataset: Dataset, seq_length: int, tokenizer: Tokenizer) -> RecordSamples:
+    """Return samples of the records or documents of a dataset, each read apart from the others."""
+    if dataset.mask is not None:
+        return RecordSamples(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)
+    return DocumentSamples(dataset, seq_length, tokenizer)
 
 
 class _Joined:

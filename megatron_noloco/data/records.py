@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_noloco.data.chat import in_words, render_conversation
+from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
 from megatron_noloco.data.encode import Counts, Sequence, read_ahead
 from megatron_noloco.data.inputs import JSON_LINES, TABLES, Input, Inputs, find_inputs, left_out
+from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
@@ -21,11 +22,10 @@ _BATCH_RECORDS = 1000  # encoded at once
 _ANCHORS = ("", "\n", "a", "0", ".")
 
 
-class _Text(NamedTuple):
-    """One line of a file, as the text that the model reads."""
+class _Record(NamedTuple):
+    """One line of a file, as the texts of its answers."""
 
-    text: str
-    answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
+    answers: list[Answer]
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
 
@@ -46,6 +46,20 @@ def find_records(path: str) -> Inputs:
     return Inputs(records, notes)
 
 
+def whole_source(path: str, cache: str | None) -> TextSource | RecordSource:
+    """Return a source of all that a path holds: records, if the first row there is one, else text.
+
+    Raises UserError for a file that cannot be read.
+    """
+    whole, first = Split(1, 0, 0), None
+    if path != STANDARD_LIBRARY:
+        files, _ = find_inputs([path], "data.text")
+        rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
+        first = next(rows, None)
+    is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
+    return RecordSource(path, whole, True, cache) if is_record else TextSource(path, whole, cache)
+
+
 def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
     """Yield what is learnt of each record, in the order of the lines; a record is a document.
 
@@ -53,18 +67,22 @@ def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) ->
     renders messages, whose answers are those of the role "assistant"; otherwise the completion is the answer.
     Raises UserError that names file and line of the first line that is not a record.
     """
-    texts = (text for item in inputs for text in _read(item, tokenizer, counts))
-    for batch in read_ahead(iter(lambda: list(islice(texts, _BATCH_RECORDS)), [])):
-        for from_template, group in groupby(batch, key=lambda text: text.from_template):
+    records = (record for item in inputs for record in _read(item, tokenizer, counts))
+    for batch in read_ahead(iter(lambda: list(islice(records, _BATCH_RECORDS)), [])):
+        for from_template, group in groupby(batch, key=lambda record: record.from_template):
             alike = list(group)
             if from_template and tokenizer.end_of_answer is None:
-                counts["endless"] += sum(len(text.answers) for text in alike)
-            ends = [text.text[:end] for text in alike for answer in text.answers for end in answer]
-            encoded = iter(tokenizer.encode_batch(ends, from_template))
-            for text in alike:
-                learnt = _encode(
-                    text, [(next(encoded), next(encoded)) for _ in text.answers], tokenizer, counts
-                )
+                counts["endless"] += sum(len(record.answers) for record in alike)
+            texts = [
+                text
+                for record in alike
+                for answer in record.answers
+                for text in (answer.before, answer.through)
+            ]
+            encoded = iter(tokenizer.encode_batch(texts, from_template))
+            for record in alike:
+                pairs = [(next(encoded), next(encoded)) for _ in record.answers]
+                learnt = _encode(record, pairs, tokenizer, counts)
                 counts["records"] += 1
                 counts["learnt_apart"] += len(learnt) - 1
                 for place, (tokens, answer) in enumerate(learnt, 1):
@@ -72,7 +90,7 @@ def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) ->
 
 
 def _encode(
-    text: _Text, encoded: list[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer, counts: Counts
+    record: _Record, encoded: list[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer, counts: Counts
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return what is learnt of a line: tokens, and whether each belongs to an answer.
 
@@ -83,18 +101,18 @@ def _encode(
         encoded: the tokens of the text before each answer, and of the text up to its end.
     """
     found: list[tuple[np.ndarray, np.ndarray]] = []
-    for (first, stop), (prompt, whole) in zip(text.answers, encoded, strict=True):
-        before, tokens = _apart(prompt, whole, text.text[first:stop], tokenizer, text.from_template)
+    for text, (prompt, whole) in zip(record.answers, encoded, strict=True):
+        before, tokens = _apart(prompt, whole, text.text, tokenizer, record.from_template)
         counts["joined"] += before is not prompt
         end = tokenizer.end_of_document  # which a completion may spell out
-        if not text.from_template and tokens[-1:].tolist() != [end]:
+        if not record.from_template and tokens[-1:].tolist() != [end]:
             tokens = np.append(tokens, end)
         answer = np.repeat([False, True], [len(before), len(tokens)])
         if found and _begins_with(before, found[-1][0]):
             _, learnt = found.pop()
             answer[: len(learnt)] = learnt
         found.append((np.append(before, tokens).astype(prompt.dtype), answer))
-    counts["empty_answers"] += text.empty
+    counts["empty_answers"] += record.empty
     return [_with_beginning(tokens, answer, tokenizer) for tokens, answer in found]
 
 
@@ -140,16 +158,18 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
     return np.array_equal(tokens[: len(first)], first)
 
 
-def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Text]:
-    for place, record in item.rows(counts.advance):
+def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record]:
+    template = tokenizer.chat_template
+    for place, row in item.rows(counts.advance):
         try:
-            check_whole_characters(json.dumps(record, ensure_ascii=False, default=str))
-            text = _text_of(record, tokenizer)
+            check_whole_characters(json.dumps(row, ensure_ascii=False, default=str))
+            record = _record_of(row, template)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        strings = [*_strings(record)]
-        counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=text.from_template)
-        yield text
+        counts["dated"] += record.from_template and template.asks_for_date(row.get("tools"))
+        strings = [*_strings(row)]
+        counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
+        yield record
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -161,31 +181,45 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(held)
 
 
-def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
-    given = record
-    if isinstance(record, dict):  # null is what datasets write where a record has no such key
-        given = {key: value for key, value in record.items() if value is not None}
+def _record_of(row: Any, template: ChatTemplate) -> _Record:
+    given = row
+    if isinstance(row, dict):  # null is what datasets write where a record has no such key
+        given = {key: value for key, value in row.items() if value is not None}
     match given:
-        case {"messages": _, "prompt": _} | {"messages": _, "completion": _}:
-            raise UserError(
-                'has "messages" and also "prompt" or "completion"; leave out what is not to be learnt'
-            )
         case {"weight": weight} if weight != 1:
             raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
         case {"messages": [_, *_] as messages}:
-            _refuse_unread(given, _UNREAD, 'is not given to the chat template; messages and "tools" are')
-            return _Text(*render_conversation(messages, given.get("tools"), tokenizer.chat_template), True)
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            _refuse_unread(given, (*_UNREAD, "tools"), "is no part of the text; prompt and completion are")
-            answer = (len(prompt), len(prompt + completion))
-            return _Text(prompt + completion, [answer], int(not completion.strip()), False)
-    raise UserError(
-        f'{in_words(record)}; a record is an object with "messages", a list of objects with "role" and "content", '
-        'or with "prompt" and "completion", both text'
-    )
+            for key in ("prompt", "completion"):
+                if key in given and not _is_among(given[key], messages):
+                    raise UserError(f'has "messages" and a "{key}" that is not among them; leave out either')
+        case {"prompt": [_, *_] as prompt, "completion": [_, *_] as completion}:
+            messages = [*map(_without_loss, prompt), *completion]
+        case {"prompt": str(), "completion": str()}:
+            messages = []
+        case _:
+            raise UserError(
+                f"{json.dumps(row, default=str)[:60]} is no record, which is an object with "
+                '"messages", a list of objects with "role" and "content", or with "prompt" and "completion", both '
+                "text or both lists of messages"
+            )
+    for key in _UNREAD if messages else (*_UNREAD, "tools"):
+        if given.get(key):
+            read = 'messages and "tools"' if messages else "prompt and completion"
+            raise UserError(f'"{key}" is no part of the text; {read} are')
+    if messages:
+        return _Record(*answers_of(messages, given.get("tools"), template), from_template=True)
+    answer = Answer(given["prompt"], given["completion"])
+    return _Record([answer], int(not answer.text.strip()), from_template=False)
 
 
-def _refuse_unread(record: dict[str, Any], keys: tuple[str, ...], reason: str) -> None:
-    for key in keys:
-        if record.get(key):
-            raise UserError(f'"{key}" {reason}')
+def _is_among(value: Any, messages: list[Any]) -> bool:
+    """Return whether a prompt or a completion, text or messages, says what some of the messages say."""
+    if isinstance(value, list):
+        return all(message in messages for message in value)
+    return any(isinstance(message, dict) and message.get("content") == value for message in messages)
+
+
+def _without_loss(message: Any) -> Any:
+    """Return a message of a prompt: nothing is learnt of an answer there."""
+    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+    return {**message, "weight": 0} if is_answer else message

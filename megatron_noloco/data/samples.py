@@ -82,6 +82,10 @@ class Samples:
         """All that samples are made of: first the tokens."""
         return (self.tokens,)
 
+    @property
+    def tokens_per_sample(self) -> float:
+        return self.seq_length
+
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_length
 

@@ -14,6 +14,7 @@ from megatron_noloco.engine.initialize import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart, held_of
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now
+from megatron_noloco.model.parameters import Read
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.monitor.metrics import Record, unrecorded
 from megatron_noloco.pipeline.groups import Groups
@@ -119,6 +120,22 @@ class ReplicaEngine:
         return self.pipeline.run(read, routes, microbatches, forward_only=True)
 
     # State
+
+    @torch.no_grad()
+    def fill(self, read: Read) -> None:
+        """Fill the master weights, which the stage's precision has rounded; the working weights stay as they are.
+
+        Args:
+            read: returns full tensors by their names in the unsplit model, those from which the stage was built.
+        """
+        rows = {parameter: row for row, parameter in self.stage.named_rows()}
+        weights, tp = self.weights, self.groups.tp
+        for part, pieces in zip(weights.parts(), weights.pieces_of_groups(), strict=True):
+            for parameter, begin, end, own in pieces:
+                if begin < end:
+                    row = rows[parameter]
+                    tensor = row.slice(read(row.source), tp.rank(), tp.size()).flatten()
+                    part[own : own + end - begin].copy_(tensor[begin:end])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return master weights and the inner optimizer's tensors by name, not copied; see `state.tensors_of`."""

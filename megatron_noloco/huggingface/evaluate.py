@@ -1,6 +1,6 @@
-"""`python -m megatron_noloco evaluate`: loss and perplexity by the trainer's own forward pass.
+"""`python -m megatron_noloco evaluate`: losses by the trainer's own forward pass.
 
-Of a checkpoint the slow weights are evaluated, which an export also contains.
+Evaluates a checkpoint's slow weights, those that `export` writes.
 """
 
 import math
@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.opening import open_validation, open_whole
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import read_architecture, tokenizer_of
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
@@ -33,48 +36,74 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class WeightSets:
-    """Sets of weights of one architecture (replicas and their mean), and the datasets to evaluate them on."""
+    """Sets of weights of one architecture (replicas and their mean), and the data to evaluate them on."""
 
     architecture: Architecture
-    datasets: Sequence[SampleDataset]
+    data: Blend
+    tokenizer: Tokenizer
     readers: Mapping[str, Read]  # of each set, by its name
 
 
 @dataclass(frozen=True)
 class Result:
-    """The loss of one set of weights on one dataset."""
+    """The loss of one set of weights on one dataset, or the mean over a blend in its proportions."""
 
     model: str
     dataset: str
     loss: float  # mean, nats per token
     tokens: int  # number of tokens in the mean
+    bytes_per_token: float  # of their text
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss of a byte of text, which compares models with other tokenizers; NaN where there is no text."""
+        return self.loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else math.nan
+
 
 def evaluate(weights: WeightSets, samples: int | None) -> Iterator[Result]:
-    """Evaluate every set of weights on `samples` samples of every dataset, or on all if None."""
-    model = WholeModel(weights.architecture)
+    """Evaluate every set of weights on `samples` samples of every dataset, or on all if None.
+
+    Of a blend its mean follows its datasets.
+    """
+    model, shares = WholeModel(weights.architecture), np.array(weights.data.weights)
     for name, read in weights.readers.items():
         model.load(read)
-        for dataset in weights.datasets:
+        results = list[Result]()
+        for dataset in weights.data.parts:
             chosen = len(dataset) if samples is None else min(samples, len(dataset))
             ids = Order.of(len(dataset), VALIDATION_SEED).ids(0, chosen)
-            yield Result(name, dataset.name, *_mean_loss(model, dataset, ids))
+            results.append(Result(name, dataset.name, *_mean_loss(model, dataset, ids, weights.tokenizer)))
+            yield results[-1]
+        if len(results) > 1:
+            means = (
+                float(shares @ [getattr(one, key) for one in results]) for key in ("loss", "bytes_per_token")
+            )
+            loss, bytes_per_token = means
+            yield Result(name, weights.data.name, loss, sum(one.tokens for one in results), bytes_per_token)
 
 
-def _mean_loss(model: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tuple[float, int]:
-    """Return the mean loss, and the number of labels in the mean."""
+def _mean_loss(
+    model: WholeModel, dataset: SampleDataset, ids: np.ndarray, tokenizer: Tokenizer
+) -> tuple[float, int, float]:
+    """Return the mean loss, the number of labels in the mean, and the bytes of text of a label."""
     batch = max(1, _BATCH_TOKENS // dataset.seq_length)
-    total, tokens = 0.0, 0
+    total, tokens, text = 0.0, 0, 0
     for start in range(0, len(ids), batch):
         microbatch = gather(dataset, ids[start : start + batch])
         counted = microbatch.labels >= 0
         total += float(model.losses(*microbatch).double()[counted].sum())
         tokens += int(counted.sum())
-    return total / tokens, tokens
+        documents = (
+            torch.zeros_like(microbatch.labels) if microbatch.documents is None else microbatch.documents
+        )
+        for labels, numbers in zip(microbatch.labels.numpy(), documents.numpy(), strict=True):
+            for piece in np.split(labels, np.flatnonzero(np.diff(numbers)) + 1):
+                text += len(tokenizer.decode(piece[piece >= 0]).encode())
+    return total / tokens, tokens, text / tokens
 
 
 def open_weights(
@@ -84,7 +113,7 @@ def open_weights(
 
     Args:
         paths: one Hugging Face folder, or the paths of a checkpoint (see `find_ensemble`).
-        data: a text file, a folder of text, or a dataset's prefix; None: the run's own validation split.
+        data: a text or records, a file or folder, or a dataset's prefix; None: the run's own validation split.
         seq_length: tokens in a sample; None: the model's.
         tokenizer_place: see `open_source`.
 
@@ -114,22 +143,19 @@ def open_weights(
     architecture = replace(trained, seq_length=seq_length or length)
     documents = source.config.documents(tokenizer.end_of_document) if source else None
     needs = Needs(architecture.vocab_size, architecture.seq_length, documents=documents)
-    datasets: Sequence[SampleDataset]
     if data is not None:
         cache = source.config.data.cache if source else None
         samples, notes = open_whole(data, tokenizer, needs, cache)
-        datasets = [samples]
+        read_data = Blend([samples])
         if notes:
             sys.stderr.write(f"--data {data}: {notes}\n")
     else:
         assert source is not None
         counters = source.saved.manifests[0].counters
-        datasets = open_validation(
-            source.config.data.source, tokenizer, needs, counters, trained.seq_length
-        ).parts
+        read_data = open_validation(source.config.data.source, tokenizer, needs, counters, trained.seq_length)
     if architecture.seq_length > trained.seq_length:
         sys.stderr.write(
             f"--seq-length {architecture.seq_length}: the model's context is {trained.seq_length} tokens; it was "
             "not trained to read longer samples\n"
         )
-    return WeightSets(architecture, datasets, readers)
+    return WeightSets(architecture, read_data, tokenizer, readers)

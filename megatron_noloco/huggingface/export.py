@@ -17,11 +17,10 @@ from megatron_noloco.files import naming_file, write_tensors, write_text, writin
 from megatron_noloco.huggingface.pretrained import UNFINISHED, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
-from megatron_noloco.huggingface.whole_model import WholeModel
+from megatron_noloco.huggingface.whole_model import TOLERANCE, check_logits
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
-TOLERANCE = 1e-4  # difference of a logit that an export must stay below, both models in fp32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 WeightFile = dict[str, Parameter]  # Hugging Face name -> the parameter that the tensor is made from
@@ -126,15 +125,16 @@ def _tensors(source: ModelSource, file: WeightFile, dtype: torch.dtype) -> dict[
 def _model_card(source: ModelSource) -> str:
     """Return the README.md of an export: how this model was trained, in numbers."""
     manifest, family = source.saved.manifests[0], source.architecture.family
-    topology, saved = manifest.topology, len(source.saved.replicas)
-    model = (
-        f"the mean of {saved} replicas' slow weights"
-        if len(source.replicas) > 1
-        else f"replica {source.replicas[0]}" + ("" if topology.separate_jobs else f" of {topology.replicas}")
-    )
+    topology, mean_of = manifest.topology, source.saved.mean_of
+    if len(source.replicas) > 1 or mean_of:
+        model = f"the mean of {mean_of or len(source.replicas)} replicas' slow weights"
+    else:
+        model = f"replica {source.replicas[0]}" + (
+            "" if topology.separate_jobs else f" of {topology.replicas}"
+        )
     notes = [
         f"local steps: {manifest.step}",
-        f"tokens, all replicas together: {source.saved.consumed_samples * source.architecture.seq_length}",
+        f"tokens of {source.saved.consumers}: {source.saved.consumed_tokens}",
         f"parallel: {source.saved.layout_in_words}",
         *source.losses_report(),
     ]
@@ -172,42 +172,18 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def check_export(source: ModelSource, output: Path) -> float:
-    """Compare the logits of the export under transformers with the trainer's.
+    """Compare the logits of the export under transformers with the trainer's; see `check_logits`.
 
-    Returns the largest difference on the same tokens, both models in fp32, and removes the mark of an unfinished
-    export if it is below TOLERANCE. The trainer's model is loaded from the checkpoint, not from the export, and
-    rounded like the export. Raises UserError where the export cannot be imported again.
+    Returns the difference, and removes the mark of an unfinished export if it is below TOLERANCE. The trainer's
+    model is loaded from the checkpoint, not from the export, and rounded like the export. Raises UserError where
+    the export cannot be imported again.
     """
     PretrainedWeights(output, read_architecture(output)).close()
-    architecture = source.architecture
-    length = 64 + (architecture.sliding_window or 0)  # longer than the window, so that a wrong window shows
-    tokens = torch.randint(
-        architecture.vocab_size,
-        (2, min(length, architecture.seq_length)),
-        generator=torch.Generator().manual_seed(0),
-    )
-    difference = float(
-        (_transformers_logits(output, tokens) - _megatron_logits(source, output, tokens)).abs().max()
+    rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
+    reader = source.reader()
+    difference = check_logits(
+        output, source.architecture, lambda name: reader.read(name, source.replicas).to(rounding)
     )
     if difference < TOLERANCE:
         (output / UNFINISHED).unlink()
     return difference
-
-
-@torch.no_grad()
-def _transformers_logits(output: Path, tokens: Tensor) -> Tensor:
-    """Return the logits of the exported model under transformers, in fp32."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(output).float()  # its argument for this has had two names
-    return model.eval()(tokens).logits
-
-
-def _megatron_logits(source: ModelSource, output: Path, tokens: Tensor) -> Tensor:
-    """Return the logits of the trainer's model in one process, in fp32, with the checkpoint's tensors."""
-    rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
-    model, reader = WholeModel(source.architecture), source.reader()
-    model.load(lambda name: reader.read(name, source.replicas).to(rounding))
-    return model.logits(tokens)[..., : source.architecture.vocab_size]

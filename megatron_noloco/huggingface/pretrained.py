@@ -1,6 +1,6 @@
 """Start a run from a Hugging Face folder: read its architecture and tokenizer, and write a config."""
 
-import re
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,32 @@ from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerCh
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
+from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import architecture_of, families_with, family_of
+from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
 # Text in which tokenizers of bytes differ from others: lines, digits, accents in two forms, scripts, emoji, NUL.
 _SAMPLE = "Byte by byte, \n\t3.14 é e\u0301 ﬁ İ ß \u00a0½ 日本語 עברית 👩‍👩‍👧 a\0b\u200bc"
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
 
 
-def import_folder(folder: Path, template: RunConfig) -> RunConfig:
+def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the config of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    No weights are copied.
+    The second value is lines for the user: the length of samples. No weights are copied; whether the model
+    computes the same here, `check_logits` says.
     Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
+    config = read_config(folder)
     architecture, before = read_architecture(folder), template.model
     given = {
         name: getattr(before, name)
         for name in before.model_fields_set
         if not families_with(name) or architecture.family in families_with(name)
     }
-    _check_dropouts(folder, architecture, given)
     model = {
-        **_dropouts(architecture, _config_of(folder)),  # the template may override them
+        **_dropouts(config, given),
         **given,
         **model_fields(architecture),
         "init_method_std": architecture.init_method_std,
@@ -48,10 +50,13 @@ def import_folder(folder: Path, template: RunConfig) -> RunConfig:
         training=template.training.replace(pretrained=str(folder.resolve())),
         data=_with_tokenizer_of(folder, template.data),
     )
-    with PretrainedWeights(folder, architecture) as weights:
-        weights.check_finite()
+    PretrainedWeights(folder, architecture).close()
     check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
-    return run
+    line = (
+        f"model.seq_length: {before.seq_length} tokens, from --config; the model's own context is "
+        f"{architecture.seq_length} tokens"
+    )
+    return run, [line]
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
@@ -169,62 +174,45 @@ def check_finished(folder: Path) -> None:
         )
 
 
+def read_config(folder: Path) -> Any:
+    """Return what transformers reads of config.json, with its defaults; raises UserError, in one line."""
+    path = folder / "config.json"
+    model_type = read_object(path, "give the folder of a Hugging Face model").get("model_type")
+    if model_type not in FAMILIES:
+        known = ", ".join(f'"{name}"' for name in FAMILIES)
+        raise UserError(f"{path}: model_type is {model_type!r}; only {known} can be imported")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # it raises anything for values that it does not expect
+        raise UserError(f"{path}: transformers cannot read it ({line_of(error)})") from None
+
+
 def read_architecture(folder: Path) -> Architecture:
     """Return the model that config.json describes; raises UserError, a line per problem."""
-    theirs = _config_of(folder)
+    config = read_config(folder)
     try:
-        architecture = architecture_of(theirs)
-        if problems := _problems(architecture, theirs):
-            raise UserError("\n".join(problems))
+        architecture = architecture_of(config)
+        ModelConfig(**model_fields(architecture) | _dropouts(config, ("hidden_dropout",)))
     except UserError as error:
-        lines = (f"{folder / 'config.json'}: {line}" for line in str(error).splitlines())
-        raise UserError("\n".join(lines)) from None
+        text = str(error).replace("ModelConfig.", "model.")
+        raise UserError(
+            "\n".join(f"{folder / 'config.json'}: {line}" for line in text.splitlines())
+        ) from None
     return architecture
 
 
-def _problems(architecture: Architecture, theirs: dict[str, Any]) -> list[str]:
-    """Return what a run's block `model` refuses of a folder's model, with Hugging Face's keys for its fields."""
-    family = family_of(architecture)
-    keys = {**family.hf_sizes, "rotary_base": "rope_theta", "norm_epsilon": family.hf_norm_epsilon}
-    keys |= {ours: key for key, ours in family.hf_dropouts.items()}
-    try:
-        ModelConfig(**model_fields(architecture) | _dropouts(architecture, theirs))
-    except UserError as error:
-        # Names of fields, which begin a line without the block.
-        named = re.compile(r"\b(?:ModelConfig|model)\.(\w+)")
-        lines = str(error).splitlines()
-        return [named.sub(lambda field: keys.get(field[1], f"model.{field[1]}"), line) for line in lines]
-    return []
+def _dropouts(config: Any, given: Container[str]) -> dict[str, Any]:
+    """Return the dropout probabilities of a config of transformers above 0, as fields of a run's block `model`.
 
-
-def _dropouts(architecture: Architecture, theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return the dropout probabilities of config.json above 0, as fields of a run's block `model`."""
-    dropouts = {ours: theirs.get(key) for key, ours in family_of(architecture).hf_dropouts.items()}
-    return {ours: value for ours, value in dropouts.items() if value}
-
-
-def _check_dropouts(folder: Path, architecture: Architecture, given: dict[str, Any]) -> None:
-    """Raise UserError where two keys of config.json that are one field of a run differ, if no field is given."""
-    theirs, dropouts = _config_of(folder), family_of(architecture).hf_dropouts
-    for ours in {*dropouts.values()} - {*given}:
-        found = {key: theirs.get(key) or 0.0 for key in dropouts if dropouts[key] == ours}
-        if len({*found.values()}) > 1:
-            named = " and ".join(f"{key} is {value}" for key, value in found.items())
-            raise UserError(
-                f"{folder / 'config.json'}: {named}; model.{ours} is one value for both: give it in --config"
-            )
-
-
-def config_for_any_version(folder: Path) -> dict[str, Any]:
-    """Return the keys of config.json, those of the model in the forms of transformers 4 and 5.
-
-    Version 4 would take the defaults for keys that only 5 reads, such as the base in `rope_parameters`.
+    Raises UserError where two of its keys are one field of a run, and differ, unless the field is given.
     """
-    architecture = read_architecture(folder)
-    ours = family_of(architecture).hf_config(architecture, "float32")
-    others = ("dtype", "torch_dtype")
-    return _config_of(folder) | {key: value for key, value in ours.items() if key not in others}
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    return read_object(folder / "config.json", "give the folder of a Hugging Face model")
+    found: dict[str, Any] = {}
+    for key, ours in FAMILIES[config.model_type].hf_dropouts.items():
+        value = getattr(config, key, None) or 0.0
+        if found.setdefault(ours, value) != value and ours not in given:
+            raise UserError(
+                f"{key} is {value}, of others {found[ours]}; model.{ours} is one value: give it in --config"
+            )
+    return {ours: value for ours, value in found.items() if value}

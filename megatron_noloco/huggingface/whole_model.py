@@ -1,6 +1,5 @@
 """Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +11,17 @@ from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, read_object
-from megatron_noloco.huggingface.pretrained import config_for_any_version, read_architecture
+from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture, Compute
-from megatron_noloco.model.families import family_of, table_of
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 
+TOLERANCE = 1e-4  # difference of logits that an import and an export must stay below; see `check_logits`
 _MEMORY_HEADROOM = 1.2  # of the memory of a model's weights: its cache of keys and values, and products
 
 
@@ -82,6 +81,44 @@ def check_room(weights_bytes: int) -> None:
         )
 
 
+def check_logits(folder: Path, architecture: Architecture, read: Callable[[str], Tensor]) -> float:
+    """Return the largest difference of logits between transformers' model and the trainer's, both in fp32.
+
+    Divided by the largest logit where that is above 1. Both read the same tokens, more than a sliding window.
+
+    Args:
+        folder: of the model that transformers loads.
+        read: returns the trainer's weights by their names in the unsplit model.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    length = min(64 + (architecture.sliding_window or 0), architecture.seq_length)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(architecture.vocab_size, (2, length), generator=generator)
+    model = WholeModel(architecture)
+    model.load(read)
+    ours = model.logits(tokens)[..., : architecture.vocab_size]
+    logging.disable_progress_bar()
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        theirs = loaded.eval()(tokens).logits
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0))
+
+
+def check_import(folder: Path) -> str:
+    """Return a line with the difference of `check_logits`; raises UserError where it is not below TOLERANCE."""
+    architecture = read_architecture(folder)
+    with PretrainedWeights(folder, architecture) as read:
+        difference = check_logits(folder, architecture, lambda name: read(name).float())
+    if not difference < TOLERANCE:  # false for NaN, too
+        raise UserError(
+            f"{folder}: its logits under transformers differ from this trainer's by {difference:.1e} (must be "
+            f"below {TOLERANCE:g}), so config.json says more than is read here; no run can start from it"
+        )
+    return f"logits: largest difference from those of transformers {difference:.1e} (must be below {TOLERANCE:g})"
+
+
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Print `prompt` and up to `tokens` generated tokens; temperature 0 takes the most likely token.
 
@@ -131,7 +168,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
             **sampling,
         )
     except RuntimeError as error:
-        if not _is_of_a_distribution(error):
+        if "probability tensor" not in str(error):  # "... contains either `inf`, `nan`..." in torch 2.13
             raise
         raise UserError(
             f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
@@ -151,64 +188,23 @@ def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return ids if ids[:1] == begin else [*begin, *ids]  # a chat template may write BOS itself
 
 
-def _is_of_a_distribution(error: RuntimeError) -> bool:
-    """Whether torch could not draw a token; "probability tensor contains either `inf`, `nan`..." in 2.13."""
-    return "probability tensor" in str(error)
-
-
-def _is_of_code_to_run(error: Exception) -> bool:
-    """Whether transformers would have to run a model's own code; its text, in 5.24, names the option to set."""
-    return "trust_remote_code" in str(error)
-
-
-def _ends(folder: Path, vocab_size: int) -> list[int] | None:
-    """Return the tokens at which a text ends; None where there is none.
-
-    They are those of generation_config.json, of which nothing else is read; without the file, of config.json.
-    Raises UserError where they are no tokens.
-    """
-    path = folder / "generation_config.json"
-    path = path if path.exists() else folder / "config.json"
-    named = read_object(path, "copy it again").get("eos_token_id")
-    ends = named if isinstance(named, list) else [] if named is None else [named]
-    if any(type(end) is not int for end in ends):
-        raise UserError(
-            f"{path}: eos_token_id is {outside(json.dumps(named))[:40]}; it must be the number of a token, "
-            "or a list"
-        )
-    return [end for end in ends if 0 <= end < vocab_size] or None
-
-
 def _load(folder: Path) -> tuple[Any, Any]:
-    """Return tokenizer and model, with the weights that `evaluate` reads; raises UserError, in one line."""
-    import transformers
+    """Return tokenizer and model; of generation_config.json only the tokens that end a text count.
 
-    architecture = read_architecture(folder)
-    ends = _ends(folder, architecture.vocab_size)
-    with PretrainedWeights(folder, architecture) as weights:
-        tensors = weights.hf_tensors()
+    Raises UserError, in one line.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with PretrainedWeights(folder, read_architecture(folder)) as weights:
+        weights.check_finite()
     try:
         tokenizer = load_folder(folder)
-        # Without the last two options wrong shapes are a traceback, and missing tensors are drawn at random.
-        loaded: Any = getattr(transformers, family_of(architecture).hf_class).from_pretrained(
-            None,
-            config=transformers.AutoConfig.for_model(
-                **config_for_any_version(folder) | {"eos_token_id": ends}
-            ),
-            state_dict=tensors,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-        model, info = loaded
-        model.generation_config = transformers.GenerationConfig(eos_token_id=ends)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        ends = model.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        known = [int(end) for end in ends if 0 <= end < model.config.vocab_size]
+        model.generation_config = GenerationConfig(eos_token_id=known or None)
     except Exception as error:  # transformers raises anything for files that it does not expect
-        if _is_of_code_to_run(error):
-            raise UserError(
-                f"{folder}: needs Python code of its own (auto_map in its JSON files), which is not run; give a "
-                "model that transformers has itself"
-            ) from None
         reason = f"{type(error).__name__}: {line_of(error)}"
         raise UserError(f"{folder}: transformers cannot load it ({reason})") from None
-    if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise UserError(f"{folder}: transformers finds no tensor {min(wrong)} of the shape that it needs")
     return tokenizer, model

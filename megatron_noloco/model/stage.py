@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from megatron_noloco.model import parameters
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.dropout import seed_dropout
-from megatron_noloco.model.families import Parameter, family_of, table_of
-from megatron_noloco.model.families.hf_keys import YARN_DEFAULTS
+from megatron_noloco.model.families import ROPE_CONSTANTS, Parameter, family_of, table_of
 from megatron_noloco.model.layers import NORMS, CausalAttention, CrossEntropyWithZLoss, Router, document_mask
 from megatron_noloco.pipeline.core_versions import NO_CUDA_GRAPHS, submodules_of
 from megatron_noloco.pipeline.groups import Groups
@@ -259,12 +258,13 @@ def _yarn(architecture: Architecture) -> dict[str, Any]:
     """Return the attributes for YaRN, which core's model reads and TransformerConfig has no fields for."""
     if architecture.yarn_rotary_scaling_factor is None:
         return {}
+    yarn = ROPE_CONSTANTS["yarn"]
     return {
         "yarn_rotary_scaling_factor": architecture.yarn_rotary_scaling_factor,
         "yarn_original_max_position_embeddings": architecture.yarn_original_max_position_embeddings,
-        "yarn_beta_fast": YARN_DEFAULTS["beta_fast"],
-        "yarn_beta_slow": YARN_DEFAULTS["beta_slow"],
-        "yarn_mscale": YARN_DEFAULTS["mscale"],
-        "yarn_mscale_all_dim": YARN_DEFAULTS["mscale_all_dim"],
-        "yarn_correction_range_round_to_int": YARN_DEFAULTS["truncate"],
+        "yarn_beta_fast": yarn["beta_fast"],
+        "yarn_beta_slow": yarn["beta_slow"],
+        "yarn_mscale": yarn["mscale"],
+        "yarn_mscale_all_dim": yarn["mscale_all_dim"],
+        "yarn_correction_range_round_to_int": yarn["truncate"],
     }

@@ -1,7 +1,4 @@
-"""What differs between the supported versions of Megatron-core, 0.16.1 to 0.19; nothing else asks which one it is.
-
-Which of core's language models a stage is made of is in `model/language_model.py`.
-"""
+"""What differs between the supported versions of Megatron-core, 0.16.1 to 0.19; nothing else asks which one it is."""
 
 from functools import partial
 from typing import Any

@@ -17,7 +17,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.agreement import vote
-from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.model.stage import build_stage
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import Channel, Exchange, NoRounds, OuterOptimizer, Rounds, mean_model
 from megatron_noloco.outer.health import Health
@@ -40,12 +40,19 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     """Return this rank's part of the run, in the state that `joined.start` names."""
     prepared = replace(prepared, config=joined.config)
     config, topology = prepared.config, prepared.topology
-    start, groups, stage = joined.start, *_model(prepared)
+    start, groups = joined.start, _groups(prepared)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     monitor = build_monitor(prepared, joined, groups, plan, progress)
     record = monitor.metrics.record
 
-    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), record)
+    pretrained = config.training.pretrained
+    with (
+        PretrainedWeights(Path(pretrained), prepared.architecture) if pretrained else nullcontext() as folder
+    ):
+        stage = build_stage(prepared.architecture, config.compute, groups, config.training.seed, folder)
+        engine = ReplicaEngine(stage, groups, config.as_deepspeed(), record)
+        if folder is not None and config.compute.precision != "fp32":
+            engine.fill(folder)
     health = Health(engine.weights, partial(vote, group=groups.replica))
     peers = _peers(prepared, joined, engine, health, monitor)
     outer, routing = peers.outer, config.routing(topology)
@@ -105,16 +112,13 @@ def _evaluator(prepared: Prepared, joined: Joined, engine: ReplicaEngine, outer:
     return evaluator
 
 
-def _model(prepared: Prepared) -> tuple[Groups, Stage]:
-    config, architecture = prepared.config, prepared.architecture
+def _groups(prepared: Prepared) -> Groups:
+    config = prepared.config
     cpu.prepare()
     # A neighbour may be waiting for its partner.
     patience = PATIENCE + timedelta(seconds=config.noloco.deadline_seconds)
     routed = config.routing(prepared.topology).active
-    groups = build_groups(prepared.topology, routed, architecture.tied_embeddings, patience)
-    pretrained = config.training.pretrained
-    with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
-        return groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
+    return build_groups(prepared.topology, routed, prepared.architecture.tied_embeddings, patience)
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_noloco import __version__
+from megatron_noloco.checkpoint.catalog import MEAN_OF_REPLICAS, TOKENS_PER_SAMPLE
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import RunConfig, describe, facts_in_words
@@ -50,7 +51,10 @@ def build_monitor(
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
     for name, checksum in joined.settings.training_data.items():
         metrics.count(name, checksum)
-    return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
+    tokens_per_sample = joined.data.training.tokens_per_sample
+    metrics.count(TOKENS_PER_SAMPLE, tokens_per_sample)
+    metrics.count(MEAN_OF_REPLICAS, None)  # of the steps so far, if any
+    return Monitor(metrics, plan, _throughput(prepared, tokens_per_sample), console, config.noloco.fragments)
 
 
 def _writers(config: RunConfig, replica: int, start: Start) -> Iterator[Writer]:
@@ -70,13 +74,17 @@ def _writers(config: RunConfig, replica: int, start: Start) -> Iterator[Writer]:
         )
 
 
-def _throughput(prepared: Prepared) -> Throughput:
+def _throughput(prepared: Prepared, tokens_per_sample: float) -> Throughput:
     config, topology, architecture = prepared.config, prepared.topology, prepared.architecture
     samples = config.replica_batch
     return Throughput(
-        tokens=samples * architecture.seq_length,
+        tokens=round(samples * tokens_per_sample),
         replicas=topology.total_replicas,
-        flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
+        # Padding takes time, and counts for nothing.
+        flops_per_rank=samples
+        * training_flops(architecture)
+        * (tokens_per_sample / architecture.seq_length)
+        / topology.replica_size,
         peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
     )
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megatron_noloco.checkpoint.catalog import MEAN_OF_REPLICAS
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import Loader
 from megatron_noloco.engine.replica import ReplicaEngine
@@ -156,6 +157,7 @@ class Run:
                     self._stop(done)
                     return False
                 self.monitor.averaged(average)
+                self.monitor.metrics.count(MEAN_OF_REPLICAS, len(average.replicas) or None)
         self.one_model = average.replicas
         if trained or len(self.one_model) > 1:
             return self._after_round(before, done)

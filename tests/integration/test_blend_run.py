@@ -76,8 +76,11 @@ def test_evaluate_equals_log_with_copied_tokenizer(run: Path) -> None:
     (run.parent / "tokenizer.json").unlink(missing_ok=True)  # the original
     (run / "config.json").write_text("{}")  # a run's own, say: it does not make a Hugging Face folder
     lines = run_command("evaluate", str(run), "--samples", "8")
-    found = [float(line.split("loss ")[1].split()[0]) for line in lines]
+    found = [float(line.split("loss ")[1].split()[0]) for line in lines if " on the blend of " not in line]
+    means = [float(line.split("loss ")[1].split()[0]) for line in lines if " on the blend of " in line]
     (row,) = metrics(run, "evaluation")[0]
+    logged_means = [*row["validation/replica_losses"], row["validation/mean_model_loss"]]
+    assert 3 * means == pytest.approx(logged_means, abs=2e-4)
     logged = [
         losses[model]
         for model in range(3)
@@ -87,7 +90,7 @@ def test_evaluate_equals_log_with_copied_tokenizer(run: Path) -> None:
         )
     ]
     start = "each of 2 replicas (equal weights) on the validation split"
-    assert all(line.startswith(start) for line in lines)
+    assert all(line.startswith(start) for line in lines if " on the blend of " not in line)
     assert 3 * found == pytest.approx(logged, abs=2e-4)
 
 
@@ -101,11 +104,16 @@ def test_exported_perplexity_equals_transformers(run: Path) -> None:
     text = "two three four five six seven\n" * 20
     data.write_text(text)
     line = run_command("evaluate", str(run), "--data", str(data))[-1]  # the mean model's
-    perplexity = float(line.split("perplexity ")[1].split()[0])
+    perplexity = float(line.split("perplexity ")[1].split(",")[0])
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    samples = torch.tensor([ids[start : start + 17] for start in range(0, len(ids) - 16, 16)])
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    model, loss = AutoModelForCausalLM.from_pretrained(exported), 0.0
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(exported)(samples[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), samples[:, 1:].flatten())
-    assert perplexity == pytest.approx(math.exp(float(loss)), rel=1e-4)
+        for start in range(0, len(ids) - 1, 16):
+            piece = ids[start : start + 17]
+            logits = model(piece[None, :-1]).logits[0].double()
+            loss += float(torch.nn.functional.cross_entropy(logits, piece[1:], reduction="sum"))
+    assert perplexity == pytest.approx(math.exp(loss / (len(ids) - 1)), rel=1e-4)
+    bits_per_byte = float(line.split("perplexity ")[1].split()[1])
+    text_bytes = len(tokenizer.decode(ids[1:]))
+    assert bits_per_byte == pytest.approx(loss / math.log(2) / text_bytes, abs=1e-3)

@@ -1,6 +1,7 @@
 """Fine-tuning a Hugging Face folder on conversations: what has a loss is learnt, along routes, and evaluated."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config
@@ -56,7 +56,7 @@ def fine_tune(llama: Path, folder: Path, records: list[Any], changes: dict[str, 
         "training": {"output_dir": str(folder / "run")},
     }
     template = write_config(folder, tiny(changes, tiny(common)))
-    assert main(["import", str(llama), "--config", template, "--output", str(folder / "run.json")]) == 0
+    run_command("import", str(llama), "--config", template, "--output", str(folder / "run.json"))
     run_ranks(4, run_whole, str(folder / "run.json"))
     return folder / "run"
 
@@ -91,10 +91,16 @@ def test_evaluate_finds_the_loss_per_token_of_the_answers(run: Path) -> None:
     (row,) = metrics(run, "evaluation")[0]
     logged = [*row["validation/replica_losses"], row["validation/mean_model_loss"]]
     assert 3 * found == pytest.approx(logged, abs=2e-4)
+    (line,) = run_command("evaluate", str(run), "--data", str(run.parent / "chat.jsonl"))
+    assert "bits per byte of text (" in line, "other chats are read as the run reads its own"
 
 
 def test_an_export_keeps_the_template(run: Path, llama: Path, tmp_path: Path) -> None:
     run_command("export", str(run), "--output", str(tmp_path / "exported"))
+    (tokens,) = re.findall(
+        "tokens of all replicas: ([0-9]+)", (tmp_path / "exported" / "README.md").read_text()
+    )
+    assert 0.5 < int(tokens) / (2 * 2 * STEPS * 128) < 1, "padding is left out"
     settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
     vocabulary = FastTokenizer(llama).vocabulary
     assert settings["eos_token_id"] == [vocabulary["<end>"], vocabulary["<stop>"]]

@@ -28,13 +28,14 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.joined import checkpoint_settings
-from tests.harness import call, output_of, refusal_of, run_ranks
+from tests.harness import call, refusal_of, run_command, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     HF_SIZES,
     MUON,
     build,
     microbatch,
+    run_whole,
     sizes,
     tiny,
     weights_of,
@@ -330,7 +331,7 @@ def llama(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> d
 def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     template = write_config(folder, tiny({**changes, "model": {"make_vocab_size_divisible_by": None}}))
     config = folder / "imported.json"
-    output_of("import", llama_folder, "--config", template, "--output", config)
+    run_command("import", str(llama_folder), "--config", template, "--output", str(config))
     return json.loads(config.read_text())
 
 
@@ -354,6 +355,28 @@ def test_import_and_export_are_the_identity(
     assert_equal(back, theirs)
     before, after = (read_architecture(tmp_path / name) for name in ("llama", "hf"))
     assert after == replace(before, seq_length=16)
+
+
+@pytest.mark.parametrize("parallel", [sizes(tp=2), sizes(dp=2)])
+def test_fp32_weights_become_the_master_weights(parallel: dict[str, int], tmp_path: Path) -> None:
+    """Of a run in bf16, too: a step that changes nothing returns the folder's weights bit for bit."""
+    theirs = llama(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 200)
+    changes = BF16 | {
+        "noloco": {"enabled": False},
+        "data": {"text": str(tmp_path / "text.txt")},
+        "evaluation": {"iters": 0},
+        "optimizer": {
+            "type": "SGD",
+            "params": {"lr": 1e-30, "betas": None, "eps": None, "weight_decay": None},
+        },
+        "parallel": parallel,
+        "training": {"output_dir": str(tmp_path / "run"), "train_iters": 1},
+    }
+    imported(tmp_path, tmp_path / "llama", changes)
+    run_ranks(2, run_whole, str(tmp_path / "imported.json"))
+    back, _ = exported(tmp_path / "run", tmp_path / "hf")
+    assert_equal(back, theirs)
 
 
 # Talking to the result

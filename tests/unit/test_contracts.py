@@ -58,7 +58,7 @@ from megatron_noloco.config.deepspeed_block import (
 from megatron_noloco.config.names import hint_of, names_of_others
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonParams, OptimizerParams
 from megatron_noloco.fields import Settings, fields_of
-from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
+from megatron_noloco.model.families import ROPE_CONSTANTS
 from megatron_noloco.model.layers import window
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.core_versions import balancing_losses, submodules_of
@@ -183,9 +183,10 @@ class TestStage:
             assert hasattr(submodules.self_attention.submodules, name)
 
     def test_rotary_scaling_is_fixed_but_for_its_factor(self) -> None:
-        """model/families/hf_keys.py refuses folders with other numbers."""
+        """model/families/family.py refuses folders with other numbers."""
+        constants = ROPE_CONSTANTS["llama3"]
         scaling = inspect.signature(RotaryEmbedding._apply_scaling).parameters
-        assert {name: scaling[name].default for name in LLAMA3_SCALING} == LLAMA3_SCALING
+        assert {name: scaling[name].default for name in constants} == constants
         call = inspect.getsource(RotaryEmbedding.__init__).split("self._apply_scaling(")[1].split(")")[0]
         assert call == "self.inv_freq, factor=rope_scaling_factor"
 

@@ -204,7 +204,34 @@ def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
         open_whole("/bin/ls", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
     samples, _ = open_whole(str(tmp_path / "a.jsonl"), ByteTokenizer(), Needs(257, SEQ))
-    assert samples.tokens.tolist() == [*b"some text", ByteTokenizer.end_of_document]
+    assert bytes(samples.labels[:].astype(np.uint8)) == b"ome text"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_evaluation_reads_each_document_apart(ends: bool, tmp_path: Path) -> None:
+    """A token is a label once: after BOS or the end before, in pieces of a long one; neither end nor BOS is."""
+    end = 256
+    documents = [[*b"0123456789"], [], [*b"a"], [*b"bc"]]
+    prefix = write_dataset(tmp_path / "data", [[*one, *[end] * ends] for one in documents])
+    samples, _ = open_whole(prefix, ByteTokenizer(), Needs(257, 4))
+    assert samples.labels[:].tolist() == [*(b"123456789abc" if ends else b"123456789c")]
+    read = [samples[number] for number in range(len(samples))]
+    assert {tuple(one.tokens[one.documents == 0][:4].tolist()) for one in read} >= {
+        tuple(b"0123"),
+        tuple(b"4567"),
+    }
+    assert sum(int((one.labels >= 0).sum()) for one in read) == len(samples.labels)
+    assert samples.tokens_per_sample == len(samples.labels) / len(samples)
+
+
+def test_evaluation_takes_records_for_what_they_are(tmp_path: Path) -> None:
+    """Their answers alone; a dataset of no text is refused."""
+    (path := tmp_path / "a.jsonl").write_text('{"prompt": "a ", "completion": "text"}\n')
+    samples, _ = open_whole(str(path), ByteTokenizer(), Needs(257, SEQ))
+    assert samples.labels[:].tolist() == [*b"text", ByteTokenizer.end_of_document]
+    empty = write_dataset(tmp_path / "data", [[256], [256]])
+    with pytest.raises(ValueError, match=r"^--data: .*data: holds no text of two tokens"):
+        open_whole(empty, ByteTokenizer(), Needs(257, SEQ))
 
 
 def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:

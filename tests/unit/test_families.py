@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import (
@@ -16,7 +17,6 @@ from megatron_noloco.model.families import (
     Parameter,
     Rows,
     Table,
-    architecture_of,
     families_with,
     table_of,
 )
@@ -62,7 +62,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Family:
 
 
 def test_one_file_is_enough_to_convert(toy: Family) -> None:
-    assert architecture_of(toy.hf_config(TOY, "float32")) == replace(TOY, padded_vocab_size=30)
+    config = LlamaConfig(**toy.hf_config(TOY, "float32"))
+    assert toy.architecture(config) == replace(TOY, padded_vocab_size=30)
     assert table_of(TOY).parameter_count == table_of(SMALL).parameter_count + 2 * 48
     bias = table_of(TOY).find("decoder.layers.1.self_attention.linear_qkv.bias")
     full = torch.arange(48.0)

@@ -7,26 +7,24 @@ To add a family:
 2. Add it to FAMILIES. All else follows from the table: initial weights, slices, counts, decay, Muon's matrices,
    the mean model, export and import. Only a norm that adds 1 to its weights or scaled embeddings need changes in
    `model/layers.py` or `model/stage.py`, and layers that keep other activations in `preflight/memory.py`.
-3. Add it to `FAMILY_MODELS` (tests/integration/tiny.py), `THEIRS` (test_families.py), `MODELS`, `NOT_READ` and
-   perhaps `HARMLESS` (test_huggingface.py), with biases to `OF_FAMILY` (test_parameter_groups.py), and to
+3. Add it to `FAMILY_MODELS` (tests/integration/tiny.py), `THEIRS` (test_families.py), `MODELS` and `NOT_READ`
+   (test_huggingface.py), with biases to `OF_FAMILY` (test_parameter_groups.py), and to
    docs/families.md.
 
 Torch is not imported here, since that would slow down `config --check`.
 """
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families.family import EMBEDDING, HEAD, Family
+from megatron_noloco.model.families.family import EMBEDDING, HEAD, ROPE_CONSTANTS, Family
 from megatron_noloco.model.families.llama import Llama
 from megatron_noloco.model.families.mistral import Mistral, Mixtral
 from megatron_noloco.model.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from megatron_noloco.model.families.starcoder import Starcoder2
-from megatron_noloco.model.families.table import Index, Parameter, Rows, Stored, Table
+from megatron_noloco.model.families.table import Parameter, Rows, Table
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -34,18 +32,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 __all__ = [
+    "EMBEDDING",
     "FAMILIES",
     "HEAD",
+    "ROPE_CONSTANTS",
     "Family",
-    "Index",
     "Parameter",
     "Rows",
-    "Stored",
     "Table",
     "architecture_of",
     "families_with",
     "family_of",
-    "stored_tensors",
     "table_of",
     "training_flops",
 ]
@@ -71,31 +68,12 @@ def _table(family: Family, architecture: Architecture) -> Table:
     return Table(tuple(family.rows(architecture)), architecture.num_layers)
 
 
-def stored_tensors(architecture: Architecture) -> dict[str, Stored]:
-    """Return what a Hugging Face folder of a model may hold, by every name under which transformers loads it.
+def architecture_of(config: Any) -> Architecture:
+    """Return the architecture that a config of transformers, of one of the families, describes.
 
-    The names of the table; those without "model.", as of a model without a head; those of transformers 5. A head
-    that is tied is another name of the embedding.
+    Raises UserError, in one line.
     """
-    family = family_of(architecture)
-    shapes = {name: shape for row in table_of(architecture) for name, shape in row.hf_shapes.items()}
-    known = {name: Stored(shape, {name: ()}) for name, shape in shapes.items()}
-    for name, stack in family.hf_stacks(architecture).items():
-        known |= {name.replace("{layer}", str(n)): stack.at(n) for n in range(architecture.num_layers)}
-    if architecture.tied_embeddings:
-        known[HEAD] = known[EMBEDDING]
-    for old, new in family.hf_renamed.items():
-        known |= {name.replace(old, new): stored for name, stored in known.items()}
-    return known | {name.removeprefix("model."): stored for name, stored in known.items()}
-
-
-def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that Hugging Face's `config.json` describes; raises UserError, in one line."""
-    family = FAMILIES.get(str(hf_config.get("model_type")))
-    if family is None:
-        known = ", ".join(f'"{name}"' for name in FAMILIES)
-        raise UserError(f"model_type is {hf_config.get('model_type')!r}; only {known} can be imported")
-    return family.architecture(hf_config)
+    return FAMILIES[config.model_type].architecture(config)
 
 
 def training_flops(architecture: Architecture) -> int:

@@ -12,11 +12,26 @@ from typing import Any, ClassVar, Literal
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.table import Parameter, Rows, Stored
+from megatron_noloco.model.families.table import Parameter, Rows
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+# Numbers of scaled rotary embeddings that only have these values here, by Hugging Face's type. Of `llama3` (Llama
+# 3.1, 3.2 and 3.3) they are constants of Megatron-core's `RotaryEmbedding._apply_scaling`; of `yarn` the defaults
+# of transformers, from the paper (Peng et al. 2023, arXiv 2309.00071).
+ROPE_CONSTANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "yarn": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": None,  # 0.1 ln(factor) + 1
+        "mscale": None,
+        "mscale_all_dim": None,
+    },
+}
 
 
 class Family:
@@ -27,8 +42,9 @@ class Family:
     own_fields: ClassVar[Mapping[str, Any]] = {}
     normalization: ClassVar[Literal["RMSNorm", "LayerNorm"]] = "RMSNorm"
     hf_class: ClassVar[str]  # the class in transformers
-    hf_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers, for keys that a config.json lacks
-    hf_fixed: ClassVar[Mapping[str, Any]] = {}  # keys of a config.json that have only these values here
+    hf_fixed: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # keys of Hugging Face's config that have only these values here
     hf_activation: ClassVar[str] = "silu"  # the only `hidden_act` of this family
     hf_norm_epsilon: ClassVar[str] = "rms_norm_eps"  # Hugging Face's key
     # Hugging Face's keys of dropout probabilities, and the fields that they are; of several keys of one field the
@@ -47,8 +63,6 @@ class Family:
     }
     # Hugging Face's names of gate, up and down in an MLP; without a gate of up and down
     hf_mlp: ClassVar[Sequence[str]] = ("gate_proj", "up_proj", "down_proj")
-    # Parts of the names of Hugging Face's tensors, and their names in transformers 5
-    hf_renamed: ClassVar[Mapping[str, str]] = {}
 
     # Parameters
 
@@ -154,75 +168,80 @@ class Family:
 
     def hf_config(self, architecture: Architecture, dtype: str) -> dict[str, Any]:
         """Return the content of Hugging Face's `config.json`, without the ids of BOS and EOS."""
-        a, scaling = architecture, self.hf_scaling(architecture)
+        a = architecture
         return {
             "architectures": [self.hf_class],
             "model_type": self.name,
             **{theirs: getattr(a, ours) for ours, theirs in self.hf_sizes.items()},
             "hidden_act": self.hf_activation,
             self.hf_norm_epsilon: a.norm_epsilon,
-            # The first two keys before transformers 5; since then the third.
-            "rope_theta": a.rotary_base,
-            **({"rope_scaling": scaling} if scaling else {}),
-            "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": a.rotary_base},
+            "rope_parameters": {**self.hf_rope(a), "rope_theta": a.rotary_base},
             "tie_word_embeddings": a.tied_embeddings,
             "initializer_range": a.init_method_std,
             "dtype": dtype,
-            "torch_dtype": dtype,  # the name before transformers 4.56
-            **self.own_keys(architecture),
+            **self.own_keys(a),
         }
 
     def own_keys(self, architecture: Architecture) -> dict[str, Any]:
         """Return the keys of Hugging Face's config that only this family has."""
         return dict(self.hf_fixed)
 
-    def hf_stacks(self, architecture: Architecture) -> dict[str, Stored]:
-        """Return by name the tensors in which transformers 5 stacks several of a layer's (`{layer}` in names)."""
-        return {}
-
-    def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
-        """Return the keys of Hugging Face's config for scaled rotary embeddings; empty if they are not scaled."""
+    def hf_rope(self, architecture: Architecture) -> dict[str, Any]:
+        """Return how rotary embeddings are scaled, with Hugging Face's keys."""
         a = architecture
         if a.yarn_rotary_scaling_factor is None:
-            return {}
+            return {"rope_type": "default"}
         return {
             "rope_type": "yarn",
             "factor": a.yarn_rotary_scaling_factor,
             "original_max_position_embeddings": a.yarn_original_max_position_embeddings,
         }
 
-    def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
-        """Return the architecture that a `config.json` describes, without padding of the vocabulary.
+    def architecture(self, config: Any) -> Architecture:
+        """Return the architecture that a config of transformers describes, without padding of the vocabulary.
 
-        The inverse of `hf_config`. Raises UserError, in one line, for a model that is not supported.
+        The inverse of `hf_config`. Refused is what the logits of a short text may not show. Raises UserError, in
+        one line.
         """
-        theirs = {**self.hf_defaults, **hf_config}
-        for key, value in {"hidden_act": self.hf_activation, **self.hf_fixed}.items():
-            given = self.hf_defaults.get(key, value) if hf_config.get(key) is None else hf_config[key]
-            if given != value:
-                raise UserError(f"{key} is {given!r}; in {self.name} only {value!r} is supported")
-        hf_keys.refuse_other_models(theirs, self.hf_class)
-        hf_keys.refuse_two_rotations(hf_config)
-        own = self.own_values(theirs)
-        heads, hidden = (hf_keys.size(theirs, key) for key in ("num_attention_heads", "hidden_size"))
-        defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
-        sizes = {ours: hf_keys.size(theirs, key, defaults.get(ours)) for ours, key in self.hf_sizes.items()}
+        fixed = {"hidden_act": self.hf_activation, "quantization_config": None, "auto_map": None}
+        for key, value in (fixed | dict(self.hf_fixed)).items():
+            if (found := getattr(config, key, value)) != value:
+                must = "absent" if value is None else repr(value)
+                raise UserError(f"{key} is {found!r}; in {self.name} it must be {must}")
+        rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        rope_type = rope.get("rope_type")
+        if rope_type not in ("default", *self.rope_types):
+            known = " and ".join(f'"{name}"' for name in self.rope_types)
+            raise UserError(f"rope_parameters are of type {rope_type!r}; this family has only {known}")
+        for key, value in {"partial_rotary_factor": 1.0, **ROPE_CONSTANTS[rope_type]}.items():
+            if rope.get(key) not in (None, value):
+                must = "absent" if value is None else repr(value)
+                raise UserError(
+                    f"{key} of rope_parameters is {rope[key]!r}; with {rope_type} it must be {must}"
+                )
+        sizes: dict[str, Any] = {ours: getattr(config, key, None) for ours, key in self.hf_sizes.items()}
+        sizes["kv_channels"] = sizes["kv_channels"] or config.hidden_size // config.num_attention_heads
+        own = self.own_values(config)
+        if rope_type == "yarn":
+            own["yarn_rotary_scaling_factor"] = rope.get("factor")
+            own["yarn_original_max_position_embeddings"] = rope.get("original_max_position_embeddings")
+        elif rope_type == "llama3":
+            own["rope_scaling_factor"] = rope.get("factor")
         return Architecture(
             family=self.name,
             **sizes,
-            padded_vocab_size=sizes["vocab_size"],
-            rotary_base=hf_keys.rotary(theirs)["rope_theta"],
-            norm_epsilon=hf_keys.number(theirs, self.hf_norm_epsilon, 1e-6),
-            tied_embeddings=hf_keys.flag(theirs, "tie_word_embeddings"),
-            init_method_std=hf_keys.number(theirs, "initializer_range", 0.02),
-            **hf_keys.scaling(theirs, self.rope_types),
+            padded_vocab_size=config.vocab_size,
+            rotary_base=rope["rope_theta"],
+            norm_epsilon=getattr(config, self.hf_norm_epsilon),
+            tied_embeddings=config.tie_word_embeddings,
+            init_method_std=config.initializer_range,
             **own,
         )
 
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        """Return the values of `own_fields` from Hugging Face's config, whose missing keys have their defaults.
+    def own_values(self, config: Any) -> dict[str, Any]:
+        """Return the values of `own_fields` from a config of transformers: the inverse of `own_keys`.
 
-        The inverse of `own_keys`. Raises UserError, in one line, for keys of a model that cannot be built here.
+        Raises UserError, in one line, for a model that cannot be built here.
         """
         return {}
 

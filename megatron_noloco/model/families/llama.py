@@ -3,8 +3,7 @@
 from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.family import Family
+from megatron_noloco.model.families.family import ROPE_CONSTANTS, Family
 
 
 class Llama(Family):
@@ -17,8 +16,6 @@ class Llama(Family):
     name = "llama"
     own_fields: ClassVar = {"rope_scaling_factor": None}
     hf_class = "LlamaForCausalLM"
-    hf_defaults: ClassVar = {"max_position_embeddings": 2048}
-    hf_fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}
     rope_types = ("llama3", "yarn")
 
     def core_model(self, architecture: Architecture) -> dict[str, Any]:
@@ -27,8 +24,8 @@ class Llama(Family):
             return options
         return options | {"rope_scaling": True, "rope_scaling_factor": factor}
 
-    def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
+    def hf_rope(self, architecture: Architecture) -> dict[str, Any]:
         factor = architecture.rope_scaling_factor
         if factor is None:
-            return super().hf_scaling(architecture)
-        return {"rope_type": "llama3", "factor": factor, **hf_keys.LLAMA3_SCALING}
+            return super().hf_rope(architecture)
+        return {"rope_type": "llama3", "factor": factor, **ROPE_CONSTANTS["llama3"]}

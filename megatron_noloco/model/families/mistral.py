@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import THEIRS, Family
 from megatron_noloco.model.families.mixture import Mixture
 
@@ -14,11 +13,6 @@ class Mistral(Family):
     name = "mistral"
     own_fields: ClassVar = {"sliding_window": None}
     hf_class = "MistralForCausalLM"
-    hf_defaults: ClassVar = {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    }
 
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         options, window = super().core_config(architecture), architecture.sliding_window
@@ -28,10 +22,8 @@ class Mistral(Family):
     def own_keys(self, architecture: Architecture) -> dict[str, Any]:
         return super().own_keys(architecture) | {"sliding_window": architecture.sliding_window}
 
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        window = None if theirs.get("sliding_window") is None else hf_keys.size(theirs, "sliding_window")
-        hf_keys.refuse_layer_types(theirs, "full_attention" if window is None else "sliding_attention")
-        return super().own_values(theirs) | {"sliding_window": window}
+    def own_values(self, config: Any) -> dict[str, Any]:
+        return super().own_values(config) | {"sliding_window": config.sliding_window}
 
 
 class Mixtral(Mixture, Mistral):
@@ -40,16 +32,6 @@ class Mixtral(Mixture, Mistral):
     name = "mixtral"
     own_fields: ClassVar = {**Mistral.own_fields, **Mixture.own_fields}
     hf_class = "MixtralForCausalLM"
-    hf_defaults: ClassVar = {
-        **Mistral.hf_defaults,
-        "sliding_window": None,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-5,
-        "num_experts_per_tok": 2,
-    }
-    hf_fixed: ClassVar = {"router_jitter_noise": 0.0}
-    hf_renamed: ClassVar = {".block_sparse_moe.": ".mlp."}
     hf_router = THEIRS + "block_sparse_moe.gate.weight"
     hf_expert = THEIRS + "block_sparse_moe.experts.{expert}.{part}.weight"
     hf_parts = ("w1", "w3", "w2")
-    hf_counts = ("num_local_experts",)

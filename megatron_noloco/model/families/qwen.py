@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import OURS, THEIRS, Family
 from megatron_noloco.model.families.mixture import Mixture
 from megatron_noloco.model.families.table import Parameter
@@ -17,16 +16,13 @@ class Qwen(Family):
     def own_keys(self, architecture: Architecture) -> dict[str, Any]:
         return super().own_keys(architecture) | {"use_sliding_window": False}
 
-    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        hf_keys.refuse_layer_types(theirs, "full_attention")
-        layers, first = hf_keys.size(theirs, "num_hidden_layers"), theirs.get("max_window_layers", 28)
-        windows = theirs.get("use_sliding_window") and theirs.get("sliding_window", 4096) is not None
-        if windows and not theirs.get("layer_types") and not (type(first) is int and first >= layers):
+    def own_values(self, config: Any) -> dict[str, Any]:
+        if {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
             raise UserError(
-                f"use_sliding_window is true, and max_window_layers {first!r} of {layers} layers; windows on "
-                "layers are not supported"
+                "layer_types (or use_sliding_window and max_window_layers) gives some layers a window; each must "
+                'be "full_attention"'
             )
-        return super().own_values(theirs)
+        return super().own_values(config)
 
 
 class Qwen2(Qwen):
@@ -34,7 +30,6 @@ class Qwen2(Qwen):
 
     name = "qwen2"
     hf_class = "Qwen2ForCausalLM"
-    hf_defaults: ClassVar = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 
     def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
         norm, weight, projection = super().attention_rows(architecture)
@@ -52,8 +47,6 @@ class Qwen3(Qwen):
 
     name = "qwen3"
     hf_class = "Qwen3ForCausalLM"
-    hf_defaults: ClassVar = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
-    hf_fixed: ClassVar = {"attention_bias": False}
 
     def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
         norms = (
@@ -78,24 +71,10 @@ class Qwen3Moe(Mixture, Qwen3):
     name = "qwen3_moe"
     own_fields: ClassVar = {**Mixture.own_fields, "num_moe_experts": 128, "moe_router_topk": 8}
     hf_class = "Qwen3MoeForCausalLM"
-    hf_defaults: ClassVar = {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-    }
-    # Every layer has experts, and the probabilities of the chosen ones add up to 1.
-    hf_fixed: ClassVar = {
-        **Qwen3.hf_fixed,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "use_sliding_window": False,  # here transformers does not read `max_window_layers`
-    }
+    # The probabilities of the chosen experts add up to 1, and a window would be on all layers.
+    hf_fixed: ClassVar = {"norm_topk_prob": True, "use_sliding_window": False}
     # `intermediate_size` is the width of layers without experts, of which there are none here.
     hf_sizes: ClassVar = {**Qwen3.hf_sizes, "ffn_hidden_size": "moe_intermediate_size"}
     hf_router = THEIRS + "mlp.gate.weight"
     hf_expert = THEIRS + "mlp.experts.{expert}.{part}_proj.weight"
     hf_parts = ("gate", "up", "down")
-    hf_counts = ("num_local_experts", "num_experts")  # the first as transformers 5 writes it

@@ -18,14 +18,6 @@ class Starcoder2(Mistral):
     name = "starcoder2"
     normalization = "LayerNorm"
     hf_class = "Starcoder2ForCausalLM"
-    hf_defaults: ClassVar = {
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.018042,
-    }
-    hf_fixed: ClassVar = {"use_bias": True}
     hf_mlp = ("c_fc", "c_proj")
     hf_activation = "gelu_pytorch_tanh"
     hf_norm_epsilon = "norm_epsilon"

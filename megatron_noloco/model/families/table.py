@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Init = Literal["normal", "residual", "ones", "zeros"]
-Index = tuple[int | slice, ...]  # () is all of a tensor
 
 _LAYER = "{layer}"
 _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)")
@@ -243,24 +242,6 @@ class Parameter:
     @property
     def _rows(self) -> Rows:
         return self.rows or Rows(self.shape[:1])
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor as a Hugging Face file may hold it.
-
-    Args:
-        shape: of the tensor in the file.
-        parts: names of the table's Hugging Face tensors in it, and the index at which each lies.
-    """
-
-    shape: tuple[int, ...]
-    parts: Mapping[str, Index]
-
-    def at(self, layer: int) -> "Stored":
-        """Return the tensor of one layer, from one for all layers."""
-        parts = {name.replace(_LAYER, str(layer)): index for name, index in self.parts.items()}
-        return replace(self, parts=parts)
 
 
 @dataclass(frozen=True)
