@@ -1,4 +1,4 @@
-"""What differs between the supported versions of Megatron-core, 0.16.1 to 0.19; nothing else asks which one it is."""
+"""What differs between the supported versions of Megatron-core, 0.16.1 to 0.19; nothing else asks for it."""
 
 from functools import partial
 from typing import Any

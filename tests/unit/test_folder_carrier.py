@@ -433,6 +433,28 @@ def test_a_forged_piece_is_ignored_until_the_true_one_comes(join_here: Federatio
     assert join_here.lines == []
 
 
+def test_a_folder_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
+    """Whoever may write in the folder could lead a job to files of its user."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis").write_text("years")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "to").symlink_to(home)
+    store = Store.of(f"file://{tmp_path}/run")
+    calls = [
+        lambda: store.put("to/thesis", b"x"),
+        lambda: store.get("to/thesis", 100),
+        lambda: store.remove(["to/thesis"]),
+        store.below("to").names,
+        store.below("to").below("x").remove_all,
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match="cannot"):
+            call()
+    assert (home / "thesis").read_text() == "years"
+    assert Store.of(f"file://{home}").names() == ["thesis"], "a link that the user names is followed"
+
+
 def test_a_forged_wish_or_status_is_ignored(join_here: Federation, folder: Path) -> None:
     a, b, c = join_here.of(3)
     carrier, alive = carrier_of(c), folder / RUN_NAME / "alive"

@@ -298,6 +298,18 @@ def test_a_doubt_waits_for_the_end_of_its_round() -> None:
     assert not replica.ledger.doubts, "its partner is not there"
 
 
+def test_a_doubt_keeps_its_partner_away() -> None:
+    """So at most one vector is kept for it, and its word is asked for once in a round."""
+    world = World()
+    own = members_of(world, 0)
+    members_of(world, 1).go_on(4)
+    replica = replica_of(own)
+    replica.ledger.doubts.append(_Doubt(4, Member(1, 1), 0.0))
+    replica.ledger.changes[4] = torch.ones(LENGTH)
+    used = run_all(world, [(own, lambda: take_part(replica, vectors()[0], 5))])[0]
+    assert used.report.missed == "replica 1 has not said how an earlier round has ended"
+
+
 def test_of_a_round_that_was_given_up_nothing_is_kept() -> None:
     """The partner begins after the deadline, and sends what nobody fetches."""
 
