@@ -146,7 +146,8 @@ class Answers:
             return _refusal(503, "not ready yet")
         if asker.slot == VISITOR and query != "once":
             return _refusal(403, "only members hold a stream: ask for status?once")
-        if (latest := self._presence.peers.get(asker.slot)) is not None and latest.member > asker:
+        latest = self._presence.peers.get(asker.slot)
+        if latest is not None and latest.member > asker and query != "once":
             return _refusal(410, "a later process has your slot")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         answer.enable_chunked_encoding()

@@ -15,6 +15,7 @@ from megatron_noloco.preflight.machine import Finding
 
 _MOST_SECONDS = 120.0
 _LARGEST = 2**24  # bytes of a message
+_REPEATS = ("--skip", "10", "--loop", "100", "--skip-large", "1", "--loop-large", "10")
 _ROW = re.compile(r"^ *(\d+) +([\d.]+) \| +(\S+)", re.MULTILINE)  # bytes, MB/s, seconds
 _INFINIBAND = Path("/dev/infiniband")
 _PROFILE = Path(__file__).parents[2] / "launch" / "profile.sh"  # reads LAUNCH_PROFILE; not in a wheel
@@ -113,7 +114,7 @@ def pingpong(mpirun: str, hostfile: Path | None) -> dict[str, Any]:
         command += [*nic_option, environ["NIC"]]
     if hostfile is not None:
         command += [hostfile_option, str(hostfile)]
-    command += [sys.executable, "-m", "mpi4py.bench", "pingpong", "--max-size", str(_LARGEST)]
+    command += [sys.executable, "-m", "mpi4py.bench", "pingpong", "--max-size", str(_LARGEST), *_REPEATS]
     finished = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_MOST_SECONDS)
     if finished.returncode:
         raise RuntimeError(finished.stderr.strip() or f"exit code {finished.returncode}")
