@@ -89,11 +89,9 @@ class Settings(BaseModel):
 
     Attributes:
         scope: of fields that have none of their own.
-        removed: fields of earlier versions, and what to write instead.
     """
 
     scope: ClassVar[Scope] = Scope.OWN
-    removed: ClassVar[dict[str, str]] = {}
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -253,9 +251,8 @@ def _lines(entry: Any, block: type[BaseModel], path: Path, hint: Hint) -> Iterat
         definitions = owners[0].model_fields if owners else {}
         if name not in definitions:
             if entry["type"] == "extra_forbidden" and owners:
-                path, removed = (*path, name), getattr(owners[0], "removed", {}).get(name)
-                meant = removed or hint(path, definitions) or "leave it out"
-                yield f"{dotted(path)} is not a known key; {meant}"
+                path = (*path, name)
+                yield f"{dotted(path)} is not a known key; {hint(path, definitions) or 'leave it out'}"
                 return
             break  # the branch of a union: the field is what the user knows
         definition, path = definitions[name], (*path, name)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -73,11 +73,6 @@ class NolocoSettings(Settings):
     """
 
     scope = Scope.SHARED
-    removed: ClassVar[dict[str, str]] = {
-        "overlap": 'write overlap_steps in its place: 0, a number of local steps, or "auto"',
-        "grouping": "replicas always exchange as wholes; leave it out",
-    }
-
     method: Literal["noloco", "diloco"] = field(
         "noloco", 'Replicas that average in a round; "noloco": a random group of replicas, "diloco": all.'
     )
@@ -310,13 +305,6 @@ class FederationSettings(Settings):
 
     Each job has its own. Raises UserError as `NolocoSettings` does.
     """
-
-    removed: ClassVar[dict[str, str]] = {
-        "slots": "leave it out: the replicas of a federation are those that come, whatever their number",
-        "streams": "leave it out: the link to another replica is full without",
-        "local_steps": "write skip_local_steps in its place: true or false",
-        "notice_command": "leave it out, and run it by launch/notice.sh beside the job (docs/faults.md)",
-    }
 
     rendezvous: str | None = field(
         None,

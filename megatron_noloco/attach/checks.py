@@ -106,9 +106,8 @@ def start_report(
         if state is not None:
             check_state(state, engine)
             alike |= {"local_steps_done": int(state["local_steps_done"])}
-            for name in ("weights", "buffers"):  # which change; 0.2.0 did not save that of the buffers
-                saved = state.get(f"first_{name}")
-                first[name] = Fingerprint("00" * 32 if saved is None else hexadecimal(saved), {})
+            for name in ("weights", "buffers"):  # which change
+                first[name] = Fingerprint(hexadecimal(state[f"first_{name}"]), {})
     except UserError as error:
         problem = str(error)
     lengths = [shard.length for shard in engine.shards]

@@ -121,19 +121,25 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Read a manifest; raises IncompleteError when it is missing, DamagedCheckpointError when it is none."""
+        """Read a manifest.
+
+        Raises IncompleteError when it is missing, DamagedCheckpointError when it is none, UserError when it is too
+        old.
+        """
         try:
             raw = json.loads(path.read_bytes())
             if raw.pop("format") != FORMAT:
                 raise DamagedCheckpointError(f"{path}: written by another version of this program")
-            if (slots := raw["topology"].pop("slots", None)) is not None:  # up to version 0.3
-                raw["topology"]["separate_jobs"] = slots > 0
+            if "slots" in raw["topology"]:
+                raise UserError(
+                    f"{path}: of megatron_noloco 0.3 or before; version 0.4 continues and exports it"
+                )
             return _MANIFEST.validate_python(raw)
         except FileNotFoundError as error:
             raise IncompleteError(f"{path}: {error.strerror}") from None
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
-        except DamagedCheckpointError:  # a ValueError, too
+        except UserError:  # a ValueError, too
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedCheckpointError(f"{path}: not a manifest") from None

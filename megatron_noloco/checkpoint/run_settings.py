@@ -24,7 +24,6 @@ _BY_FILE = "training_data_3"  # counter of runs of 0.4 whose files of text were 
 _SPLIT = "data.split"
 # Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
 _FIXED = ("model", "data", "training.seed", "optimizer.type", "bf16.enabled", "fp16", "data_types")
-_PEAK = "scheduler.params.warmup_max_lr"
 # Exceptions, which another layout may need: padding of the vocabulary, and memory for activations.
 _EXCEPTED = (
     "model.make_vocab_size_divisible_by",
@@ -122,17 +121,10 @@ class CheckpointSettings:
                     allowed.append(line)
                 else:
                     refused.append(f"{line}, with other contents")
-            elif name == _PEAK and after is None and self._takes_another_peak(saved):
-                refused.append(f"{line}, which is the optimizer's rate")
             elif _is_in(name, _FIXED) and name not in _EXCEPTED:
                 refused.append(line)
             elif not _is_in(name, _NOT_REPORTED):
                 allowed.append(line)
-        # A federation of version 0.3 or before had one order for all of its slots.
-        if self.run["federation"]["rendezvous"] and (saved.get("federation") or {}).get("slots"):
-            allowed.append(
-                "each replica of a federation has an order of samples of its own since version 0.4"
-            )
         if refused:
             remedy = "a resume cannot change it: change it back, or start anew in another training.output_dir"
             if not own:
@@ -142,11 +134,6 @@ class CheckpointSettings:
                 )
             raise UserError("\n".join(f"{line}; {remedy}" for line in refused))
         return allowed
-
-    def _takes_another_peak(self, saved: dict[str, Any]) -> bool:
-        """Whether neither config gives the peak, which up to version 0.2.0 was not the optimizer's rate."""
-        was, now = (run.get("scheduler", {}).get("params", {}) for run in (saved, self.run))
-        return "warmup_max_lr" not in was and "warmup_max_lr" in now
 
 
 def tokenizer_folder(job_folder: Path) -> Path:

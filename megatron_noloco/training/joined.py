@@ -17,7 +17,6 @@ from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
-from megatron_noloco.config.saved import upgrade_saved_config
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -241,7 +240,6 @@ def _compared(
 
     Their tokenizers have the same tokens, or the resume is refused for that.
     """
-    saved = upgrade_saved_config(saved)
     try:
         configs = [RunConfig(**run) for run in (saved, now)]
     except UserError:

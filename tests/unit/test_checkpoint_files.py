@@ -587,29 +587,6 @@ def test_newer_fields_have_defaults_in_old_checkpoints() -> None:
         now.changes(saved)
 
 
-def test_default_peak_of_0_2_must_be_given() -> None:
-    """Up to version 0.2.0 WarmupDecayLR without warmup_max_lr had 1e-3, whatever the optimizer's rate."""
-
-    def run(lr: float, **peak: float) -> RunConfig:
-        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4, "warmup_num_steps": 2, **peak}}
-        optimizer = {"type": "AdamW", "params": {"lr": lr}}
-        return RunConfig(**{**CONFIG, "optimizer": optimizer, "scheduler": scheduler})
-
-    def continued(lr: float, **peak: float) -> list[str]:
-        saved = run(lr).to_dict()
-        del saved["scheduler"]["params"]["warmup_max_lr"]  # as those versions wrote it
-        return checkpoint_settings(run(lr, **peak), Topology()).changes(saved)
-
-    with pytest.raises(ValueError, match=r"warmup_max_lr: 0\.001 in the checkpoint, null now, which is the"):
-        continued(1e-5)
-    assert continued(1e-5, warmup_max_lr=1e-3) == []
-    assert continued(1e-3) == []
-    peak = run(1e-5, warmup_max_lr=5e-4).to_dict()
-    assert checkpoint_settings(run(1e-5), Topology()).changes(peak) == [
-        "scheduler.params.warmup_max_lr: 0.0005 in the checkpoint, null now"
-    ]
-
-
 @pytest.fixture(autouse=True)
 def _nothing_half_written(tmp_path: Path) -> Any:
     yield

@@ -15,7 +15,6 @@ from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig, ZeroConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
 from megatron_noloco.config.run_config import BLOCKS
-from megatron_noloco.config.saved import config_of_checkpoint
 from megatron_noloco.data.sources import IndexedSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
@@ -250,78 +249,10 @@ def test_a_config_is_frozen_and_reads_itself_back() -> None:
     assert RunConfig(**json.loads(json.dumps(run.to_dict()))).to_dict() == run.to_dict()
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
-    now = config(bf16__enabled=True)
-    saved = copy.deepcopy(now.to_dict()) | {
-        "steps_per_print": 10,
-        "optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}},
-    }
-    saved["zero_optimization"]["stage3_max_live_parameters"] = 5
-    saved["bf16"]["immediate_grad_update"] = True
-    saved["fp16"] = {"loss_scale": 128, "hysteresis": 4}
-    saved["evaluation"] |= {"iters": 0, "full": True}
-    found = config_of_checkpoint(saved)
-    assert (found.model, found.precision) == (now.model, "bf16")
-    assert config_of_checkpoint(now.to_dict()).to_dict() == now.to_dict()
-    saved = now.to_dict()
-    saved["data"]["reset_position_ids"] = True
-    assert config_of_checkpoint(saved).to_dict() == now.to_dict()
-
-
 def test_auto_local_steps_begin_with_one() -> None:
     found = RunConfig(**edited({"noloco.local_steps": "auto", "noloco.routing": "off"}))
     assert (found.noloco.local_steps, found.noloco.most_waiting) == (1, 0.1)
     assert RunConfig(**found.to_dict()).to_dict() == found.to_dict()
-
-
-OLD_FORMS: list[tuple[str, Any, dict[str, Any]]] = [
-    ("noloco.overlap", {"mode": "delayed", "delay_steps": 3}, {"overlap_steps": 3}),
-    ("noloco.overlap", {"mode": "delayed"}, {"overlap_steps": "auto"}),
-    ("noloco.overlap", {}, {"overlap_steps": 0}),
-    ("noloco.routing", {"interval": "microbatch"}, {"routing": "microbatch"}),
-    ("noloco.routing", {}, {"routing": "off"}),
-    ("noloco.grouping", "replica", {}),
-    ("checkpoint.fewer_replicas", "drop", {}),
-    ("data.reset_position_ids", False, {}),
-    ("federation.local_steps", "all", {"skip_local_steps": False}),
-    ("federation.relay", False, {}),
-    ("federation.notice_command", None, {}),
-    ("federation.encryption", "curve", {"encryption": "tls"}),
-]
-
-
-@pytest.mark.parametrize(("name", "old", "new"), OLD_FORMS)
-def test_the_old_form_of_a_setting_is_read_in_a_checkpoint(name: str, old: Any, new: dict[str, Any]) -> None:
-    block = name.split(".")[0]
-    base: dict[str, Any] = FEDERATION | {"federation.key_file": "key"} if block == "federation" else {}
-    now = RunConfig(**edited(base | {f"{block}.{setting}": value for setting, value in new.items()}))
-    saved = now.to_dict()
-    for setting in new:
-        del saved[block][setting]
-    saved[block][name.split(".")[1]] = old
-    assert config_of_checkpoint(saved).to_dict() == now.to_dict()
-
-
-def test_a_saved_split_that_had_no_effect_is_left_out() -> None:
-    paths = {"data": {"train_data_path": "a", "valid_data_path": "b"}}
-    saved = RunConfig(**edited(paths)).to_dict()
-    saved["data"]["split"] = "8,2"
-    line = r'data.split "8,2" has no effect: data.train_data_path is read whole'
-    with pytest.raises(UserError, match=line):
-        RunConfig(**saved)
-    assert config_of_checkpoint(saved).data.split == "949,50,1"
-
-
-def test_a_checkpoint_with_settings_that_are_gone_is_read() -> None:
-    now = config(noloco__local_steps=3)
-    federated = RunConfig(**edited(FEDERATION | {"federation.key_file": "key"}))
-    saved = federated.to_dict()
-    saved["federation"]["notice_command"] = "curl -sf notice"
-    assert config_of_checkpoint(saved).to_dict() == federated.to_dict()
-    for gone in ({"grouping": "stage"}, {"payload": "int16"}, {"routing": {"interval": "step"}}):
-        saved = now.to_dict()
-        saved["noloco"] |= gone
-        assert config_of_checkpoint(saved).model == now.model
 
 
 def test_the_user_s_dict_is_left_alone() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.noloco_block import recommended
-from megatron_noloco.config.saved import config_of_checkpoint
 from megatron_noloco.preflight.short_run import shortened
 from megatron_noloco.settings import NolocoSettings, groups_problem
 from tests.harness import output_of
@@ -97,7 +96,7 @@ def test_a_run_that_continues_otherwise_chooses_anew() -> None:
 
 def test_a_checkpoint_of_groups_is_read_as_it_was_saved() -> None:
     for run in (left_out(16), left_out(16, group_size=2)):
-        assert config_of_checkpoint(saved_by(run)).noloco == resolve(run, 16).config.noloco
+        assert RunConfig(**saved_by(run)).noloco == resolve(run, 16).config.noloco
 
 
 def test_tune_leaves_fields_to_the_recipe() -> None:
