@@ -32,14 +32,15 @@ class ChatTemplate:
         checked_roles: roles of which a conversation has shown that their texts are written.
     """
 
-    def __init__(self, folder: Path | None, content: Any) -> None:
+    def __init__(self, folder: Path | None, content: Any, given: Path | None = None) -> None:
         """Keep what was found; nothing is loaded before it is needed.
 
         Args:
             folder: of the tokenizer; None: of the byte tokenizer.
             content: the texts, as the files of the tokenizer have them; None where there is none.
+            given: the folder that the user gave, for messages; None: the same.
         """
-        self._folder, self._content = folder, content
+        self._folder, self._content, self._given = folder, content, given or folder
         self.checked_roles = set[str]()
         self.takes_text = cache(self._takes_text)
 
@@ -117,7 +118,7 @@ class ChatTemplate:
     def _loaded(self) -> Any:
         """The tokenizer as transformers loads it, which knows the texts that a template may name, such as BOS."""
         if self._folder is None or not self._content:
-            whose = f"tokenizer_model {self._folder}" if self._folder else "the byte tokenizer"
+            whose = f"tokenizer_model {self._given}" if self._given else "the byte tokenizer"
             raise UserError(
                 f"{whose} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give prompt and completion, or another tokenizer_model"
@@ -153,8 +154,12 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
         given: the messages, as a file has them; of an answer with "weight": 0 nothing is learnt.
         tools: the tools that the assistant may call; None: none.
     """
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UserError('"tools" must be a list of objects')
+        raise UserError('"tools" must be a list of objects, or its JSON text')
+    tools = _without_nulls(tools)
     if tools and not template.reads_tools(tools):
         raise UserError('there are "tools", which the chat template does not read')
     messages = [_message(number, message, tools, template) for number, message in enumerate(given, 1)]
@@ -189,13 +194,17 @@ def _message(number: int, given: Any, tools: Any, template: ChatTemplate) -> dic
         raise UserError(
             f'message {number} must have "role" and "content", not {json.dumps(given, default=str)[:60]}'
         )
-    message = {key: value for key, value in given.items() if value is not None}
+    message = {
+        key: value
+        for key, value in given.items()
+        if value is not None and (key in _KEYS or value not in _NOTHING)
+    }
     is_answer = message["role"] == "assistant"
     if message.setdefault("weight", int(is_answer)) not in (0, int(is_answer)):
         weight = json.dumps(message["weight"])[:40]
         raise UserError(f'message {number}: "weight" must be 0, or 1 for an answer (assistant), not {weight}')
     message["content"] = _text_of(number, message.get("content", ""))
-    others = {key: value for key, value in message.items() if key not in _KEYS and value not in _NOTHING}
+    others = {key: value for key, value in message.items() if key not in _KEYS}
     if given.get("content") in (None, []) and not others:
         raise UserError(f'message {number} has no "content"')
     for key in others:
@@ -230,17 +239,27 @@ def _call(number: int, call: Any, as_text: bool) -> Any:
     match call:
         case {"function": dict(function)}:
             return {**call, "function": _call(number, function, as_text)}
-        case {"arguments": dict(arguments)} if as_text:
-            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        case {"arguments": str(arguments)} if not as_text:
-            try:
-                return {**call, "arguments": json.loads(arguments)}
-            except ValueError as error:
-                line = (
-                    f'message {number}: "arguments" of a tool call must be an object, or JSON text ({error})'
-                )
-                raise UserError(line) from None
-    return call
+        case {"arguments": dict(arguments)}:
+            found = _without_nulls(arguments)
+            return {**call, "arguments": json.dumps(found, ensure_ascii=False) if as_text else found}
+        case {"arguments": str(arguments)}:
+            with suppress(ValueError):
+                if isinstance(found := json.loads(arguments), dict):
+                    return {**call, "arguments": arguments if as_text else found}
+        case {"arguments": _}:
+            pass
+        case _:
+            return call
+    raise UserError(
+        f'message {number}: "arguments" of a tool call must be an object, or the JSON text of an object'
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys that are null: tables write one for each key that another row has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answer:

@@ -123,7 +123,7 @@ def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Pi
 
     Raises UserError that names the file, and the place.
     """
-    texts = sum(item.bytes for item in inputs if item.kind == "text")
+    total = sum(item.bytes for item in inputs)
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
         if _is_left_out(item, key, counts):
@@ -132,11 +132,11 @@ def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Pi
         counts["beside_records"] += records and item.kind == "text"
         counts["files"] += 1
         counts["bytes"] += item.bytes
-        yield from item.pieces(key, counts.advance, _piece_of(texts) if item.kind == "text" else PIECE)
+        yield from item.pieces(key, counts.advance, _piece_of(total) if item.kind == "text" else PIECE)
 
 
 def _piece_of(total: int) -> int:
-    """Return the characters of a piece of a text, of files with so many bytes in all."""
+    """Return the characters of a piece of a text, of inputs with so many bytes in all."""
     return min(PIECE, max(total // _MANY_PIECES, min(total // _FEWEST_PIECES, _SMALL_PIECE), 1))
 
 

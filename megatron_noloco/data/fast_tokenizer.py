@@ -119,7 +119,7 @@ class FastTokenizer:
         """The chat template, or named templates, as transformers finds them."""
         names = (name for name in _files_in(self._kept) if name.endswith(".jinja"))
         texts = {Path(name).name: (self._kept / name).read_text("utf-8") for name in names}
-        return ChatTemplate(self._kept, texts or self._settings.get("chat_template"))
+        return ChatTemplate(self._kept, texts or self._settings.get("chat_template"), self.folder)
 
     @cached_property
     def end_of_answer(self) -> int | None:

@@ -227,12 +227,18 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
 
 def _of_datasets(folder: Path, files: list[str]) -> list[str]:
     """Return the files of a folder, of one that `datasets` has written those with rows; raises UserError."""
-    if "dataset_dict.json" in files:
-        return []  # its rows are in the folders below
+    if "dataset_dict.json" in files:  # its rows are in the folders below
+        splits = read_object(folder / "dataset_dict.json", "save the dataset again").get("splits", [])
+        if len(splits) > 1:
+            raise UserError(
+                f"{folder}: holds the splits {', '.join(map(str, splits))}; give the folder of one of them"
+            )
+        return []
     if not any(name.endswith(".arrow") for name in files) or "dataset_info.json" not in files:
         return files
-    if "state.json" not in files:  # the cache of `datasets`
-        return [name for name in files if name.endswith(".arrow")]
+    if "state.json" not in files:  # the cache of `datasets`, which may have the same rows after a `map`
+        tables = [name for name in files if name.endswith(".arrow")]
+        return [name for name in tables if not name.startswith("cache-")] or tables
     state = folder / "state.json"
     listed = [
         item["filename"] for item in read_object(state, "save the dataset again").get("_data_files", [])

@@ -228,7 +228,7 @@ def rotary(base: float) -> dict[str, Any]:
     ("keys", "seed", "named"),
     [
         (rotary(5e5), 0, "model.rotary_base"),
-        ({"attention_bias": True}, 0, "first weights, model.family, names and shapes"),
+        ({"attention_bias": True}, 0, "first weights, names and shapes"),
         ({"max_position_embeddings": 2048, "attention_dropout": 0.1}, 0, ""),
         ({}, 1, "first weights"),
     ],

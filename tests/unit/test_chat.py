@@ -184,7 +184,7 @@ def test_what_no_message_may_hold_is_named_in_one_line(message: Any, line: str, 
 @pytest.mark.parametrize(
     ("template", "tools", "line"),
     [
-        ("{{ tools }}" + TEMPLATE, "[]", "must be a list of objects"),
+        ("{{ tools }}" + TEMPLATE, "[1]", "must be a list of objects"),
         (TEMPLATE, [{"name": "f"}], "does not read"),
         ("{{ messages[0].tools }}" + TEMPLATE, [{"name": "f"}], "does not read"),  # as in Phi-4-mini
     ],
@@ -236,10 +236,31 @@ def test_arguments_have_the_form_that_a_template_takes(written: str, tmp_path: P
         assert 'weather{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
 
 
-def test_arguments_that_are_no_json_are_named(tmp_path: Path) -> None:
-    line = 'line 1: message 2: "arguments" of a tool call must be an object, or JSON text'
+@pytest.mark.parametrize("arguments", ["city: Köln", json.dumps('{"city": "Köln"}'), [1], None])
+def test_arguments_that_are_no_object_are_named(arguments: Any, tmp_path: Path) -> None:
+    line = 'line 1: message 2: "arguments" of a tool call must be an object, or the JSON text of an object'
     with pytest.raises(ValueError, match=line):
-        load(tmp_path, CALLS, called("city: Köln"))
+        load(tmp_path, CALLS, called(arguments))
+
+
+def test_keys_that_a_row_lacks_are_left_out_of_json_lines_too(tmp_path: Path) -> None:
+    """Tables have them as null; tools may be their JSON text; no calls are no key."""
+    template, more = "{{ tools | tojson }}" + CALLS, [ASKED, {**ANSWER, "content": "yes"}]
+    rows = (
+        (
+            called({"city": "Ulm", "day": None}),
+            [{"name": "f", "parameters": {"a": 1, "b": None}}],
+            {"tool_calls": []},
+        ),
+        (called({"city": "Ulm"}), json.dumps([{"name": "f", "parameters": {"a": 1}}]), {}),
+    )
+    found = []
+    for messages, tools, extra in rows:
+        messages = [*messages, {**more[0], **extra}, more[1]]
+        (record,) = load(tmp_path, template, messages, tools=tools)
+        found.append(answers(record, FastTokenizer(tmp_path / "tokenizer")))
+    assert found[0] == found[1]
+    assert '{"city": "Ulm"}' in found[0]
 
 
 def test_parquet_has_the_keys_of_a_row_only(tmp_path: Path) -> None:

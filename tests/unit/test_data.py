@@ -263,7 +263,17 @@ class TestCorpus:
         with pytest.raises(ValueError, match=r"state.json: names data-2.arrow, which is not there; save the"):
             load(str(tmp_path), "1")
         (folder / "state.json").unlink()  # the cache of `datasets`
+        write_documents(folder / "cache-0123456789abcdef.arrow", ["text 0 after a `map`"])
         assert load(str(tmp_path), "1").files == 2
+        if several:
+            (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+            with pytest.raises(ValueError, match="holds the splits test, train; give the folder of one"):
+                load(str(tmp_path), "1")
+
+    def test_a_small_text_beside_rows_stays_whole(self, tmp_path: Path) -> None:
+        (tmp_path / "README.md").write_text("what is in here")
+        (tmp_path / "rows.jsonl").write_text('{"text": "a text"}\n' * 5000)
+        assert load(str(tmp_path), "1").documents == 5001
 
     @given(
         text=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),

@@ -436,18 +436,3 @@ class TestCopy:
         saved, moved = (settings_of(run_with(folder, tmp_path / "run"), folder) for folder in (first, same))
         with pytest.raises(ValueError, match=r"data.tokenizer_model: .* cannot change it"):
             moved.changes(saved.run, {})
-
-    @pytest.mark.parametrize("data", [7, 8])
-    def test_a_checkpoint_of_before_read_special_tokens_as_tokens(self, tmp_path: Path, data: int) -> None:
-        """Its data stay as they were: where they hold none the setting may change, otherwise it must not."""
-        folder = write_tokenizer(tmp_path / "tok")
-        now = settings_of(run_with(folder, tmp_path / "run"), folder, data)
-        saved = json.loads(json.dumps(now.run))
-        del saved["data"]["split_special_tokens"]
-        counters = {"training_data": 7.0}
-        if data == 7:
-            (line,) = now.changes(saved, counters)
-            assert line == "data.split_special_tokens: false in the checkpoint, true now"
-        else:
-            with pytest.raises(ValueError, match="true now, with other contents; a resume cannot change it"):
-                now.changes(saved, counters)
